@@ -1,0 +1,1 @@
+"""How a recipe is trained: one file per concept."""

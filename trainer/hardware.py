@@ -1,0 +1,129 @@
+"""What this machine is, and which number formats it computes natively."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import UserError
+
+NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The device a run uses, with the facts that explain its numbers."""
+
+    device: torch.device
+    name: str
+    """Of the processor or GPU, as its maker calls it."""
+    memory_bytes: int
+    """Of the GPU, or of the machine when the run uses the CPU."""
+    cpu_cores: int
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None elsewhere."""
+    cpu_flags: frozenset[str] = field(default_factory=frozenset)
+    """The instruction sets that decide about number formats: amx_bf16, avx512_bf16, amx_fp16, avx512_fp16."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether published sizes fit this device: a CUDA GPU."""
+        return self.device.type == "cuda"
+
+    def support(self, mode: str) -> str:
+        """Tell how this device computes ``fp32``, ``tf32``, ``bf16`` or ``fp16``: native, emulated, not available.
+
+        Native means that matrix products run in that format's own instructions; emulated, that the results
+        are right but computed in another format (usually no faster).
+        """
+        if mode == "fp32":
+            return NATIVE
+        if self.device.type == "cuda":
+            return self._support_on_cuda(mode)
+        if self.device.type == "mps":
+            return {"tf32": UNAVAILABLE, "bf16": NATIVE, "fp16": NATIVE}[mode]
+        if mode == "tf32":
+            return UNAVAILABLE
+        arm = platform.machine().lower() in ("arm64", "aarch64")
+        wanted = {"bf16": {"amx_bf16", "avx512_bf16", "bf16"}, "fp16": {"amx_fp16", "avx512_fp16"}}[mode]
+        if arm and mode == "fp16":
+            wanted = {"fp16"}
+        return NATIVE if self.cpu_flags & wanted else EMULATED
+
+    def _support_on_cuda(self, mode: str) -> str:
+        if torch.version.hip:
+            return UNAVAILABLE if mode == "tf32" else NATIVE
+        assert self.capability is not None
+        if mode == "fp16":  # tensor cores came with 7.0; before it fp16 runs, slowly or through fp32
+            return NATIVE if self.capability >= (7, 0) else EMULATED
+        if self.capability >= (8, 0):
+            return NATIVE
+        return UNAVAILABLE if mode == "tf32" else EMULATED
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is recorded with every run: plain JSON types."""
+        record = asdict(self) | {"device": str(self.device), "cpu_flags": sorted(self.cpu_flags)}
+        record["torch"] = torch.__version__
+        record["cuda"] = torch.version.cuda if self.device.type == "cuda" else None
+        record["python"] = platform.python_version()
+        record["threads"] = torch.get_num_threads()
+        return record
+
+
+def detect(device: str) -> Hardware:
+    """Describe the device named ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or ``mps``.
+
+    Raises:
+        UserError: no such device here.
+
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device={device} is not a device; use auto, cpu, cuda, cuda:1 or mps") from None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(f"device={device}: torch finds no CUDA GPU here; use device=cpu or device=auto")
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+        if chosen.index >= torch.cuda.device_count():
+            raise UserError(f"device={device}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0")
+        properties = torch.cuda.get_device_properties(chosen)
+        return Hardware(
+            chosen, properties.name, properties.total_memory, cores, (properties.major, properties.minor)
+        )
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device=mps: torch finds no Apple GPU here; use device=cpu or device=auto")
+    if chosen.type not in ("cpu", "mps"):
+        raise UserError(f"device={device} is not supported; use auto, cpu, cuda or mps")
+    return Hardware(chosen, _cpu_name(), _ram_bytes(), cores, None, _cpu_flags())
+
+
+def _ram_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cpu_flags() -> frozenset[str]:
+    capabilities = torch.cpu.get_capabilities()
+    flags = ("amx_bf16", "avx512_bf16", "amx_fp16", "avx512_fp16", "bf16", "fp16")
+    return frozenset(flag for flag in flags if capabilities.get(flag))

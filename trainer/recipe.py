@@ -1,0 +1,228 @@
+"""The contract between what is trained (``recipes/``) and how it is trained (``trainer/``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from trainer.hardware import Hardware
+
+Batch = dict[str, Tensor]
+"""One microbatch: named tensors whose first dimension is the sample."""
+
+
+class SampleId(NamedTuple):
+    """One sample to fetch. Everything random about it comes from ``seed``, so neither workers nor ranks matter."""
+
+    index: int
+    seed: int | None
+    """None means: no augmentation (evaluation)."""
+
+
+class Dataset(Protocol):
+    """Map-style data, fetched a microbatch at a time so that an array needs no Python loop per sample."""
+
+    def __len__(self) -> int:
+        """Return the number of samples in one epoch."""
+        ...
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return the CPU tensors of these samples, stacked in the order given."""
+        ...
+
+
+@dataclass
+class Datasets:
+    """What a recipe trains on and is judged by."""
+
+    train: Dataset
+    valid: Dataset
+    description: str
+    """One line for the start block, such as ``python_docs: 5.1M tokens, own BPE of 4096``."""
+    decodes: bool = False
+    """Whether fetching a sample costs real CPU time (decoding an image), so that workers pay."""
+
+
+class LossOutput(NamedTuple):
+    """What one forward pass returns: sums over the microbatch, never means, so that they can be added up."""
+
+    loss_sum: Tensor
+    """Scalar, fp32: the loss summed over the microbatch's valid targets."""
+    metric_sums: dict[str, Tensor]
+    """Scalars, detached: further sums over the same targets, such as the number of correct top-1 answers."""
+
+
+@dataclass
+class Sizes:
+    """How much one optimizer step and one run take, after every ``auto`` is resolved."""
+
+    steps: int
+    batch_size: int
+    micro_batch_size: int
+
+
+class Choice(NamedTuple):
+    """One ``auto`` that was resolved: what it became, and why."""
+
+    key: str
+    value: object
+    why: str
+
+
+@dataclass
+class DataSource:
+    """The ``data`` config group. What kind of data it can give is told by its subclass."""
+
+    name: ClassVar[str] = ""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``; ids it does not know are left out."""
+        ...
+
+
+@dataclass
+class TokenData:
+    """A tokenised corpus: two flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    tokenizer: Tokenizer
+    description: str
+
+
+@dataclass
+class TextSource(DataSource):
+    """Data that can be read as text."""
+
+    def tokens(self, tokenizer: str | None) -> TokenData:
+        """Tokenise the corpus, or open it from the cache.
+
+        Args:
+            tokenizer: a hub id or folder that overrides the source's own choice (a pretrained model
+                brings its tokenizer), or None.
+
+        Raises:
+            UserError: the text is missing, empty, binary or cannot be fetched.
+
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class ImageData:
+    """Labelled images. Batches hold ``image`` (uint8, B × 3 × H × W) and ``label`` (int64, B)."""
+
+    train: Dataset
+    valid: Dataset
+    classes: list[str]
+    image_size: int
+    description: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    """Of the three channels, after division by 255; the recipe normalises on the device."""
+    decodes: bool = False
+
+
+@dataclass
+class ImageSource(DataSource):
+    """Data that can be read as labelled images."""
+
+    def images(self, image_size: int | None) -> ImageData:
+        """Open the images as squares of ``image_size`` pixels (None: the source's own natural size).
+
+        Raises:
+            UserError: no images, fewer than two classes, an unreadable file.
+
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class Recipe:
+    """The ``recipe`` config group: model, data, loss and metrics of one family.
+
+    Subclasses are dataclasses whose fields are the user's options; the trainer calls the methods below in
+    the order in which they stand here.
+    """
+
+    name: ClassVar[str] = ""
+    """As typed in ``recipe=``; also the MLflow experiment."""
+    unit: ClassVar[str] = "samples"
+    """What throughput counts: ``tokens``, ``images``, ``samples``."""
+    best_metric: ClassVar[str] = "valid/loss"
+    """The metric whose lowest value marks the best checkpoint."""
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Replace the recipe's own ``auto`` fields by values, and say so; raise UserError for misfits.
+
+        Called once, before anything is loaded or written, so it must be quick.
+        """
+        return []
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Return what ``steps``, ``batch_size`` and ``micro_batch_size`` become where they say ``auto``."""
+        raise NotImplementedError
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Open the data. Raises UserError where the user's data cannot work."""
+        raise NotImplementedError
+
+    def build_model(self) -> nn.Module:
+        """Build the model in fp32 on the CPU, from torch's global RNG. ``datasets`` was called before."""
+        raise NotImplementedError
+
+    def count_targets(self, batch: Batch) -> int:
+        """Return the number of valid targets of a CPU microbatch: what the loss is averaged over."""
+        raise NotImplementedError
+
+    def count_units(self, batch: Batch) -> int:
+        """Return the number of ``unit`` in a CPU microbatch, for throughput."""
+        return self.count_targets(batch)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Run the forward pass and the loss of one microbatch on the device, under autocast."""
+        raise NotImplementedError
+
+    def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
+        """Turn the mean loss and the summed metrics over ``targets`` targets into what is reported."""
+        return {"loss": loss} | {key: value / targets for key, value in sums.items()}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the weights in a form other tools load (safetensors under the model's own names)."""
+        from safetensors.torch import save_model
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(model, str(folder / "model.safetensors"))
+
+    def epilogue(self, model: nn.Module, context: Epilogue) -> str | None:
+        """Return a last word for the terminal, such as a sample of generated text. Runs under autocast."""
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
+        return {}
+
+
+@dataclass
+class Epilogue:
+    """What a recipe may look at when a run has ended."""
+
+    hardware: Hardware
+    folder: Path
+    ledger: dict[str, Any] | None = field(default=None)
+    """The memory ledger, where ``profiler=memory`` measured one."""
