@@ -78,7 +78,8 @@ class Choice(NamedTuple):
 class DataSource:
     """The ``data`` config group. What kind of data it can give is told by its subclass."""
 
-    name: ClassVar[str] = ""
+    kind: ClassVar[str] = ""
+    """As typed in ``data=``. (Not ``name``, which is an option of ``data=hub``.)"""
 
 
 class Tokenizer(Protocol):
