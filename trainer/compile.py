@@ -1,0 +1,38 @@
+"""The ``compile`` config group."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.suggest import nearest
+
+MODES = ("off", "default", "max-autotune")
+
+
+@dataclass
+class Compile:
+    """torch.compile of the model's forward (and with it the backward)."""
+
+    mode: str = "off"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"compile.mode={self.mode} is unknown{nearest(self.mode, MODES)} ({', '.join(MODES)})")
+
+    def apply(self, model: nn.Module, device: torch.device) -> None:
+        """Compile the model in place, so that its parameters keep their names.
+
+        Raises:
+            UserError: on a CPU without a C++ compiler, which torch.compile needs there.
+
+        """
+        if self.mode == "off":
+            return
+        if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+            raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
+        model.compile(mode=None if self.mode == "default" else self.mode)

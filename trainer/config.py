@@ -1,0 +1,193 @@
+"""The root config: what a run is made of, how Hydra's YAML becomes typed objects, and what does not fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+import recipes
+from trainer.checkpoint import Checkpoint
+from trainer.compile import Compile
+from trainer.data import Batching, Loader, OnDeviceLoader, PinnedLoader
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.optimizer import Optimizer
+from trainer.precision import Precision
+from trainer.profiler import MemoryProfiler, Profiler, TorchProfiler
+from trainer.recipe import Choice, DataSource, Recipe
+from trainer.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
+from trainer.schedule import Cosine, Schedule, WarmupStableDecay
+from trainer.suggest import nearest
+from trainer.tracking import Tracking
+from trainer.update import Clip, ClipNorm, ClipValue
+
+_GROUPS: dict[str, dict[str, type]] = {
+    "precision": {"precision": Precision},
+    "scaler": {cls.kind: cls for cls in (Scaler, StaticScaler, DynamicScaler, AutoScaler)},
+    "clip": {cls.kind: cls for cls in (Clip, ClipNorm, ClipValue)},
+    "loader": {cls.kind: cls for cls in (Loader, PinnedLoader, OnDeviceLoader)},
+    "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
+    "optimizer": {"optimizer": Optimizer},
+    "schedule": {cls.kind: cls for cls in (Schedule, Cosine, WarmupStableDecay)},
+    "compile": {"compile": Compile},
+    "checkpoint": {"checkpoint": Checkpoint},
+    "tracking": {"tracking": Tracking},
+}
+
+_AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
+
+
+@dataclass
+class Config:
+    """Everything that decides a run. ``auto`` fields hold numbers after ``resolve``."""
+
+    recipe: Recipe
+    data: DataSource
+    precision: Precision = field(default_factory=Precision)
+    scaler: Scaler = field(default_factory=AutoScaler)
+    clip: Clip = field(default_factory=Clip)
+    loader: Loader = field(default_factory=PinnedLoader)
+    profiler: Profiler = field(default_factory=Profiler)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Cosine)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    tracking: Tracking = field(default_factory=Tracking)
+    device: str = "auto"
+    seed: int = 0
+    steps: int | str = "auto"
+    batch_size: int | str = "auto"
+    micro_batch_size: int | str = "auto"
+    eval_every: int | str = "auto"
+    eval_samples: int | str = "auto"
+    log_every: int = 10
+    deterministic: bool = False
+    resume: str | None = None
+    output_dir: str = "outputs"
+    run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in _AUTO_FIELDS:
+            value = getattr(self, key)
+            if isinstance(value, str) and value != "auto":
+                raise UserError(f"{key}={value} must be a whole number, or auto")
+            if isinstance(value, int) and value < 1:
+                raise UserError(f"{key}={value} must be at least 1")
+        if self.log_every < 1:
+            raise UserError(f"log_every={self.log_every} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
+        self.scaler.check(self.precision.mode)
+
+    def resolve(self, hardware: Hardware) -> tuple[Plan, list[Choice]]:
+        """Replace every ``auto`` by a number, check what depends on the hardware, and say what was chosen.
+
+        Raises:
+            UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
+
+        """
+        self.precision.check(hardware)
+        choices = self.recipe.resolve(hardware, self.data)
+        sizes = self.recipe.sizes(hardware)
+
+        def number(key: str, auto: int, why: str) -> int:
+            value = getattr(self, key)
+            if isinstance(value, int):
+                return value
+            setattr(self, key, auto)
+            choices.append(Choice(key, auto, why))
+            return auto
+
+        suits = f"suits {'a GPU' if hardware.is_gpu else 'this CPU'}"
+        steps = number("steps", sizes.steps, suits)
+        batch_size = number("batch_size", sizes.batch_size, suits)
+        fitting = max(s for s in range(1, min(batch_size, sizes.micro_batch_size) + 1) if batch_size % s == 0)
+        micro_batch_size = number("micro_batch_size", fitting, suits)
+        plan = Plan(
+            steps,
+            Batching(batch_size, micro_batch_size),
+            eval_every=number("eval_every", max(1, steps // 10), "ten evaluations a run"),
+            eval_samples=number("eval_samples", 20 * batch_size, "at most twenty training batches"),
+        )
+        self.run_name = self.run_name or f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
+        if "/" in self.run_name:
+            raise UserError(f"run_name={self.run_name} must be a single folder name, without a slash")
+        return plan, choices
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a run, resolved."""
+
+    steps: int
+    batching: Batching
+    eval_every: int
+    eval_samples: int
+
+
+def register() -> None:
+    """Tell Hydra the schema of every config group; recipes and data sources are found in ``recipes/``."""
+    store = ConfigStore.instance()
+    store.store(name="root_schema", node=Config)
+    for module in pkgutil.iter_modules(recipes.__path__):
+        importlib.import_module(f"recipes.{module.name}")
+    found: dict[str, dict[str, type]] = {
+        "recipe": {cls.name: cls for cls in _subclasses(Recipe) if cls.name},
+        "data": {cls.kind: cls for cls in _subclasses(DataSource) if cls.kind},
+    }
+    for group, classes in (_GROUPS | found).items():
+        for name, cls in classes.items():
+            store.store(group=group, name=f"{name}_schema", node=cls)
+
+
+def _subclasses(cls: type) -> list[Any]:
+    return [sub for direct in cls.__subclasses__() for sub in (direct, *_subclasses(direct))]
+
+
+def build(composed: DictConfig) -> Config:
+    """Turn what Hydra composed into live, typed objects.
+
+    Raises:
+        UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
+
+    """
+    _refuse_unknown(composed, Config, "")
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise UserError(f"{missing[0]} has no value; type {missing[0]}=…")
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:
+    # OmegaConf accepts a key added with + and drops it silently when it makes the object.
+    fields = {entry.name for entry in dataclasses.fields(cls)}
+    for key in node:
+        if str(key) not in fields:
+            raise UserError(f"{prefix}{key} is not a key of the config{nearest(str(key), fields)}")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+            child_type = OmegaConf.get_type(child)
+            if dataclasses.is_dataclass(child_type) and isinstance(child_type, type):
+                _refuse_unknown(child, child_type, f"{prefix}{key}.")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the config as one level of dotted keys and plain values, for records and comparison."""
+    flat: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            kind = getattr(value, "kind", None) or getattr(type(value), "name", None)
+            if isinstance(kind, str):
+                flat[f"{prefix}{entry.name}"] = kind
+            flat |= flatten(value, f"{prefix}{entry.name}.")
+        else:
+            flat[f"{prefix}{entry.name}"] = value
+    return flat

@@ -1,0 +1,208 @@
+"""Data order, loading and copies: which sample comes when, as a pure function of the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from trainer.errors import RunError, UserError
+from trainer.hardware import Hardware
+from trainer.recipe import Batch, Dataset, SampleId
+
+
+class DataOrder:
+    """The endless stream of samples: epoch after epoch, each a permutation that only (seed, epoch) decides.
+
+    Position ``p`` of the stream lies in epoch ``p // length``. The position is the whole state: neither the
+    batch size, nor the number of workers or devices, changes which sample stands where, or its randomness.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length = length
+        self.seed = seed
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, position: int) -> SampleId:
+        """Return the sample at this position of the stream."""
+        epoch, index = divmod(position, self.length)
+        if epoch != self._epoch:
+            self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.length)
+            self._epoch = epoch
+        sample = int(self._permutation[index])
+        return SampleId(sample, _mix(self.seed, epoch, sample))
+
+    def batches(self, first: int, size: int, count: int) -> Iterator[list[SampleId]]:
+        """Yield ``count`` lists of ``size`` consecutive samples, from position ``first`` on."""
+        for start in range(first, first + count * size, size):
+            yield [self[position] for position in range(start, start + size)]
+
+
+def _mix(*values: int) -> int:
+    """Hash integers into 63 bits with the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the global batch of one optimizer step is cut into microbatches."""
+
+    batch_size: int
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        for key, value in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size)):
+            if value < 1:
+                raise UserError(f"{key}={value} must be at least 1")
+        if self.batch_size % self.micro_batch_size == 0:
+            return
+        sizes = [size for size in range(1, self.batch_size + 1) if self.batch_size % size == 0]
+        near = sorted(sizes, key=lambda size: abs(size - self.micro_batch_size))[:2]
+        below = self.batch_size // self.micro_batch_size * self.micro_batch_size
+        batches = [str(size) for size in (below, below + self.micro_batch_size) if size]
+        raise UserError(
+            f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}; "
+            f"use micro_batch_size={' or '.join(map(str, sorted(near)))}, or batch_size={' or '.join(batches)}"
+        )
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches per optimizer step."""
+        return self.batch_size // self.micro_batch_size
+
+
+class _Fetch(torch.utils.data.Dataset[Batch]):
+    """Lets DataLoader fetch a whole microbatch at once, and brings a known error back in one piece."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, samples: list[SampleId]) -> Batch | RunError:
+        try:
+            return self.dataset.batch(samples)
+        except RunError as error:  # DataLoader would wrap it in the worker's traceback
+            return error
+
+
+def _as_fetched(batch: Batch) -> Batch:
+    return batch
+
+
+@dataclass
+class Loader:
+    """The ``loader`` config group; this base is ``loader=plain``: no workers' memory kept, no pinning."""
+
+    kind: ClassVar[str] = "plain"
+    workers: int | str = "auto"
+    """Loading processes; auto: none for data in memory, one per core (at most 16) where samples are decoded."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, str) and self.workers != "auto":
+            raise UserError(f"loader.workers={self.workers} must be a whole number, or auto")
+        if isinstance(self.workers, int) and self.workers < 0:
+            raise UserError(f"loader.workers={self.workers} must not be negative; 0 loads in the main process")
+
+    def resolve(self, decodes: bool, hardware: Hardware) -> int:
+        """Replace ``workers=auto`` and return the number."""
+        if isinstance(self.workers, str):
+            self.workers = min(16, hardware.cpu_cores) if decodes else 0
+        return self.workers
+
+    def _options(self, hardware: Hardware) -> dict[str, object]:
+        return {}
+
+    def loader(
+        self, dataset: Dataset, samples: Sequence[list[SampleId]] | Iterator[list[SampleId]], hardware: Hardware
+    ) -> DataLoader[Batch]:
+        """Return a DataLoader that yields one microbatch per list of samples."""
+        assert isinstance(self.workers, int), "resolve() comes first"
+        options = self._options(hardware)
+        if self.workers:
+            # forkserver: a process that runs threads (MLflow's feed, OpenMP) must not be forked.
+            options |= {"num_workers": self.workers, "multiprocessing_context": "forkserver"}
+        return DataLoader(
+            _Fetch(dataset),
+            batch_sampler=samples,  # type: ignore[arg-type]
+            collate_fn=_as_fetched,
+            generator=torch.Generator(),  # DataLoader draws a seed: not from the generator training uses
+            **options,  # type: ignore[arg-type]
+        )
+
+    def steps(
+        self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
+    ) -> Iterator[list[Batch]]:
+        """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
+        samples = order.batches(
+            first_step * batching.batch_size, batching.micro_batch_size, count * batching.accumulation
+        )
+        microbatches = checked(self.loader(dataset, samples, hardware))
+        while step := list(islice(microbatches, batching.accumulation)):
+            yield step
+
+
+@dataclass
+class PinnedLoader(Loader):
+    """``loader=pinned``: page-locked host memory (with a GPU), persistent workers, prefetching."""
+
+    kind: ClassVar[str] = "pinned"
+    prefetch: int = 4
+    """Microbatches that each worker keeps ready."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefetch < 1:
+            raise UserError(f"loader.prefetch={self.prefetch} must be at least 1")
+
+    def _options(self, hardware: Hardware) -> dict[str, object]:
+        options: dict[str, object] = {"pin_memory": hardware.device.type == "cuda"}
+        if self.workers:
+            options |= {"persistent_workers": True, "prefetch_factor": self.prefetch}
+        return options
+
+
+@dataclass
+class OnDeviceLoader(Loader):
+    """``loader=synthetic-on-device``: the first step's microbatches, kept on the device and repeated.
+
+    The loss is meaningless (one batch is learnt by heart); the throughput is what the step alone can reach.
+    """
+
+    kind: ClassVar[str] = "synthetic-on-device"
+
+    def steps(
+        self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
+    ) -> Iterator[list[Batch]]:
+        """Yield the same microbatches ``count`` times."""
+        first = next(super().steps(dataset, order, batching, 0, 1, hardware))
+        yield from repeat([to_device(batch, hardware.device) for batch in first], count)
+
+
+def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
+    """Yield the batches; raise an error that a dataset reported (from a worker, perhaps) here."""
+    for batch in batches:
+        if isinstance(batch, RunError):
+            raise batch
+        yield batch
+
+
+def evaluation_samples(length: int, limit: int | None, size: int) -> list[list[SampleId]]:
+    """Return the evaluation batches: ``limit`` samples (None: all) spread evenly, in order, never augmented."""
+    chosen = np.arange(length) if limit is None or limit >= length else np.linspace(0, length - 1, limit).astype(int)
+    return [[SampleId(int(i), None) for i in chosen[start : start + size]] for start in range(0, len(chosen), size)]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to the device; from pinned memory the host does not wait for it."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,83 @@
+"""The ``schedule`` config group: the learning rate as a pure function of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trainer.errors import UserError
+
+
+@dataclass
+class Schedule:
+    """The base is ``schedule=constant``: linear warm-up, then the peak learning rate to the end."""
+
+    kind: ClassVar[str] = "constant"
+    warmup_steps: int | str = "auto"
+    """Steps of linear warm-up; auto: a twentieth of the run, at most 2000."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.warmup_steps, str) and self.warmup_steps != "auto":
+            raise UserError(f"schedule.warmup_steps={self.warmup_steps} must be a whole number of steps, or auto")
+        if isinstance(self.warmup_steps, int) and self.warmup_steps < 0:
+            raise UserError(f"schedule.warmup_steps={self.warmup_steps} must not be negative")
+
+    def warmup(self, steps: int) -> int:
+        """Return the number of warm-up steps in a run of ``steps``."""
+        return min(steps // 20, 2000) if isinstance(self.warmup_steps, str) else self.warmup_steps
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the multiple of the peak learning rate that step ``step`` (from 0) of ``steps`` uses."""
+        warmup = self.warmup(steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        return self.after_warmup(step - warmup, max(1, steps - warmup))
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        """Return the multiple for step ``step`` of the ``steps`` that follow the warm-up."""
+        return 1.0
+
+
+@dataclass
+class Cosine(Schedule):
+    """``schedule=cosine``: half a cosine from the peak down to ``final`` (Loshchilov and Hutter, SGDR, 2017)."""
+
+    kind: ClassVar[str] = "cosine"
+    final: float = 0.1
+    """The last multiple, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("final", self.final)
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        progress = min(1.0, step / steps)
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass
+class WarmupStableDecay(Schedule):
+    """``schedule=wsd``: the peak, then a linear decay over the last ``decay`` of the run (Hu et al., MiniCPM, 2024)."""
+
+    kind: ClassVar[str] = "wsd"
+    decay: float = 0.2
+    """The share of the steps after warm-up in which the rate falls."""
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("decay", self.decay)
+        _check_share("final", self.final)
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        start = steps * (1 - self.decay)
+        if step < start:
+            return 1.0
+        progress = min(1.0, (step - start) / max(1.0, steps - start))
+        return 1.0 + (self.final - 1.0) * progress
+
+
+def _check_share(key: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UserError(f"schedule.{key}={value} must lie between 0 and 1")
