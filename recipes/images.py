@@ -1,66 +1,170 @@
-"""Image data for classification: handwritten digits, folders of images, MNIST-format files."""
+"""Image data in memory, ``data=digits`` and ``data=idx``; and by name, the rest of what gives images."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+import gzip
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    from PIL import Image
+from recipes.imagefolder import ImageFolder
+from recipes.pixels import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ArrayImages,
+    check_fraction,
+    check_path,
+    crop,
+    grey_statistics,
+    held_out,
+    scale,
+)
+from trainer.errors import UserError
+from trainer.recipe import ImageData, ImageSource
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Of ImageNet's training images, red, green, blue, in units of 0 to 1."""
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Digits", "Idx", "ImageFolder", "crop"]
 
-
-def crop(image: Image.Image, size: int, seed: int | None) -> np.ndarray:
-    """Cut a square out of an image and scale it: uint8, 3 × ``size`` × ``size``.
-
-    With a seed: the random crop of Szegedy et al. 2015 (8 to 100 % of the area, sides 3:4 to 4:3) and a
-    horizontal flip every second time, a pure function of the seed. Without: the middle 224/256 of the
-    shorter side, as ImageNet models are evaluated.
-    """
-    from PIL import Image
-
-    image = _rgb(image)
-    width, height = image.size
-    if seed is None:
-        side = min(width, height) * 224 / 256
-        flip, box_width, box_height, x, y = False, side, side, 0.5, 0.5
-    else:
-        random = np.random.default_rng(seed)
-        box_width, box_height = _random_box(width, height, random)
-        flip, x, y = random.random() < 0.5, random.random(), random.random()
-    left, top = x * (width - box_width), y * (height - box_height)
-    # Rounding may carry the far edge a hair outside the image, which Pillow refuses.
-    right, bottom = min(left + box_width, width), min(top + box_height, height)
-    scaled = image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
-    pixels = np.asarray(scaled).transpose(2, 0, 1)
-    return np.ascontiguousarray(pixels[:, :, ::-1] if flip else pixels)
+IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 
 
-def _random_box(width: int, height: int, random: np.random.Generator) -> tuple[float, float]:
-    for _ in range(10):
-        area = width * height * random.uniform(0.08, 1.0)
-        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-        box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if box_width <= width and box_height <= height:
-            return box_width, box_height
-    return min(width, height * 4 / 3), min(
-        height, width * 4 / 3
-    )  # a very long image: its largest allowed box
+@dataclass
+class Digits(ImageSource):
+    """Scikit-learn's handwritten digits: 1,797 images of 8 × 8, part of the installation."""
+
+    kind: ClassVar[str] = "digits"
+    valid_fraction: float = 0.2
+    """Of each class; the same images every time."""
+
+    def __post_init__(self) -> None:
+        check_fraction(self.valid_fraction)
+
+    def images(self, image_size: int | None) -> ImageData:
+        """Return the digits, scaled up once to ``image_size`` (32 unless told otherwise)."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        size = image_size or 32
+        pixels = torch.from_numpy(np.rint(digits.images[:, None] * (255 / 16)).astype(np.uint8))
+        images = scale(pixels, size).numpy()
+        labels = digits.target.astype(np.int64)
+        valid = held_out(labels, self.valid_fraction)
+        return _image_data("digits", images[~valid], labels[~valid], images[valid], labels[valid], size)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    """Return the image as 8-bit RGB; 16-bit greys are scaled, where Pillow's own conversion would clip them."""
-    from PIL import Image
+@dataclass
+class Idx(ImageSource):
+    """Files in MNIST's format, compressed by gzip or not, held in memory."""
 
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
-    elif image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # straight to RGB, Pillow warns and guesses
-    return image.convert("RGB")
+    kind: ClassVar[str] = "idx"
+    path: str = ""
+    """The folder of ``train-images-idx3-ubyte`` and its kin."""
+    images_file: str | None = None
+    """The images within ``path``, where they have another name; a part of them is kept for validation."""
+    labels_file: str | None = None
+    """The labels that belong to ``images_file``."""
+    valid_fraction: float = 0.1
+    """Of each class, where only one pair of files exists."""
+
+    def __post_init__(self) -> None:
+        check_fraction(self.valid_fraction)
+        check_path(self.path, "the folder of the MNIST-format files")
+        if (self.images_file is None) != (self.labels_file is None):
+            raise UserError("data.images_file and data.labels_file belong together: give both or neither")
+
+    def images(self, image_size: int | None) -> ImageData:
+        """Read the files; in their own size, or scaled as they are asked for.
+
+        Raises:
+            UserError: no such files, a file of another format, fewer than two classes.
+
+        """
+        pairs = [_read_pair(*names) for names in self._files()]
+        images, labels = pairs[0]
+        if len(pairs) == 2:
+            valid_images, valid_labels = pairs[1]
+        else:
+            valid = held_out(labels, self.valid_fraction)
+            valid_images, valid_labels = images[valid], labels[valid]
+            images, labels = images[~valid], labels[~valid]
+        if not len(labels) or not len(valid_labels):
+            raise UserError(f"data.path={self.path} has too few images to train on and to validate")
+        if len(np.unique(labels)) < 2:
+            raise UserError(f"data.path={self.path} has images of one class only; two are needed")
+        size = image_size or max(images.shape[2:])
+        return _image_data("idx", images, labels, valid_images, valid_labels, size)
+
+    def _files(self) -> list[tuple[Path, Path]]:
+        """Return the pairs of images and labels: to train on, and to validate on where there are two."""
+        folder = Path(self.path).expanduser()
+        if self.images_file is not None and self.labels_file is not None:
+            return [(folder / self.images_file, folder / self.labels_file)]
+        pairs = []
+        for part in ("train", "t10k"):
+            images = sorted(folder.glob(f"{part}-images[-.]idx3-ubyte*"))
+            labels = sorted(folder.glob(f"{part}-labels[-.]idx1-ubyte*"))
+            if images and not labels:
+                raise UserError(
+                    f"data.path={self.path} has {images[0].name} but not {part}-labels-idx1-ubyte[.gz]"
+                )
+            if images:
+                pairs.append((images[0], labels[0]))
+        if not pairs:
+            raise UserError(
+                f"data.path={self.path} has no train-images-idx3-ubyte[.gz] or t10k-images-idx3-ubyte[.gz]; "
+                "name other files with data.images_file and data.labels_file"
+            )
+        return pairs
+
+
+def _read_pair(images_file: Path, labels_file: Path) -> tuple[np.ndarray, np.ndarray]:
+    images = _read_idx(images_file, IMAGES_MAGIC, "images")
+    labels = _read_idx(labels_file, LABELS_MAGIC, "labels")
+    if len(images) != len(labels):
+        raise UserError(f"{images_file} has {len(images)} images, but {labels_file} has {len(labels)} labels")
+    return images[:, None], labels.astype(np.int64)
+
+
+def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
+    """Read a file of bytes: magic number and dimensions as big-endian 32-bit words, then the data."""
+    try:
+        content = path.read_bytes()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    dimensions = magic & 0xFF
+    start = 4 + 4 * dimensions
+    found = int.from_bytes(content[:4], "big")
+    if len(content) < start or found != magic:
+        raise UserError(
+            f"{path} is no MNIST-format file of {what}: expected magic number {magic}, found {found}"
+        )
+    shape = [int(length) for length in np.frombuffer(content, ">u4", dimensions, 4)]
+    if len(content) - start != np.prod(shape):
+        raise UserError(
+            f"{path} is damaged: its header promises {shape} bytes, {len(content) - start} follow"
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
+
+
+def _image_data(
+    kind: str,
+    train_images: np.ndarray,
+    train_labels: np.ndarray,
+    valid_images: np.ndarray,
+    valid_labels: np.ndarray,
+    size: int,
+) -> ImageData:
+    classes = [str(label) for label in range(max(train_labels.max(), valid_labels.max()) + 1)]
+    counts = f"{len(train_labels):,} training and {len(valid_labels):,} validation images"
+    description = f"{kind}: {counts}, {len(classes)} classes, {size} × {size}"
+    mean, std = grey_statistics(train_images)
+    train, valid = (
+        ArrayImages(train_images, train_labels, size),
+        ArrayImages(valid_images, valid_labels, size),
+    )
+    return ImageData(train, valid, classes, size, description, mean, std)
