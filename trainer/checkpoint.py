@@ -130,6 +130,7 @@ class Saved:
             raise UserError(f"the checkpoint does not fit this model: {' '.join(lines[1:3]).strip()}") from error
         if optimizer is not None:
             optimizer.load_state_dict(self.optimizer)
+            _match_layout(optimizer)
 
 
 def load(folder: Path, step: int | None = None) -> Saved:
@@ -228,6 +229,14 @@ def _unflatten(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, An
         for group in rest["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state tensors their parameter's strides (channels_last), which fused kernels take for granted."""
+    for parameter, entry in optimizer.state.items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _damage(path: Path) -> str | None:

@@ -1,0 +1,110 @@
+"""What the terminal shows: the start block, a progress line, the summary table."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.table import Table
+from rich.text import Text
+
+Rows = Iterable[tuple[str, str]]
+
+
+class Terminal:
+    """Writes to standard output; on a terminal the progress is one line that stays in place, elsewhere plain lines."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._shown = -math.inf
+        # A refresh costs about a millisecond, which a tiny model's step would feel.
+        self._interval_s = 0.2 if self.console.is_terminal else 2.0
+        handler = RichHandler(
+            console=self.console, show_time=False, show_path=False, show_level=False, markup=False
+        )
+        logger = logging.getLogger("mantissa")
+        logger.handlers[:] = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+    def block(self, title: str, rows: Rows) -> None:
+        """Show aligned ``name  value`` rows under a title."""
+        self.console.print(Text(title, style="bold"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(f"  {name}", Text(value))
+        self.console.print(table, soft_wrap=False)
+
+    def warn(self, message: str) -> None:
+        """Show a warning."""
+        self.console.print(Text.assemble(("warning: ", "bold yellow"), message))
+
+    def note(self, message: str = "") -> None:
+        """Show a line as it is, above the progress line."""
+        self.console.print(Text(message))
+
+    def progress(self, step: int, steps: int, metrics: dict[str, float], unit: str) -> None:
+        """Show where training is; called once per log interval, redrawn a few times a second at most."""
+        now = time.perf_counter()
+        if now - self._shown < self._interval_s and step not in (1, steps):
+            return
+        self._shown = now
+        line = progress_line(step, steps, metrics, unit)
+        if not self.console.is_terminal:
+            self.console.print(Text(line))
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(Text(line, style="green", no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def end_progress(self) -> None:
+        """Take the progress line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -> str:
+    """Return ``step 20/300  loss 5.123  12.3k tokens/s  norm 1.2  scale 65536  eta 0:42``."""
+    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {metrics['loss']:.4f}"]
+    parts.append(f"{quantity(metrics[f'{unit}_per_s'])} {unit}/s")
+    parts.append(f"norm {metrics['grad_norm']:.3g}")
+    if metrics["loss_scale"] != 1:
+        parts.append(f"scale {metrics['loss_scale']:g}")
+    if metrics["skipped_steps"]:
+        parts.append(f"skipped {metrics['skipped_steps']:g}")
+    parts.append(f"eta {duration((steps - step) * metrics['step_time_s'])}")
+    return "  ".join(parts)
+
+
+def quantity(value: float) -> str:
+    """Return a number with three significant digits and k, M, B or T: ``12.3k``."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (limit if suffix != 'k' else 1e3):.3g}{suffix}"
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``m:ss``, or ``h:mm:ss`` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in binary units: ``154.8 MiB``."""
+    for suffix in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {suffix}" if suffix != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.2f} GiB"

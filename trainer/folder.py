@@ -1,0 +1,143 @@
+"""The run folder: where one run keeps everything, and how an earlier one is found again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer import checkpoint
+from trainer.errors import UserError
+
+# What may differ between a run and its continuation: none of it changes which numbers a step computes,
+# but ``steps``, which makes the run longer (and with it the schedule), as the user asked.
+_FREE = ("steps", "eval_every", "eval_samples", "log_every", "resume", "output_dir", "run_name", "micro_batch_size")
+_FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking")
+
+
+class RunFolder:
+    """One run's folder: config.json, config.yaml, precision.json, metrics.jsonl, checkpoints/, summary.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, output_dir: str, run_name: str) -> RunFolder:
+        """Make a new folder: ``run_name``, or ``run_name-2`` and so on where that exists.
+
+        Raises:
+            UserError: the folder cannot be written.
+
+        """
+        root = Path(output_dir).expanduser()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            number = 1
+            while True:
+                path = root / (run_name if number == 1 else f"{run_name}-{number}")
+                try:
+                    path.mkdir()
+                    return cls(path)
+                except FileExistsError:
+                    number += 1
+        except OSError as error:
+            raise UserError(f"output_dir={output_dir} cannot be written ({error.strerror}); {_ELSEWHERE}") from error
+
+    @classmethod
+    def find(cls, resume: str, output_dir: str, run_name: str) -> RunFolder | None:
+        """Return the folder to resume: the one named, or with ``auto`` the newest of this run name, if any.
+
+        Raises:
+            UserError: the folder named does not exist or holds no checkpoint.
+
+        """
+        if resume == "auto":
+            root = Path(output_dir).expanduser()
+            named = [path for path in root.glob(f"{run_name}*") if _is_run(path, run_name)]
+            saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
+            return cls(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
+        folder = cls(Path(resume).expanduser())
+        if not folder.path.is_dir():
+            raise UserError(f"resume={resume}: no such folder; give a run folder such as {output_dir}/{run_name}")
+        if not checkpoint.steps(folder.checkpoints):
+            raise UserError(
+                f"resume={resume}: the folder holds no complete checkpoint (looked in {folder.checkpoints}); "
+                "give another run folder, or start without resume="
+            )
+        return folder
+
+    def write(self, name: str, content: dict[str, Any]) -> Path:
+        """Write a JSON file whole or not at all."""
+        path = self.path / name
+        temporary = path.with_name(f".{name}.partial")
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.replace(path)
+        return path
+
+    def write_config(self, flat: dict[str, Any]) -> None:
+        """Record the resolved config, as JSON and, for people, as YAML."""
+        self.write("config.json", flat)
+        (self.path / "config.yaml").write_text(yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
+
+    def check_same(self, flat: dict[str, Any]) -> None:
+        """Refuse to continue a run under a config that would make it another run.
+
+        Raises:
+            UserError: names the keys that differ, the recipe first.
+
+        """
+        try:
+            before = json.loads((self.path / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
+        keys = [key for key in dict.fromkeys([*before, *flat]) if not _free(key) and _differ(before.get(key), flat.get(key))]
+        if not keys:
+            return
+        if "recipe" in keys:
+            raise UserError(
+                f"resume: {self.path} is a run of recipe={before.get('recipe')}, not {flat.get('recipe')}; "
+                f"type recipe={before.get('recipe')} or choose another run"
+            )
+        differences = ", ".join(f"{key}={before.get(key)} there and {flat.get(key)} here" for key in keys[:4])
+        raise UserError(f"resume: {self.path} was another run: {differences}; type its values, or start a new run")
+
+
+_ELSEWHERE = "choose another with output_dir=…"
+
+
+def check_writable(output_dir: str) -> None:
+    """Refuse an output folder that cannot be made or written, before anything else is done.
+
+    Raises:
+        UserError: as said.
+
+    """
+    path = Path(output_dir).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise UserError(f"output_dir={output_dir}: {path} is a file; {_ELSEWHERE}")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir={output_dir} cannot be written (permission denied in {path}); {_ELSEWHERE}")
+
+
+def _is_run(path: Path, run_name: str) -> bool:
+    suffix = path.name.removeprefix(run_name)
+    return suffix == "" or (suffix.startswith("-") and suffix[1:].isdigit())
+
+
+def _free(key: str) -> bool:
+    return key in _FREE or key.partition(".")[0] in _FREE_GROUPS
+
+
+def _differ(before: Any, now: Any) -> bool:
+    # What is still auto will be resolved from the same data in the same way.
+    return before != now and "auto" not in (before, now)

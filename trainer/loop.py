@@ -1,0 +1,166 @@
+"""The training loop: one optimizer step, evaluation, and fit."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.config import Config, Plan
+from trainer.data import DataOrder, checked, evaluation_samples, to_device
+from trainer.hardware import Hardware
+from trainer.recipe import Batch
+from trainer.update import Update
+
+
+class StepRecord(NamedTuple):
+    """What one optimizer step leaves behind. The tensors are scalars that stay on the device."""
+
+    step: int
+    """Counted from 1."""
+    loss: Tensor
+    """Mean over the step's valid targets, before the update, fp32."""
+    grad_norm: Tensor
+    skipped: Tensor
+    loss_scale: Tensor
+    lr: float
+    units: int
+
+
+class Observer(Protocol):
+    """What ``fit`` reports to."""
+
+    def step(self) -> AbstractContextManager[object]:
+        """Return what the next optimizer step runs in (the profiler)."""
+        ...
+
+    def trained(self, record: StepRecord) -> None:
+        """Take note of an optimizer step; must not wait for the device except at log steps."""
+        ...
+
+    def between(self, trainer: Trainer) -> bool:
+        """Evaluate, save or log what is due after a step; return whether training goes on."""
+        ...
+
+
+class Trainer:
+    """The model in training: everything that a step changes, and nothing about where it is reported.
+
+    Args:
+        config: resolved, see ``Config.resolve``.
+        plan: the resolved numbers.
+        hardware: where it runs.
+
+    Raises:
+        UserError: data or model that the config asks for cannot be had.
+
+    """
+
+    def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
+        self.config = config
+        self.recipe = config.recipe
+        self.plan = plan
+        self.hardware = hardware
+        self.device = hardware.device
+        config.precision.apply()
+        set_determinism(config.deterministic)
+        self.datasets = self.recipe.datasets(config.data, config.seed)
+        config.loader.resolve(self.datasets.decodes, hardware)
+        seed_everything(config.seed)
+        self.model = self.recipe.build_model().to(self.device)
+        self.fp32_modules = config.precision.keep_fp32(self.model, self.device)
+        config.compile.apply(self.model, self.device)
+        self.optimizer = config.optimizer.build(self.model, self.device)
+        self.loss_scale = config.scaler.build(config.precision.mode, self.device)
+        self.update = Update(self.optimizer, self.model.parameters(), self.loss_scale, config.clip)
+        self.order = DataOrder(len(self.datasets.train), config.seed)
+        self.step = 0
+        """Optimizer steps done."""
+
+    def fit(self, observer: Observer) -> None:
+        """Train from ``self.step`` to the end of the plan, or until the observer says stop."""
+        self.model.train()
+        batches = self.batches()
+        while self.step < self.plan.steps:
+            with observer.step():
+                record = self.train_step(next(batches))
+            observer.trained(record)
+            if not observer.between(self):
+                return
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """Yield the microbatches of every step that is left."""
+        return self.config.loader.steps(
+            self.datasets.train, self.order, self.plan.batching, self.step, self.plan.steps - self.step, self.hardware
+        )
+
+    def train_step(self, microbatches: list[Batch]) -> StepRecord:
+        """Take one optimizer step over the microbatches and count it.
+
+        The loss is normalised once, by the valid targets of the whole step, so that neither the number of
+        microbatches nor how the targets fall among them changes the gradient.
+        """
+        lr = self._set_lr()
+        targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
+        units = sum(self.recipe.count_units(batch) for batch in microbatches)
+        loss = torch.zeros((), device=self.device)
+        for microbatch in microbatches:
+            batch = to_device(microbatch, self.device)
+            with self.config.precision.autocast(self.device):
+                output = self.recipe.loss(self.model, batch)
+            share = output.loss_sum / max(1, targets)
+            self.update.backward(share)
+            loss += share.detach()
+        grad_norm, skipped, scale = self.update.step()
+        self.step += 1
+        return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return the recipe's metrics over the validation samples, in the precision of training."""
+        dataset = self.datasets.valid
+        size = self.plan.batching.micro_batch_size
+        samples = evaluation_samples(len(dataset), self.plan.eval_samples, size)
+        wide = torch.float32 if self.device.type == "mps" else torch.float64  # sums of thousands of batches
+        targets = 0
+        sums: dict[str, Tensor] = {}
+        self.model.eval()
+        for microbatch in checked(self.config.loader.loader(dataset, samples, self.hardware)):
+            targets += self.recipe.count_targets(microbatch)
+            batch = to_device(microbatch, self.device)
+            with self.config.precision.autocast(self.device):
+                output = self.recipe.loss(self.model, batch)
+            for name, value in {"loss": output.loss_sum, **output.metric_sums}.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=wide, device=self.device)) + value.to(wide)
+        self.model.train()
+        values = {name: value.item() for name, value in sums.items()}
+        loss = values.pop("loss") / max(1, targets)
+        return self.recipe.metrics(loss, values, max(1, targets))
+
+    def _set_lr(self) -> float:
+        lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every global generator; data order and augmentation do not use them."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Make torch refuse operations without a repeatable implementation, or let it choose the fastest."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over memory, changes no result
+    torch.backends.cudnn.benchmark = not deterministic

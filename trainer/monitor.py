@@ -1,0 +1,170 @@
+"""What happened in each step, copied from the device once per log interval, judged and handed on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+
+from trainer.errors import NonFiniteError
+from trainer.loop import StepRecord
+from trainer.scaler import Scaler
+
+Emit = Callable[[int, dict[str, float]], None]
+
+
+class Monitor:
+    """Collects step records, ends the run when the numbers leave the finite, and emits one line per interval.
+
+    Between log steps nothing here touches the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_every: int,
+        last_step: int,
+        unit: str,
+        scaler: Scaler,
+        recovers: bool,
+        device: torch.device,
+        emit: Emit,
+    ) -> None:
+        self.log_every = log_every
+        self.last_step = last_step
+        self.unit = unit
+        self.scaler = scaler
+        self.recovers = recovers
+        self.device = device
+        self.emit = emit
+        self.skipped_steps = 0
+        self.peak_memory_bytes = 0
+        self._skipped_in_a_row = 0
+        self._on_device: list[StepRecord] = []
+        self._losses: list[float] = []
+        self._last: dict[str, float] = {}
+        self._window_units = 0
+        self._window_steps = 0
+        self._clock = time.perf_counter()
+        self._measured = [(0, 0, 0.0)]  # units, steps, seconds of every window
+        self._process = psutil.Process()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def start(self) -> None:
+        """Start the clock of the first window."""
+        self._clock = time.perf_counter()
+
+    def add(self, record: StepRecord) -> None:
+        """Take a step's record; at a log step, emit the metrics of the window that it ends.
+
+        Raises:
+            NonFiniteError: see ``collect``.
+
+        """
+        self._on_device.append(record)
+        # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
+        if record.step == 1 or record.step % self.log_every == 0 or record.step == self.last_step:
+            self._log(record.step)
+
+    def collect(self) -> None:
+        """Copy the pending records to the host and judge them.
+
+        Raises:
+            NonFiniteError: the gradients were not finite and no loss scale can recover, or it has given up.
+
+        """
+        if not self._on_device:
+            return
+        records, self._on_device = self._on_device, []
+        columns = [torch.stack([getattr(r, name) for r in records]) for name in ("loss", "grad_norm", "loss_scale")]
+        skips = torch.stack([record.skipped for record in records])
+        rows = torch.stack([*(column.float() for column in columns), skips.float()], dim=1).cpu().tolist()
+        for record, (loss, norm, scale, skipped) in zip(records, rows, strict=True):
+            self._losses.append(loss)
+            self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
+            self._window_units += record.units
+            self._window_steps += 1
+            self._judge(record.step, bool(skipped), loss, norm, scale)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep what runs inside (evaluation, saving) out of the step time and the throughput."""
+        began = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - began
+
+    def throughput(self) -> tuple[float, float] | None:
+        """Return units per second and seconds per step over the run, without the first window when there are more."""
+        windows = self._measured[2:] or self._measured[1:]
+        units, steps, seconds = (sum(column) for column in zip(*windows, strict=True)) if windows else (0, 0, 0.0)
+        return (units / seconds, seconds / steps) if seconds > 0 and steps else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to report the same numbers; call ``collect`` first."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "losses": self._losses,
+            "last": self._last,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        self.skipped_steps = state["skipped_steps"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._losses = list(state["losses"])
+        self._last = dict(state["last"])
+
+    def _log(self, step: int) -> None:
+        self.collect()
+        now = time.perf_counter()
+        seconds = now - self._clock
+        memory = self._memory_bytes()
+        self.peak_memory_bytes = max(self.peak_memory_bytes, memory)
+        self._measured.append((self._window_units, self._window_steps, seconds))
+        metrics = {
+            "loss": math.fsum(self._losses) / len(self._losses) if all(map(math.isfinite, self._losses)) else math.nan,
+            **self._last,
+            "skipped_steps": float(self.skipped_steps),
+            f"{self.unit}_per_s": self._window_units / seconds,
+            "step_time_s": seconds / self._window_steps,
+            "memory_bytes": float(memory),
+        }
+        self._losses = []
+        self._window_units = self._window_steps = 0
+        self.emit(step, metrics)
+        self._clock = now
+
+    def _judge(self, step: int, skipped: bool, loss: float, norm: float, scale: float) -> None:
+        if not skipped:
+            self._skipped_in_a_row = 0
+            return
+        limit = self.scaler.skip_limit
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        if limit is None or not self.recovers:
+            raise NonFiniteError(
+                f"step {step}: the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was "
+                "not made and the weights are those of the step before"
+            )
+        if scale <= self.scaler.floor:
+            raise NonFiniteError(
+                f"step {step}: the gradients overflow at the smallest loss scale allowed "
+                f"(scaler.floor_scale={self.scaler.floor:g}); lower the learning rate or use precision=bf16"
+            )
+        if self._skipped_in_a_row > limit:
+            raise NonFiniteError(
+                f"step {step}: {self._skipped_in_a_row} steps in a row were skipped for non-finite gradients "
+                f"(scaler.max_consecutive_skips={limit}, loss {loss:g}); lower the learning rate or use precision=bf16"
+            )
+
+    def _memory_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return int(self._process.memory_info().rss)

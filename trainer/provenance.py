@@ -1,0 +1,38 @@
+"""Where a run came from: the commit, the command, the versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import subprocess
+from pathlib import Path
+
+_PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
+_PROJECT = Path(__file__).resolve().parents[1]
+
+
+def git_facts() -> dict[str, str]:
+    """Return the commit and whether the tree differs from it; nothing outside a git checkout."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return {}
+    return {"commit": commit, "dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower()}
+
+
+def versions() -> dict[str, str]:
+    """Return the installed version of every package that can change a result."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def resume_command(overrides: list[str], folder: Path) -> str:
+    """Return the command line that continues the run in ``folder``."""
+    kept = [part for part in overrides if not part.startswith("resume=")]
+    return shlex.join(["python", "scripts/train.py", *kept, f"resume={folder}"])
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_PROJECT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

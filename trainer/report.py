@@ -1,0 +1,96 @@
+"""The words and figures of the start block, the summary table and summary.json."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.console import Rows, duration, quantity, size
+from trainer.loop import Trainer
+from trainer.provenance import git_facts, versions
+from trainer.recipe import Choice
+
+if TYPE_CHECKING:
+    from trainer.run import Run
+
+
+def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
+    """Return the start block: what trains, on what, in which precision, how the batch is made up, where it goes."""
+    config, plan, hardware = trainer.config, trainer.plan, trainer.hardware
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts().items())
+    batching = plan.batching
+    effective = manifest["effective"]
+    precision = f"asked for {config.precision.mode}; products run in {effective['matmul_dtype']}"
+    if config.precision.mode in ("fp32", "tf32") and hardware.is_gpu:
+        precision += f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
+    precision += f", {manifest['support']} on this hardware; weights and optimizer in fp32"
+    if trainer.fp32_modules:
+        precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
+    epochs = plan.steps * batching.batch_size / len(trainer.datasets.train)
+    return [
+        ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {quantity(parameters)} parameters"),
+        ("data", f"{trainer.datasets.description}"),
+        ("precision", precision),
+        ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
+        (
+            "batch",
+            f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}; "
+            f"{plan.steps} steps = {epochs:.3g} epochs",
+        ),
+        ("optimizer", f"{config.optimizer.name}, lr {config.optimizer.lr:g}, schedule {config.schedule.kind}, "
+         f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}"),
+        ("output", str(folder)),
+    ]
+
+
+def choice_rows(choices: list[Choice]) -> Rows:
+    """Return one row for every ``auto`` that was resolved, as the override that would set it."""
+    return [(f"{choice.key}={choice.value}", choice.why) for choice in choices]
+
+
+def summarise(run: Run, status: str) -> dict[str, Any]:
+    """Return the content of summary.json: plain JSON types, times in seconds, memory in bytes."""
+    throughput = run.monitor.throughput()
+    finite = {name: value if math.isfinite(value) else None for name, value in run.final.items()}
+    return {
+        "status": status,
+        "recipe": run.config.recipe.name,
+        "precision": run.config.precision.mode,
+        "seed": run.config.seed,
+        "step": run.trainer.step,
+        "steps": run.plan.steps,
+        "final": finite,
+        "best": run.best,
+        "unit": run.config.recipe.unit,
+        "units_per_s": throughput[0] if throughput else None,
+        "step_time_s": throughput[1] if throughput else None,
+        "peak_memory_bytes": run.monitor.peak_memory_bytes,
+        "memory_is": "allocated on the GPU" if run.hardware.is_gpu else "resident set of the process",
+        "skipped_steps": run.monitor.skipped_steps,
+        "wall_time_s": time.time() - run.began,
+        "resume": run.command,
+        "hardware": run.hardware.facts(),
+        "versions": versions(),
+        "git": git_facts(),
+    }
+
+
+def summary_rows(summary: dict[str, Any], unit: str) -> Rows:
+    """Return the summary table."""
+    rows = [(name.removeprefix("valid/") + " (validation)", _number(value)) for name, value in summary["final"].items()]
+    if summary["best"]:
+        rows.append(("best loss", f"{summary['best']['value']:.4f} at step {summary['best']['step']:.0f}"))
+    if summary["units_per_s"]:
+        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {unit}/s"))
+        rows.append(("step time", f"{1e3 * summary['step_time_s']:.3g} ms"))
+    rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
+    rows.append(("skipped steps", str(summary["skipped_steps"])))
+    rows.append(("time", duration(summary["wall_time_s"])))
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
