@@ -1,0 +1,158 @@
+"""The curves of one run as PNG files, drawn from its metric log."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TRAIN, VALID, ALARM, INK, QUIET = "#2a78d6", "#e8710a", "#c5221f", "#202124", "#5f6368"
+SMOOTH_FROM = 100
+"""From this many points on, the raw curve is drawn faintly below its running mean."""
+
+Series = tuple[np.ndarray, np.ndarray]
+"""Steps (int64) and values (float64; NaN where the value was not finite), in the order logged."""
+
+
+def plot_run(metrics_file: Path, folder: Path, title: str) -> list[Path]:
+    """Draw ``loss.png`` and ``throughput.png`` into ``folder``; what was never logged is left out.
+
+    Args:
+        metrics_file: the run's ``metrics.jsonl``.
+        folder: created when there is something to draw.
+        title: the run's name.
+
+    Returns:
+        The files written.
+
+    """
+    series = read_series(metrics_file)
+    rates = [name for name in series if name.endswith("_per_s") and "/" not in name]
+    drawn = []
+    if "loss" in series or "valid/loss" in series:
+        drawn.append(_save(_loss_figure(series, title), folder / "loss.png"))
+    if rates:
+        drawn.append(_save(_rate_figure(series[rates[0]], rates[0], title), folder / "throughput.png"))
+    return drawn
+
+
+def read_series(metrics_file: Path) -> dict[str, Series]:
+    """Read a metric log into one series per metric."""
+    points: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+    with metrics_file.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):  # cut off when the run was killed
+                break
+            record = json.loads(line)
+            step = record.pop("step")
+            for name, value in record.items():
+                points[name].append((step, float("nan") if value is None else value))
+    return {
+        name: (np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], dtype=float))
+        for name, pairs in points.items()
+    }
+
+
+def running_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Return the mean over up to ``width`` values around each one, values that are not finite left out."""
+    weights = np.ones(width)
+    finite = np.isfinite(values)
+    total = np.convolve(np.where(finite, values, 0.0), weights, mode="same")
+    count = np.convolve(finite, weights, mode="same")
+    return np.where(count > 0.5, total / np.maximum(count, 1), np.nan)
+
+
+def _figure(title: str, y_label: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", color=INK, fontsize=12)
+    axes.set_xlabel("optimizer step", color=QUIET)
+    axes.set_ylabel(y_label, color=QUIET)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#dadce0")
+    axes.tick_params(colors=QUIET, length=0)
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    return figure, axes
+
+
+def _loss_figure(series: dict[str, Series], title: str) -> Any:
+    figure, axes = _figure(f"{title}: loss", "loss")
+    if "loss" in series:
+        steps, values = series["loss"]
+        _curve(axes, steps, values, TRAIN, "training")
+        broken = steps[~np.isfinite(values)]
+        if broken.size:
+            axes.plot(
+                broken,
+                np.full(broken.size, 0.02),
+                "|",
+                color=ALARM,
+                markersize=9,
+                transform=axes.get_xaxis_transform(),
+                label=f"not finite ({broken.size})",
+            )
+    if "valid/loss" in series:
+        steps, values = series["valid/loss"]
+        axes.plot(steps, values, "o-", color=VALID, linewidth=1.8, markersize=4, label="validation")
+        if np.isfinite(values).any():
+            best = int(np.nanargmin(values))
+            axes.annotate(
+                f"best {values[best]:.4g}",
+                (steps[best], values[best]),
+                xytext=(0, 9),
+                textcoords="offset points",
+                ha="right" if best > len(values) / 2 else "left",
+                color=VALID,
+            )
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def _rate_figure(series: Series, name: str, title: str) -> Any:
+    from matplotlib.ticker import EngFormatter
+
+    unit = name.removesuffix("_per_s")
+    figure, axes = _figure(f"{title}: throughput", f"{unit} per second")
+    steps, values = series
+    _curve(axes, steps, values, TRAIN, unit)
+    finite = values[np.isfinite(values)]
+    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    if finite.size:
+        median = float(np.median(finite))
+        label = f"median {EngFormatter(places=1)(median)}"
+        axes.axhline(median, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), label=label)
+        axes.set_ylim(0, max(float(finite.max()) * 1.12, 1e-9))
+        axes.legend(frameon=False, labelcolor=INK, loc="lower right")
+    return figure
+
+
+def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
+    if len(values) < SMOOTH_FROM:
+        axes.plot(steps, values, color=color, linewidth=1.8, label=label)
+        if len(values) == 1:
+            axes.plot(steps, values, "o", color=color)
+        return
+    width = max(3, len(values) // 50) | 1
+    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
+    axes.plot(
+        steps,
+        running_mean(values, width),
+        color=color,
+        linewidth=1.8,
+        label=f"{label}, mean of {width} points",
+    )
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
