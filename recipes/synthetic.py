@@ -78,7 +78,7 @@ class Synthetic(TextSource, ImageSource):
         half, spread = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
         description = f"synthetic: {self.samples:,} images of {size} × {size}, {self.classes} classes"
         train = pool(1, IMAGE_POOL, self.samples)
-        valid = pool(2, IMAGE_POOL, max(self.samples // 8, 1))
+        valid = pool(2, IMAGE_POOL // 4, max(self.samples // 8, 1))
         names = [str(label) for label in range(self.classes)]
         return ImageData(train, valid, names, size, description, half, spread)
 

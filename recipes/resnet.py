@@ -1,0 +1,161 @@
+"""Image classification with any torchvision classifier (He et al. 2015 and after)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import Batch, Choice, Datasets, DataSource, ImageSource, LossOutput, Recipe, Sizes
+from trainer.suggest import nearest
+
+USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
+TOP5_FROM = 10
+"""With fewer classes, a guess is in the first five too often for top-5 to say anything."""
+
+
+@dataclass
+class ResNet(Recipe):
+    """Images to classes: cross-entropy, top-1 and, from ten classes on, top-5."""
+
+    name: ClassVar[str] = "resnet"
+    unit: ClassVar[str] = "images"
+
+    arch: str = "auto"
+    """Any classifier of torchvision.models, by its name there."""
+    image_size: int | str = "auto"
+    """Pixels on a side; auto: the data's own size."""
+    classes: int | str = "auto"
+    """Outputs of the head; auto: as many as the data has."""
+    channels_last: bool = True
+    """Keep weights and images in NHWC order, which tensor cores want."""
+    label_smoothing: float = 0.0
+    """Of the training loss only; evaluation reports plain cross-entropy."""
+
+    def __post_init__(self) -> None:
+        for key, value, least in (("image_size", self.image_size, 1), ("classes", self.classes, 2)):
+            if value != "auto" and (isinstance(value, str) or value < least):
+                raise UserError(f"recipe.{key}={value} must be auto or a whole number of at least {least}")
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Choose the architecture, or check the one asked for."""
+        _image_source(data)
+        if self.arch != "auto":
+            _check_arch(self.arch)
+            return []
+        if hardware.is_gpu:
+            self.arch, why = "resnet50", "the published size; recipe.arch=resnet18 for a smaller one"
+        else:
+            self.arch, why = "resnet18", "fits a CPU; recipe.arch=resnet50 for the published size"
+        return [Choice("recipe.arch", self.arch, why)]
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Return two to three minutes of digits on two CPU cores; on a GPU, the published batch of 256."""
+        if hardware.is_gpu:
+            return Sizes(steps=2000, batch_size=256, micro_batch_size=256)
+        return Sizes(steps=200, batch_size=64, micro_batch_size=64)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Open the images, and check that the head and the architecture can take them."""
+        images = _image_source(data).images(None if self.image_size == "auto" else int(self.image_size))
+        found = len(images.classes)
+        # Kept beside the options, which stay as typed: a resumed run is compared by them.
+        self._size, self._outputs = images.image_size, found if self.classes == "auto" else int(self.classes)
+        if found > self._outputs:
+            raise UserError(
+                f"recipe.classes={self.classes}, but the data has {found} classes; use recipe.classes=auto"
+            )
+        _check_size(self.arch, self._size, self._outputs)
+        # In units of the uint8 pixels, so that normalising is one subtraction and one product.
+        self._mean = torch.tensor(images.mean).reshape(1, 3, 1, 1) * 255
+        self._factor = 1 / (torch.tensor(images.std).reshape(1, 3, 1, 1) * 255)
+        return Datasets(images.train, images.valid, images.description, images.decodes)
+
+    def build_model(self) -> nn.Module:
+        """Build the classifier with random weights."""
+        model = _build(self.arch, self._size, self._outputs)
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+    def count_targets(self, batch: Batch) -> int:
+        """Return the number of labels, which is the number of images."""
+        return len(batch["label"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Normalise on the device, classify, and add up cross-entropy and correct answers in fp32."""
+        pixels, label = batch["image"], batch["label"]
+        if self._mean.device != pixels.device:
+            self._mean, self._factor = self._mean.to(pixels.device), self._factor.to(pixels.device)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        images = pixels.to(torch.float32, memory_format=layout).sub_(self._mean).mul_(self._factor)
+        logits = model(images).float()
+        smoothing = self.label_smoothing if model.training else 0.0
+        loss_sum = F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
+        best = logits.detach().topk(5 if logits.shape[1] >= TOP5_FROM else 1).indices
+        right = best == label[:, None]
+        sums = {"top1": right[:, 0].sum(dtype=torch.float32)}
+        if logits.shape[1] >= TOP5_FROM:
+            sums["top5"] = right.sum(dtype=torch.float32)
+        return LossOutput(loss_sum, sums)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the architecture as the size, with what it was built for."""
+        return {"size": self.arch, "image_size": self._size, "classes": self._outputs}
+
+
+def _image_source(data: DataSource) -> ImageSource:
+    if not isinstance(data, ImageSource):
+        raise UserError(
+            f"recipe=resnet needs images, and data={data.kind} has none; "
+            "use data=digits, imagefolder, idx, hub or synthetic"
+        )
+    return data
+
+
+def _check_arch(arch: str) -> None:
+    import torchvision
+
+    known = torchvision.models.list_models(module=torchvision.models)
+    if arch not in known:
+        raise UserError(f"recipe.arch={arch} is no classifier of torchvision.models{nearest(arch, known)}")
+
+
+def _build(arch: str, image_size: int, classes: int) -> nn.Module:
+    import torchvision
+
+    options: dict[str, Any] = {}
+    if arch in ("googlenet", "inception_v3"):  # their auxiliary heads would need a loss of their own
+        options = {"aux_logits": False, "init_weights": True}
+    elif arch.startswith("vit_"):
+        options = {"image_size": image_size}
+    elif arch.startswith("maxvit"):
+        options = {"input_size": (image_size, image_size)}
+    model: nn.Module = torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
+    return model
+
+
+def _check_size(arch: str, image_size: int, classes: int) -> None:
+    """Refuse images that the architecture cannot take, by trying it on tensors without memory."""
+
+    def failure(size: int) -> Exception | None:
+        try:
+            with torch.device("meta"), torch.no_grad():
+                _build(arch, size, classes).eval()(torch.empty(1, 3, size, size))
+        except NotImplementedError:
+            return None  # regnet computes with tensors while it is built; it takes images of any size
+        except (RuntimeError, ValueError, AssertionError) as error:
+            return error
+        return None
+
+    if error := failure(image_size):
+        fitting = next((size for size in USUAL_SIZES if size > image_size and not failure(size)), None)
+        advice = f"; use recipe.image_size={fitting}" if fitting else ""
+        raise UserError(
+            f"recipe.arch={arch} cannot take images of {image_size} × {image_size}{advice}"
+        ) from error
