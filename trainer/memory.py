@@ -1,0 +1,349 @@
+"""What the memory of one optimizer step is made of: a ledger of every tensor storage alive in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEADY = ("weights", "buffers", "gradients", "optimizer")
+"""What training holds at any batch size; autocast leaves it in the dtype of the weights."""
+CATEGORIES = (*STEADY, "autocast_copies", "inputs", "activations", "temporary")
+"""In order of precedence: a storage that fits two of them counts as the first."""
+MIB = 2**20
+
+
+@dataclass
+class LargeTensor:
+    """One of the largest tensors alive at the peak."""
+
+    name: str
+    """Of the parameter or buffer; otherwise of the operator that made it, such as ``aten.addmm.default``."""
+    category: str
+    shape: list[int]
+    dtype: str
+    bytes: int
+
+
+@dataclass
+class Ledger:
+    """Bytes by category over one optimizer step; the categories are defined at ``MemoryLedger``."""
+
+    peak_bytes: int
+    """The most that was alive at any one moment."""
+    peak_phase: str
+    """When that was: ``forward``, ``backward`` or ``optimizer`` (everything after the last backward)."""
+    at_peak: dict[str, int]
+    """The breakdown at that moment; adds up to ``peak_bytes``."""
+    highest: dict[str, int]
+    """The most each category held at any moment; these moments differ, so they add up to more."""
+    half_at_peak: dict[str, int]
+    """The part of ``at_peak`` that is in a floating-point format of at most 16 bits."""
+    largest: list[LargeTensor] = field(default_factory=list)
+
+    @property
+    def steady(self) -> dict[str, int]:
+        """Bytes of weights, buffers, gradients and optimizer state, complete."""
+        return {category: self.highest[category] for category in STEADY}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ledger in plain JSON types, with the sentence."""
+        return asdict(self) | {"steady": self.steady, "sentence": self.sentence()}
+
+    def table(self) -> list[tuple[str, float, float, float]]:
+        """Return rows of (category, MiB at the peak, share of the peak, highest MiB at any moment)."""
+        return [
+            (name, self.at_peak[name] / MIB, self._share(self.at_peak[name]), self.highest[name] / MIB)
+            for name in CATEGORIES
+            if self.highest[name]
+        ]
+
+    def text(self) -> str:
+        """Return the table, the largest tensors and the sentence as plain text."""
+        lines = [f"Peak {self.peak_bytes / MIB:.1f} MiB, reached in the {self.peak_phase} phase", ""]
+        lines.append(f"{'':<16}{'at the peak':>16}{'share':>9}{'highest':>16}")
+        for name, mib, share, highest in self.table():
+            lines.append(f"{name:<16}{mib:>12.1f} MiB{share:>9.1%}{highest:>12.1f} MiB")
+        lines += ["", "Largest tensors at the peak:"]
+        for tensor in self.largest:
+            shape = " x ".join(map(str, tensor.shape))
+            what = f"{tensor.category}, {tensor.dtype} [{shape}], {tensor.name}"
+            lines.append(f"{tensor.bytes / MIB:>10.1f} MiB  {what}")
+        return "\n".join([*lines, "", self.sentence(), ""])
+
+    def sentence(self) -> str:
+        """Say in one sentence what dominates the peak and what autocast can, or cannot, save there.
+
+        The saving is an upper bound: activations and temporary tensors that are still in fp32 at the peak,
+        halved. Inputs keep the dtype of the data, and copies of the weights exist only under autocast.
+        """
+        steady = sum(self.at_peak[name] for name in STEADY)
+        working = self.at_peak["activations"] + self.at_peak["temporary"]
+        half = self.half_at_peak["activations"] + self.half_at_peak["temporary"]
+        could_save = (working - half) / 2
+        peak = f"the peak of {self.peak_bytes / MIB:.1f} MiB"
+        names = ["optimizer state" if name == "optimizer" else name for name in STEADY if self.at_peak[name]]
+        held = " and ".join(", ".join(names).rsplit(", ", 1))
+        if steady >= working:
+            dtype = "already in 16 bits" if self.half_at_peak["weights"] else "in fp32 even under autocast"
+            return (
+                f"{held.capitalize()} are {self._share(steady):.0%} of {peak} and {dtype}, so autocast can "
+                f"shrink it by at most {self._share(could_save):.1%}; activations would have to dominate "
+                "(try a larger micro_batch_size)."
+            )
+        bulk = f"Activations and temporary tensors are {self._share(working):.0%} of {peak}"
+        fixed = f"{held} take {steady / MIB:.1f} MiB, which autocast does not change."
+        if copies := self.highest["autocast_copies"]:
+            return (
+                f"{bulk}, {half / working:.0%} of them in 16 bits at the price of {copies / MIB:.1f} MiB of "
+                f"copies of the weights; {fixed}"
+            )
+        return (
+            f"{bulk}: autocast could save up to half of what is in fp32, {could_save / MIB:.1f} MiB or "
+            f"{self._share(could_save):.0%}; {fixed}"
+        )
+
+    def _share(self, amount: float) -> float:
+        return amount / self.peak_bytes if self.peak_bytes else 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """One storage, from the moment it is first seen."""
+
+    bytes: int
+    category: str
+    name: str
+    shape: list[int]
+    dtype: torch.dtype
+
+
+class MemoryLedger(TorchDispatchMode):
+    """Records every tensor storage on the model's device during one optimizer step.
+
+    Use it around a whole step, from the first forward to the cleared gradients::
+
+        with MemoryLedger(model, optimizer) as ledger:
+            trainer.train_step(...)
+        print(ledger.report().text())
+
+    Nothing has to be told to it: an operator runs in *backward* when autograd is running, in *forward* from
+    the first call of any module of ``model`` until then, and the rest (batch preparation, unscaling,
+    clipping, the optimizer, clearing gradients) counts as the *optimizer* phase.
+
+    - ``weights``, ``buffers``: storages of the model's parameters and buffers, shared ones once.
+    - ``gradients``: storages that were some parameter's ``.grad``, from their allocation on (autograd hands
+      the result of a backward operator to ``.grad`` without a copy). Sparse gradients are not recognised.
+    - ``optimizer``: storages in ``optimizer.state`` before or after the step.
+    - ``autocast_copies``: made by a conversion of a parameter to another dtype.
+    - ``inputs``: existed before the recording and used in it, copied from another device, or passed to the
+      first module of a microbatch.
+    - ``activations``: anything else made in forward. ``temporary``: anything else made in the other phases.
+
+    A storage is given its category once everything is known about it, so the breakdown of the peak is right
+    even where a tensor became a gradient after the peak. Views are not counted; a storage counts until it is
+    freed; sizes are exact bytes, without an allocator's rounding. Not seen: workspaces inside an operator,
+    tensor subclasses with inner tensors (DTensor, quantised), devices other than that of the first parameter.
+    Two things differ while a ledger, or any other dispatch mode, is active: a compiled model runs eagerly, so
+    the ledger is that of the eager model; and where three or more branches meet in backward, autograd adds
+    their gradients out of place instead of in place, so the peak can be one such tensor too high.
+
+    Works under ``FakeTensorMode`` (entered first) on a model made in it: no data is read.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._model = model
+        self._optimizer = optimizer
+        self._device = next(model.parameters()).device
+        self._phase = "optimizer"
+        self._alive: dict[weakref.ref[torch.UntypedStorage], _Block] = {}
+        self._before: list[_Block] = []
+        self._events: list[tuple[int, _Block, str]] = []
+        """Changes of size in order: bytes, block, phase. A freed storage is a negative number."""
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._finished = False
+
+    def __enter__(self) -> MemoryLedger:
+        """Start recording."""
+        if self._events or self._finished:
+            raise RuntimeError("a MemoryLedger records one step; make a new one")
+        self._mark_model_and_optimizer()
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                self._mark(parameter.grad, "gradients", name)
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
+        for module in self._model.modules():
+            self._hooks.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop recording."""
+        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._mark_model_and_optimizer()
+        self._alive.clear()  # the callbacks go with the weak references: nothing is recorded from here on
+        self._finished = True
+
+    def report(self) -> Ledger:
+        """Find the peak and sort what was alive then. Call it after the ``with`` block."""
+        if not self._finished:
+            raise RuntimeError("the ledger is complete only after its with block")
+        events = [(block.bytes, block, "optimizer") for block in self._before] + self._events
+        peak_index, highest = _highest(events)
+        alive: dict[_Block, int] = {}
+        for change, block, _ in events[: peak_index + 1]:
+            alive[block] = alive.get(block, 0) + change
+        at_peak, half = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
+        for block, size in alive.items():
+            at_peak[block.category] += size
+            if block.dtype.is_floating_point and block.dtype.itemsize <= 2:
+                half[block.category] += size
+        top = sorted(alive.items(), key=lambda item: -item[1])[:5]
+        return Ledger(
+            peak_bytes=sum(alive.values()),
+            peak_phase=events[peak_index][2],
+            at_peak=at_peak,
+            highest=highest,
+            half_at_peak=half,
+            largest=[LargeTensor(b.name, b.category, b.shape, str(b.dtype)[6:], size) for b, size in top],
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator and enter what it used and made."""
+        # The only exact sign of "inside backward", also on the engine's own threads on a GPU; torch's own
+        # trackers use it too.
+        if torch._C._current_graph_task_id() != -1:
+            self._phase = "backward"
+        elif self._phase == "backward":
+            self._phase = "optimizer"
+        inputs = list(_tensors((args, kwargs)))
+        for tensor in inputs:
+            # A number in an expression comes as a tensor without dimensions: not worth a row.
+            if tensor.dim() and self._find(tensor) is None:
+                category = "inputs" if self._phase == "forward" else "temporary"
+                self._add(tensor, category, "existed before", before=True)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            block = self._find(tensor)
+            if block is None:
+                copied = inputs[0] if func is torch.ops.aten._to_copy.default else None
+                self._add(tensor, self._category_of_new(tensor, copied), str(func))
+            elif (grown := tensor.untyped_storage().nbytes() - block.bytes) and self._counts(tensor):
+                block.bytes += grown
+                self._events.append((grown, block, self._phase))
+        return result
+
+    def _category_of_new(self, made: Tensor, copied: Tensor | None) -> str:
+        if copied is not None and copied.device != made.device and self._phase != "backward":
+            return "inputs"
+        if copied is not None and copied.dtype != made.dtype:
+            source = self._find(copied)
+            if source is not None and source.category == "weights":
+                return "autocast_copies"
+        return "activations" if self._phase == "forward" else "temporary"
+
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._phase != "forward":
+            for tensor in _tensors((args, kwargs)):
+                self._mark(tensor, "inputs", "input of the model")
+        self._phase = "forward"
+
+    def _mark_model_and_optimizer(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            self._mark(parameter, "weights", name)
+        for name, buffer in self._model.named_buffers():
+            self._mark(buffer, "buffers", name)
+        for tensor in _tensors(self._optimizer.state):
+            self._mark(tensor, "optimizer", "optimizer state")
+
+    def _gradient_hook(self, name: str) -> Any:
+        return lambda parameter: self._mark(parameter.grad, "gradients", name)
+
+    def _mark(self, tensor: Tensor, category: str, name: str) -> None:
+        block = self._find(tensor)
+        if block is None:
+            self._add(tensor, category, name, before=True)
+        elif CATEGORIES.index(category) < CATEGORIES.index(block.category):
+            block.category, block.name = category, name
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device and tensor.layout == torch.strided
+
+    def _find(self, tensor: Tensor) -> _Block | None:
+        if not self._counts(tensor):
+            return _ELSEWHERE
+        return self._alive.get(weakref.ref(tensor.untyped_storage()))
+
+    def _add(self, tensor: Tensor, category: str, name: str, before: bool = False) -> None:
+        if not self._counts(tensor):
+            return
+        storage = tensor.untyped_storage()
+        block = _Block(storage.nbytes(), category, name, list(tensor.shape), tensor.dtype)
+        if before:
+            self._before.append(block)
+        else:
+            self._events.append((block.bytes, block, self._phase))
+        self._alive[weakref.ref(storage, self._freed)] = block
+
+    def _freed(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        block = self._alive.pop(reference)
+        self._events.append((-block.bytes, block, self._phase))
+
+
+_ELSEWHERE = _Block(0, "inputs", "on another device", [], torch.uint8)
+
+
+def _highest(events: list[tuple[int, _Block, str]]) -> tuple[int, dict[str, int]]:
+    """Return the index of the event that reached the peak, and each category's own highest sum."""
+    total = peak = peak_index = 0
+    now, highest = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
+    for index, (change, block, _) in enumerate(events):
+        total += change
+        now[block.category] += change
+        highest[block.category] = max(highest[block.category], now[block.category])
+        if total > peak:
+            peak, peak_index = total, index
+    return peak_index, highest
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Walk through nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for item in value:
+            yield from _tensors(item)
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Return what the device's allocator, or this process, holds: bytes by name.
+
+    On CUDA the highest values since the process began (``allocated_peak``, ``reserved_peak``), on MPS what
+    is allocated now (``allocated``), on CPU the process's resident set (``rss``).
+    """
+    if device.type == "cuda":
+        return {
+            "allocated_peak": torch.cuda.max_memory_allocated(device),
+            "reserved_peak": torch.cuda.max_memory_reserved(device),
+        }
+    if device.type == "mps":
+        return {"allocated": torch.mps.current_allocated_memory()}
+    import psutil
+
+    return {"rss": int(psutil.Process().memory_info().rss)}
