@@ -1,0 +1,115 @@
+"""Tokenizers that transformers opens, and whether the Hugging Face hub can be asked for one."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from trainer.errors import UserError
+
+
+class Pretrained:
+    """Any tokenizer that ``AutoTokenizer`` opens, without the special tokens it would add by itself."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+        self.label = f"tokenizer {Path(name).name} of {self.vocab_size}"
+        self.separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    @classmethod
+    def open(cls, name: str, key: str) -> Pretrained:
+        """Open a folder, or a hub id: from the local cache if it is there, else from the network.
+
+        Raises:
+            UserError: beginning with ``key``, what the user typed: there is no such tokenizer, or no network.
+
+        """
+        from transformers import AutoTokenizer
+
+        embedded = "data.tokenizer=bpe, chars or bytes need no network"
+        folder = Path(name).expanduser()
+        try:
+            return cls(
+                name,
+                AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True),
+            )
+        except (OSError, ValueError, ImportError) as error:
+            if folder.is_dir():
+                raise UserError(
+                    f"{key}: the folder holds no tokenizer that opens ({first_line(error)})"
+                ) from None
+        if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+            raise UserError(f"{key}: there is no such folder; {embedded}")
+        if not hub_reachable():
+            raise UserError(
+                f"{key} is not in the local cache and the Hugging Face hub cannot be reached; {embedded}"
+            )
+        try:
+            return cls(name, AutoTokenizer.from_pretrained(name))
+        except (OSError, ValueError, ImportError) as error:
+            raise UserError(f"{key} cannot be opened ({first_line(error)}); {embedded}") from None
+
+    def identity(self) -> str:
+        """Return everything that decides how it encodes."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return str(backend.to_str()) if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids that exist, special tokens shown."""
+        known = [id for id in ids if 0 <= id < self.vocab_size]
+        text: str = self._tokenizer.decode(known, clean_up_tokenization_spaces=False)
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that AutoTokenizer opens."""
+        self._tokenizer.save_pretrained(str(folder))
+
+
+def hub_reachable(timeout_s: float = 8) -> bool:
+    """Tell within ``timeout_s`` whether the Hugging Face hub answers.
+
+    Its own client would retry for most of a minute before it gives up.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = []
+
+    def ask() -> None:
+        try:
+            urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=timeout_s).close()
+        except (HTTPError, HTTPException):
+            pass  # an unfriendly answer is an answer
+        except OSError as error:
+            if not isinstance(getattr(error, "reason", None), ssl.SSLError):
+                return  # with certificates of its own, the hub's client may still succeed
+        answered.append(True)
+
+    thread = Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
+    thread.start()
+    thread.join(timeout_s)
+    return bool(answered)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
