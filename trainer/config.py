@@ -50,12 +50,12 @@ class Config:
     recipe: Recipe
     data: DataSource
     precision: Precision = field(default_factory=Precision)
-    scaler: Scaler = field(default_factory=AutoScaler)
+    scaler: Scaler = field(default_factory=Scaler)
     clip: Clip = field(default_factory=Clip)
-    loader: Loader = field(default_factory=PinnedLoader)
+    loader: Loader = field(default_factory=Loader)
     profiler: Profiler = field(default_factory=Profiler)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Cosine)
+    schedule: Schedule = field(default_factory=Schedule)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracking: Tracking = field(default_factory=Tracking)
@@ -131,17 +131,21 @@ class Plan:
     eval_samples: int
 
 
-def register() -> None:
-    """Tell Hydra the schema of every config group; recipes and data sources are found in ``recipes/``."""
-    store = ConfigStore.instance()
-    store.store(name="root_schema", node=Config)
+def groups() -> dict[str, dict[str, type]]:
+    """Return the classes of every config group by name; recipes and data sources are found in ``recipes/``."""
     for module in pkgutil.iter_modules(recipes.__path__):
         importlib.import_module(f"recipes.{module.name}")
-    found: dict[str, dict[str, type]] = {
+    return _GROUPS | {
         "recipe": {cls.name: cls for cls in _subclasses(Recipe) if cls.name},
         "data": {cls.kind: cls for cls in _subclasses(DataSource) if cls.kind},
     }
-    for group, classes in (_GROUPS | found).items():
+
+
+def register() -> None:
+    """Tell Hydra the schema of every config group."""
+    store = ConfigStore.instance()
+    store.store(name="root_schema", node=Config)
+    for group, classes in groups().items():
         for name, cls in classes.items():
             store.store(group=group, name=f"{name}_schema", node=cls)
 

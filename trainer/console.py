@@ -20,7 +20,9 @@ class Terminal:
     """Writes to standard output; on a terminal the progress is one line that stays in place, elsewhere plain lines."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Console(highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = 160  # a log file has no edge to fold at
         self._live: Live | None = None
         self._shown = -math.inf
         # A refresh costs about a millisecond, which a tiny model's step would feel.
@@ -41,15 +43,15 @@ class Terminal:
         table.add_column(overflow="fold")
         for name, value in rows:
             table.add_row(f"  {name}", Text(value))
-        self.console.print(table, soft_wrap=False)
+        self.console.print(table)
 
     def warn(self, message: str) -> None:
         """Show a warning."""
-        self.console.print(Text.assemble(("warning: ", "bold yellow"), message))
+        self.console.print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
 
     def note(self, message: str = "") -> None:
         """Show a line as it is, above the progress line."""
-        self.console.print(Text(message))
+        self.console.print(Text(message), soft_wrap=True)
 
     def progress(self, step: int, steps: int, metrics: dict[str, float], unit: str) -> None:
         """Show where training is; called once per log interval, redrawn a few times a second at most."""

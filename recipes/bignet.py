@@ -1,0 +1,71 @@
+"""BigNet: a tall stack of equal linear layers, to see what memory goes to and what autocast can save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import nn
+
+from recipes.synthetic import Synthetic
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import Batch, Choice, Datasets, DataSource, Epilogue, LossOutput, Recipe, Sizes
+
+
+@dataclass
+class BigNet(Recipe):
+    """The ``recipe=bignet`` config: ``layers`` × Linear(``width``, ``width``) with ReLU between them."""
+
+    name: ClassVar[str] = "bignet"
+    unit: ClassVar[str] = "samples"
+    layers: int = 20
+    width: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.width < 1:
+            raise UserError(f"recipe.layers={self.layers} and recipe.width={self.width} must be at least 1")
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Refuse data that is not vectors."""
+        if not isinstance(data, Synthetic):
+            raise UserError(f"recipe=bignet cannot read data={data.kind}; use data=synthetic")
+        return []
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Batch 512 in one piece, long enough to see the loss fall."""
+        return Sizes(steps=60 if not hardware.is_gpu else 500, batch_size=512, micro_batch_size=512)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Vectors and the answers of a fixed teacher."""
+        assert isinstance(data, Synthetic)
+        return data.vectors(self.width)
+
+    def build_model(self) -> nn.Module:
+        """Build the stack with He's initialisation, without which the signal dies out over 20 layers."""
+        layers: list[nn.Module] = []
+        for index in range(self.layers):
+            linear = nn.Linear(self.width, self.width)
+            last = index == self.layers - 1
+            nn.init.kaiming_normal_(linear.weight, nonlinearity="linear" if last else "relu")
+            nn.init.zeros_(linear.bias)
+            layers += [linear] if last else [linear, nn.ReLU()]
+        return nn.Sequential(*layers)
+
+    def count_targets(self, batch: Batch) -> int:
+        """One target vector per sample."""
+        return len(batch["x"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Mean squared error over the vector, summed over the samples, in fp32."""
+        prediction = model(batch["x"]).float()
+        return LossOutput(F.mse_loss(prediction, batch["y"], reduction="sum") / self.width, {})
+
+    def epilogue(self, model: nn.Module, context: Epilogue) -> str | None:
+        """Point to the ledger where none was measured."""
+        return None if context.ledger else "no memory ledger was measured; profiler=memory shows one"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the shape."""
+        return {"size": f"{self.layers}x{self.width}"}

@@ -1,0 +1,288 @@
+"""GPT-2 language modelling: the published sizes, a mini one that trains on a laptop, or a pretrained folder."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import (
+    Batch,
+    Choice,
+    Dataset,
+    Datasets,
+    DataSource,
+    Epilogue,
+    LossOutput,
+    Recipe,
+    SampleId,
+    Sizes,
+    TextSource,
+    TokenData,
+)
+from trainer.suggest import nearest
+
+
+class Shape(NamedTuple):
+    """The numbers that make one GPT-2."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+
+
+# Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2; mini is ours.
+SHAPES = {
+    "mini": Shape(6, 6, 384, 256),
+    "124M": Shape(12, 12, 768, 1024),
+    "350M": Shape(24, 16, 1024, 1024),
+    "774M": Shape(36, 20, 1280, 1024),
+    "1558M": Shape(48, 25, 1600, 1024),
+}
+_SAMPLE_TOKENS = 120
+
+
+class LossHead(nn.Linear):
+    """GPT-2's output layer, which can go straight to the summed loss.
+
+    Args:
+        embedding: vocabulary × width, shared as the weight.
+        chunked: let torch compute the loss in pieces, so that the logits (tokens × vocabulary, in fp32)
+            never exist as a whole; costs a second product with the weight in the backward pass.
+
+    """
+
+    def __init__(self, embedding: nn.Parameter, chunked: bool) -> None:
+        super().__init__(embedding.shape[1], embedding.shape[0], bias=False, device="meta")
+        self.weight = embedding
+        self.chunked = chunked
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits, or with ``targets`` (int64, same leading shape) the loss summed over them, fp32."""
+        if targets is None:
+            return super().forward(hidden)
+        hidden, targets = hidden.flatten(0, -2), targets.flatten()
+        if not self.chunked or not torch.is_grad_enabled():
+            return F.cross_entropy(super().forward(hidden), targets, reduction="sum")
+        device = hidden.device.type
+        weight = self.weight
+        if torch.is_autocast_enabled(device):
+            hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+        options = torch.nn.LinearCrossEntropyOptions()
+        # One loss per token, summed in fp32: torch's own sum would be in fp16, where it overflows.
+        losses = F.linear_cross_entropy(hidden, weight, targets, reduction="none", options=options)
+        return losses.float().sum()
+
+
+class LanguageModel(nn.Module):
+    """transformers' GPT-2 with the loss inside forward."""
+
+    def __init__(self, gpt2: nn.Module) -> None:
+        super().__init__()
+        self.gpt2 = gpt2
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss (fp32 scalar) of predicting ``targets`` from ``tokens``, both int64 B × T."""
+        hidden = self.gpt2.transformer(tokens, use_cache=False).last_hidden_state
+        loss: Tensor = self.gpt2.lm_head(hidden, targets)
+        return loss
+
+
+class TokenWindows(Dataset):
+    """Windows of ``context`` + 1 tokens cut from one long array, B × (context + 1) int64.
+
+    In training each window starts at a random offset within its stretch, so that epochs differ.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int) -> None:
+        self.tokens = tokens
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        last = len(self.tokens) - self.context - 1
+        rows = []
+        for index, seed in samples:
+            start = index * self.context + (0 if seed is None else seed % self.context)
+            start = min(start, last)
+            rows.append(self.tokens[start : start + self.context + 1])
+        return {"tokens": torch.from_numpy(np.stack(rows).astype(np.int64))}
+
+
+@dataclass
+class GPT2(Recipe):
+    """The ``recipe=gpt2`` config."""
+
+    name: ClassVar[str] = "gpt2"
+    unit: ClassVar[str] = "tokens"
+    size: str = "auto"
+    """mini, 124M, 350M, 774M, 1558M; auto: mini on a CPU, 124M on a GPU."""
+    pretrained: str | None = None
+    """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
+    context: int | str = "auto"
+    """Tokens per sample; auto: 256 for mini, else 1024."""
+    dropout: float = 0.0
+    chunked_loss: bool | str = "auto"
+    """Never hold the fp32 logits as a whole; auto: on a GPU, where torch offers it (2.13 and later)."""
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Choose the size, the context and the form of the loss."""
+        if not isinstance(data, TextSource):
+            raise UserError(f"recipe=gpt2 cannot read data={data.kind}; use data=python_docs, text, hub or synthetic")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"recipe.dropout={self.dropout} must lie between 0 and 1")
+        if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
+            raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
+        choices = []
+        if self.size != "auto" and self.size not in SHAPES:
+            raise UserError(f"recipe.size={self.size} is unknown{nearest(self.size, SHAPES)} ({', '.join(SHAPES)})")
+        if self.pretrained and self.size != "auto":
+            raise UserError("recipe.size has no effect with recipe.pretrained, which brings its size; drop one of them")
+        if self.size == "auto" and not self.pretrained:
+            self.size = "124M" if hardware.is_gpu else "mini"
+            choices.append(Choice("recipe.size", self.size, f"suits {'a GPU' if hardware.is_gpu else 'this CPU'}"))
+        if isinstance(self.context, str):
+            if self.context != "auto":
+                raise UserError(f"recipe.context={self.context} must be a whole number of tokens, or auto")
+            self.context = SHAPES[self.size].context if self.size in SHAPES else 1024
+            choices.append(Choice("recipe.context", self.context, "tokens per sample, the size's own"))
+        if not 2 <= self.context:
+            raise UserError(f"recipe.context={self.context} must be at least 2 tokens")
+        if self.chunked_loss is True and not _torch_chunks():
+            raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
+        if self.chunked_loss == "auto":
+            self.chunked_loss = hardware.is_gpu and _torch_chunks()
+        return choices
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """A few minutes of a CPU, or the published half a million tokens a step on a GPU."""
+        if not hardware.is_gpu:
+            return Sizes(steps=300, batch_size=16, micro_batch_size=16)
+        return Sizes(steps=2000, batch_size=480, micro_batch_size=16)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Tokenise and cut into windows."""
+        assert isinstance(data, TextSource)
+        tokens = data.tokens(self.pretrained)
+        context = self._context
+        for part, array in (("training", tokens.train), ("validation", tokens.valid)):
+            if len(array) < context + 1:
+                raise UserError(
+                    f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}; "
+                    f"use a longer text or recipe.context={max(2, len(array) // 2)}"
+                )
+        self._tokens = tokens
+        description = f"{tokens.description}, samples of {context} tokens"
+        return Datasets(TokenWindows(tokens.train, context), TokenWindows(tokens.valid, context), description)
+
+    def build_model(self) -> nn.Module:
+        """Build GPT-2 with the vocabulary padded to a multiple of 64, which tensor cores like."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        vocabulary = self._tokens.tokenizer.vocab_size
+        padded = math.ceil(vocabulary / 64) * 64
+        dropout = {"resid_pdrop": self.dropout, "embd_pdrop": self.dropout, "attn_pdrop": self.dropout}
+        if self.pretrained:
+            gpt2 = self._open_pretrained(dropout)
+            gpt2.resize_token_embeddings(padded, mean_resizing=False)
+            self.size = f"{sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6:.0f}M pretrained"
+        else:
+            shape = SHAPES[self.size]
+            config = GPT2Config(
+                vocab_size=padded,
+                n_positions=self._context,
+                n_embd=shape.width,
+                n_layer=shape.layers,
+                n_head=shape.heads,
+                bos_token_id=None,
+                eos_token_id=None,
+                attn_implementation="sdpa",
+                **dropout,
+            )
+            gpt2 = GPT2LMHeadModel(config)
+        gpt2.lm_head = LossHead(gpt2.transformer.wte.weight, self.chunked_loss is True)
+        return LanguageModel(gpt2)
+
+    def count_targets(self, batch: Batch) -> int:
+        """Every token but each sample's first is predicted."""
+        tokens = batch["tokens"]
+        return tokens.shape[0] * (tokens.shape[1] - 1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Predict each token from those before it."""
+        tokens = batch["tokens"]
+        return LossOutput(model(tokens[:, :-1], tokens[:, 1:]), {})
+
+    def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
+        """Report the loss in nats per token, and its exponential."""
+        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
+        assert isinstance(model, LanguageModel)
+        model.gpt2.save_pretrained(folder)
+
+    def epilogue(self, model: nn.Module, context: Epilogue) -> str | None:
+        """Show a short sample of generated text."""
+        assert isinstance(model, LanguageModel)
+        tokenizer = self._tokens.tokenizer
+        start = self._tokens.valid[: min(16, self._context // 2)].astype(np.int64)
+        prompt = torch.from_numpy(start)[None].to(context.hardware.device)
+        length = min(_SAMPLE_TOKENS, self._context - prompt.shape[1])
+        torch.manual_seed(0)
+        for _ in range(length):  # a cache would be faster; a hundred tokens do not need one
+            hidden = model.gpt2.transformer(prompt, use_cache=False).last_hidden_state[:, -1]
+            logits = model.gpt2.lm_head(hidden)[:, : tokenizer.vocab_size].float()
+            top, ids = logits.topk(min(40, logits.shape[-1]))
+            prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
+        written = prompt[0, len(start) :].tolist()
+        return f"a sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the size."""
+        return {"size": self.size}
+
+    @property
+    def _context(self) -> int:
+        assert isinstance(self.context, int)
+        return self.context
+
+    _tokens: ClassVar[TokenData]
+
+    def _open_pretrained(self, dropout: dict[str, float]) -> Any:
+        from transformers import GPT2LMHeadModel
+
+        try:
+            gpt2 = GPT2LMHeadModel.from_pretrained(
+                self.pretrained, dtype=torch.float32, attn_implementation="sdpa", **dropout
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"recipe.pretrained={self.pretrained} cannot be opened as a GPT-2 ({str(error).splitlines()[0]}); "
+                "give a folder written by save_pretrained, or leave it out to train from random weights"
+            ) from error
+        if gpt2.config.n_positions < self._context:
+            raise UserError(
+                f"recipe.context={self._context} is longer than the pretrained model's {gpt2.config.n_positions}; "
+                f"use recipe.context={gpt2.config.n_positions}"
+            )
+        return gpt2
+
+
+def _torch_chunks() -> bool:
+    """Tell whether torch has linear_cross_entropy with chunking (2.13 and later)."""
+    function = getattr(F, "linear_cross_entropy", None)
+    return function is not None and "options" in inspect.signature(function).parameters

@@ -1,0 +1,11 @@
+"""Train a recipe: ``python scripts/train.py recipe=gpt2 precision=bf16`` (``--help`` lists every choice)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
