@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from recipes.gpt2_model import SHAPES, LanguageModel, LossHead, new_gpt2, open_pretrained, torch_can_chunk
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import (
@@ -22,7 +21,6 @@ from trainer.recipe import (
     Dataset,
     Datasets,
     DataSource,
-    Epilogue,
     LossOutput,
     Recipe,
     SampleId,
@@ -32,71 +30,7 @@ from trainer.recipe import (
 )
 from trainer.suggest import nearest
 
-
-class Shape(NamedTuple):
-    """The numbers that make one GPT-2."""
-
-    layers: int
-    heads: int
-    width: int
-    context: int
-
-
-# Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2; mini is ours.
-SHAPES = {
-    "mini": Shape(6, 6, 384, 256),
-    "124M": Shape(12, 12, 768, 1024),
-    "350M": Shape(24, 16, 1024, 1024),
-    "774M": Shape(36, 20, 1280, 1024),
-    "1558M": Shape(48, 25, 1600, 1024),
-}
 _SAMPLE_TOKENS = 120
-
-
-class LossHead(nn.Linear):
-    """GPT-2's output layer, which can go straight to the summed loss.
-
-    Args:
-        embedding: vocabulary × width, shared as the weight.
-        chunked: let torch compute the loss in pieces, so that the logits (tokens × vocabulary, in fp32)
-            never exist as a whole; costs a second product with the weight in the backward pass.
-
-    """
-
-    def __init__(self, embedding: nn.Parameter, chunked: bool) -> None:
-        super().__init__(embedding.shape[1], embedding.shape[0], bias=False, device="meta")
-        self.weight = embedding
-        self.chunked = chunked
-
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or with ``targets`` (int64, same leading shape) the loss summed over them, fp32."""
-        if targets is None:
-            return super().forward(hidden)
-        hidden, targets = hidden.flatten(0, -2), targets.flatten()
-        if not self.chunked or not torch.is_grad_enabled():
-            return F.cross_entropy(super().forward(hidden), targets, reduction="sum")
-        device = hidden.device.type
-        weight = self.weight
-        if torch.is_autocast_enabled(device):
-            hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
-        options = torch.nn.LinearCrossEntropyOptions()
-        # One loss per token, summed in fp32: torch's own sum would be in fp16, where it overflows.
-        losses = F.linear_cross_entropy(hidden, weight, targets, reduction="none", options=options)
-        return losses.float().sum()
-
-
-class LanguageModel(nn.Module):
-    """transformers' GPT-2 with the loss inside forward."""
-
-    def __init__(self, gpt2: nn.Module) -> None:
-        super().__init__()
-        self.gpt2 = gpt2
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss (fp32 scalar) of predicting ``targets`` from ``tokens``, both int64 B × T."""
-        hidden = self.gpt2.transformer(tokens, use_cache=False).last_hidden_state
-        loss: Tensor = self.gpt2.lm_head(hidden, targets)
-        return loss
 
 
 class TokenWindows(Dataset):
@@ -138,6 +72,9 @@ class GPT2(Recipe):
     chunked_loss: bool | str = "auto"
     """Never hold the fp32 logits as a whole; auto: on a GPU, where torch offers it (2.13 and later)."""
 
+    def __post_init__(self) -> None:
+        self._tokens: TokenData  # set by datasets()
+
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Choose the size, the context and the form of the loss."""
         if not isinstance(data, TextSource):
@@ -159,12 +96,12 @@ class GPT2(Recipe):
                 raise UserError(f"recipe.context={self.context} must be a whole number of tokens, or auto")
             self.context = SHAPES[self.size].context if self.size in SHAPES else 1024
             choices.append(Choice("recipe.context", self.context, "tokens per sample, the size's own"))
-        if not 2 <= self.context:
+        if not self.context >= 2:
             raise UserError(f"recipe.context={self.context} must be at least 2 tokens")
-        if self.chunked_loss is True and not _torch_chunks():
+        if self.chunked_loss is True and not torch_can_chunk():
             raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
         if self.chunked_loss == "auto":
-            self.chunked_loss = hardware.is_gpu and _torch_chunks()
+            self.chunked_loss = hardware.is_gpu and torch_can_chunk()
         return choices
 
     def sizes(self, hardware: Hardware) -> Sizes:
@@ -190,29 +127,12 @@ class GPT2(Recipe):
 
     def build_model(self) -> nn.Module:
         """Build GPT-2 with the vocabulary padded to a multiple of 64, which tensor cores like."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        vocabulary = self._tokens.tokenizer.vocab_size
-        padded = math.ceil(vocabulary / 64) * 64
-        dropout = {"resid_pdrop": self.dropout, "embd_pdrop": self.dropout, "attn_pdrop": self.dropout}
+        vocabulary = math.ceil(self._tokens.tokenizer.vocab_size / 64) * 64
         if self.pretrained:
-            gpt2 = self._open_pretrained(dropout)
-            gpt2.resize_token_embeddings(padded, mean_resizing=False)
+            gpt2 = open_pretrained(self.pretrained, vocabulary, self._context, self.dropout)
             self.size = f"{sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6:.0f}M pretrained"
         else:
-            shape = SHAPES[self.size]
-            config = GPT2Config(
-                vocab_size=padded,
-                n_positions=self._context,
-                n_embd=shape.width,
-                n_layer=shape.layers,
-                n_head=shape.heads,
-                bos_token_id=None,
-                eos_token_id=None,
-                attn_implementation="sdpa",
-                **dropout,
-            )
-            gpt2 = GPT2LMHeadModel(config)
+            gpt2 = new_gpt2(SHAPES[self.size], vocabulary, self._context, self.dropout)
         gpt2.lm_head = LossHead(gpt2.transformer.wte.weight, self.chunked_loss is True)
         return LanguageModel(gpt2)
 
@@ -235,12 +155,12 @@ class GPT2(Recipe):
         assert isinstance(model, LanguageModel)
         model.gpt2.save_pretrained(folder)
 
-    def epilogue(self, model: nn.Module, context: Epilogue) -> str | None:
+    def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
         """Show a short sample of generated text."""
         assert isinstance(model, LanguageModel)
         tokenizer = self._tokens.tokenizer
         start = self._tokens.valid[: min(16, self._context // 2)].astype(np.int64)
-        prompt = torch.from_numpy(start)[None].to(context.hardware.device)
+        prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self._context - prompt.shape[1])
         torch.manual_seed(0)
         for _ in range(length):  # a cache would be faster; a hundred tokens do not need one
@@ -259,30 +179,3 @@ class GPT2(Recipe):
     def _context(self) -> int:
         assert isinstance(self.context, int)
         return self.context
-
-    _tokens: ClassVar[TokenData]
-
-    def _open_pretrained(self, dropout: dict[str, float]) -> Any:
-        from transformers import GPT2LMHeadModel
-
-        try:
-            gpt2 = GPT2LMHeadModel.from_pretrained(
-                self.pretrained, dtype=torch.float32, attn_implementation="sdpa", **dropout
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"recipe.pretrained={self.pretrained} cannot be opened as a GPT-2 ({str(error).splitlines()[0]}); "
-                "give a folder written by save_pretrained, or leave it out to train from random weights"
-            ) from error
-        if gpt2.config.n_positions < self._context:
-            raise UserError(
-                f"recipe.context={self._context} is longer than the pretrained model's {gpt2.config.n_positions}; "
-                f"use recipe.context={gpt2.config.n_positions}"
-            )
-        return gpt2
-
-
-def _torch_chunks() -> bool:
-    """Tell whether torch has linear_cross_entropy with chunking (2.13 and later)."""
-    function = getattr(F, "linear_cross_entropy", None)
-    return function is not None and "options" in inspect.signature(function).parameters

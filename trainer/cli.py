@@ -29,25 +29,29 @@ def main() -> int:
     config.register()
     codes: list[int] = []
 
+    interrupted = False
+
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
-        # In a sweep a failed run must not take the others with it, but a signal means all of them.
+        # Errors stop here: Hydra would print lines of its own. In a sweep the other runs go on after a failed
+        # one, but a signal means all of them.
+        nonlocal interrupted
+        if interrupted:
+            return
         try:
             train(config.build(composed), list(HydraConfig.get().overrides.task))
             codes.append(0)
-        except Interrupted:
-            raise
         except RunError as error:
             codes.append(_report(error))
+            interrupted = isinstance(error, Interrupted)
+        except KeyboardInterrupt:
+            codes.append(_report(Interrupted("interrupted before training began; nothing to save", 2)))
+            interrupted = True
         except torch.OutOfMemoryError as error:
             codes.append(_report(RunError(f"out of memory: {str(error).splitlines()[0]}")))
 
     try:
         task()
-    except RunError as error:
-        return _report(error)
-    except KeyboardInterrupt:
-        return _report(Interrupted("interrupted before training began; nothing to save", 2))
     except (HydraException, OmegaConfBaseException) as error:
         return _report(UserError(explain(error)))
     return max(codes, default=0)

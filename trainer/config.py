@@ -112,8 +112,8 @@ class Config:
         plan = Plan(
             steps,
             Batching(batch_size, micro_batch_size),
-            eval_every=number("eval_every", max(1, steps // 10), "ten evaluations a run"),
-            eval_samples=number("eval_samples", 20 * batch_size, "at most twenty training batches"),
+            eval_every=number("eval_every", max(steps // 10, min(steps, 25)), "ten evaluations a run, or fewer"),
+            eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
         )
         self.run_name = self.run_name or f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
         if "/" in self.run_name:
@@ -151,7 +151,8 @@ def register() -> None:
 
 
 def _subclasses(cls: type) -> list[Any]:
-    return [sub for direct in cls.__subclasses__() for sub in (direct, *_subclasses(direct))]
+    direct: list[Any] = cls.__subclasses__()
+    return [sub for one in direct for sub in (one, *_subclasses(one))]
 
 
 def build(composed: DictConfig) -> Config:
@@ -172,9 +173,9 @@ def build(composed: DictConfig) -> Config:
 def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:
     # OmegaConf accepts a key added with + and drops it silently when it makes the object.
     fields = {entry.name for entry in dataclasses.fields(cls)}
-    for key in node:
-        if str(key) not in fields:
-            raise UserError(f"{prefix}{key} is not a key of the config{nearest(str(key), fields)}")
+    for key in map(str, node):
+        if key not in fields:
+            raise UserError(f"{prefix}{key} is not a key of the config{nearest(key, fields)}")
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
             child_type = OmegaConf.get_type(child)

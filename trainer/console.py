@@ -27,9 +27,7 @@ class Terminal:
         self._shown = -math.inf
         # A refresh costs about a millisecond, which a tiny model's step would feel.
         self._interval_s = 0.2 if self.console.is_terminal else 2.0
-        handler = RichHandler(
-            console=self.console, show_time=False, show_path=False, show_level=False, markup=False
-        )
+        handler = RichHandler(console=self.console, show_time=False, show_path=False, show_level=False, markup=False)
         logger = logging.getLogger("mantissa")
         logger.handlers[:] = [handler]
         logger.setLevel(logging.INFO)

@@ -124,7 +124,10 @@ class Loader:
         return {}
 
     def loader(
-        self, dataset: Dataset, samples: Sequence[list[SampleId]] | Iterator[list[SampleId]], hardware: Hardware
+        self,
+        dataset: Dataset,
+        samples: Sequence[list[SampleId]] | Iterator[list[SampleId]],
+        hardware: Hardware,
     ) -> DataLoader[Batch]:
         """Return a DataLoader that yields one microbatch per list of samples."""
         assert isinstance(self.workers, int), "resolve() comes first"
@@ -134,14 +137,20 @@ class Loader:
             options |= {"num_workers": self.workers, "multiprocessing_context": "forkserver"}
         return DataLoader(
             _Fetch(dataset),
-            batch_sampler=samples,  # type: ignore[arg-type]
-            collate_fn=_as_fetched,
+            batch_sampler=samples,
+            collate_fn=_as_fetched,  # type: ignore[arg-type]
             generator=torch.Generator(),  # DataLoader draws a seed: not from the generator training uses
             **options,  # type: ignore[arg-type]
         )
 
     def steps(
-        self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
+        self,
+        dataset: Dataset,
+        order: DataOrder,
+        batching: Batching,
+        first_step: int,
+        count: int,
+        hardware: Hardware,
     ) -> Iterator[list[Batch]]:
         """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
         samples = order.batches(
@@ -182,7 +191,13 @@ class OnDeviceLoader(Loader):
     kind: ClassVar[str] = "synthetic-on-device"
 
     def steps(
-        self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
+        self,
+        dataset: Dataset,
+        order: DataOrder,
+        batching: Batching,
+        first_step: int,
+        count: int,
+        hardware: Hardware,
     ) -> Iterator[list[Batch]]:
         """Yield the same microbatches ``count`` times."""
         first = next(super().steps(dataset, order, batching, 0, 1, hardware))

@@ -14,7 +14,16 @@ from trainer.errors import UserError
 
 # What may differ between a run and its continuation: none of it changes which numbers a step computes,
 # but ``steps``, which makes the run longer (and with it the schedule), as the user asked.
-_FREE = ("steps", "eval_every", "eval_samples", "log_every", "resume", "output_dir", "run_name", "micro_batch_size")
+_FREE = (
+    "steps",
+    "eval_every",
+    "eval_samples",
+    "log_every",
+    "resume",
+    "output_dir",
+    "run_name",
+    "micro_batch_size",
+)
 _FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking")
 
 
@@ -98,7 +107,9 @@ class RunFolder:
             before = json.loads((self.path / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
-        keys = [key for key in dict.fromkeys([*before, *flat]) if not _free(key) and _differ(before.get(key), flat.get(key))]
+        keys = [
+            key for key in dict.fromkeys([*before, *flat]) if not _free(key) and _differ(before.get(key), flat.get(key))
+        ]
         if not keys:
             return
         if "recipe" in keys:

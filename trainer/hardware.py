@@ -95,11 +95,11 @@ def detect(device: str) -> Hardware:
         if chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
         if chosen.index >= torch.cuda.device_count():
-            raise UserError(f"device={device}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0")
+            raise UserError(
+                f"device={device}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0"
+            )
         properties = torch.cuda.get_device_properties(chosen)
-        return Hardware(
-            chosen, properties.name, properties.total_memory, cores, (properties.major, properties.minor)
-        )
+        return Hardware(chosen, properties.name, properties.total_memory, cores, (properties.major, properties.minor))
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("device=mps: torch finds no Apple GPU here; use device=cpu or device=auto")
     if chosen.type not in ("cpu", "mps"):

@@ -97,7 +97,12 @@ class Trainer:
     def batches(self) -> Iterator[list[Batch]]:
         """Yield the microbatches of every step that is left."""
         return self.config.loader.steps(
-            self.datasets.train, self.order, self.plan.batching, self.step, self.plan.steps - self.step, self.hardware
+            self.datasets.train,
+            self.order,
+            self.plan.batching,
+            self.step,
+            self.plan.steps - self.step,
+            self.hardware,
         )
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
@@ -160,7 +165,9 @@ def seed_everything(seed: int) -> None:
 def set_determinism(deterministic: bool) -> None:
     """Make torch refuse operations without a repeatable implementation, or let it choose the fastest."""
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
+        # cuBLAS asks for it, before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over memory, changes no result
+    # It costs a pass over memory and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not deterministic

@@ -62,15 +62,14 @@ class Feed(threading.Thread):
     lacks by reading the log from its beginning.
     """
 
-    def __init__(
-        self, uri: str, run: RunInfo, metrics_file: Path, flush_every_s: float, system_metrics: bool
-    ) -> None:
+    def __init__(self, uri: str, run: RunInfo, metrics_file: Path, flush_every_s: float, system_metrics: bool) -> None:
         super().__init__(name="mlflow-feed", daemon=True)
         self.run_id: str | None = None
         self.imported = threading.Event()
         self._uri = uri
         self._run = run
         self._path = metrics_file
+        self._started_s = time.time()
         self._flush_every_s = flush_every_s
         self._client: MlflowClient | None = None
         self._monitor: Any = None
@@ -86,9 +85,7 @@ class Feed(threading.Thread):
         self._artifacts: list[tuple[Path, str | None]] = []
         self._problem: Exception | None = None
 
-    def conclude(
-        self, status: str, artifacts: Sequence[Path | tuple[Path, str]], patience_s: float
-    ) -> str | None:
+    def conclude(self, status: str, artifacts: Sequence[Path | tuple[Path, str]], patience_s: float) -> str | None:
         """Deliver the rest of the run; wait while there is progress, at most ``patience_s`` without.
 
         Returns:
@@ -172,7 +169,9 @@ class Feed(threading.Thread):
     def _open(self) -> MlflowClient:
         import_mlflow(self._uri)
         self.imported.set()
+        self._progress()
         client = connect(self._uri)
+        self._progress()
         run_id = self.run_id or self._run.run_id
         run = find_run(client, run_id) if run_id else None
         if run:
@@ -180,7 +179,7 @@ class Feed(threading.Thread):
         else:
             if run_id:
                 log.warning("MLflow has no run %s any more; this run goes on as a new one there.", run_id)
-            run = create_run(client, self._uri, self._run.experiment, self._run.name)
+            run = create_run(client, self._uri, self._run.experiment, self._run.name, self._started_s)
         self.run_id = run.info.run_id
         self._write_record(run.info.experiment_id)
         # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
@@ -221,9 +220,7 @@ class Feed(threading.Thread):
         if changed:
             tags["changed_on_resume"] = " ".join(changed)
         new = [Param(key, value) for key, value in params.items() if key not in known]
-        tag_list = [
-            RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()
-        ]
+        tag_list = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
         for batch in _batches(new, MAX_PARAMS_TAGS_PER_BATCH):
             client.log_batch(run.info.run_id, params=batch, synchronous=True)
         for batch in _batches(tag_list, MAX_PARAMS_TAGS_PER_BATCH):

@@ -115,15 +115,18 @@ def find_run(client: MlflowClient, run_id: str) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def create_run(client: MlflowClient, uri: str, experiment: str, name: str) -> Any:
-    """Begin a run, without touching MLflow's global "active run", so that runs can follow one another."""
+def create_run(client: MlflowClient, uri: str, experiment: str, name: str, started_s: float) -> Any:
+    """Begin a run that started at ``started_s`` (seconds since the epoch), without touching MLflow's global
+    "active run", so that runs can follow one another.
+    """
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container's user may have no name
         user = "unknown"
     source = Path(sys.argv[0]).name
     tags = {"mlflow.user": user, "mlflow.source.type": "LOCAL", "mlflow.source.name": source}
-    return client.create_run(_experiment_id(client, uri, experiment), run_name=name, tags=tags)
+    experiment_id = _experiment_id(client, uri, experiment)
+    return client.create_run(experiment_id, start_time=int(started_s * 1000), run_name=name, tags=tags)
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:

@@ -44,10 +44,12 @@ class Optimizer:
         for option in self.options:
             if option not in accepted:
                 raise UserError(
-                    f"optimizer.options.{option}: torch.optim.{self.name} has no such argument{nearest(option, accepted)}"
+                    f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}"
                 )
         if self.fused is True and "fused" not in accepted:
-            raise UserError(f"optimizer.fused=true: torch.optim.{self.name} has no fused form; use optimizer.fused=auto")
+            raise UserError(
+                f"optimizer.fused=true: torch.optim.{self.name} has no fused form; use optimizer.fused=auto"
+            )
 
     def build(self, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
         """Return the optimizer over the model's trainable parameters, decayed ones first."""

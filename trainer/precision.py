@@ -74,8 +74,7 @@ class Precision:
         if hardware.support(self.mode) != EMULATED:
             return None
         return (
-            f"{hardware.name} has no {self.mode} instructions: results are {self.mode}'s, "
-            "but expect no speed from it"
+            f"{hardware.name} has no {self.mode} instructions: results are {self.mode}'s, but expect no speed from it"
         )
 
     def apply(self) -> None:
@@ -84,12 +83,12 @@ class Precision:
         One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
         """
         fp32 = "tf32" if self.mode == "tf32" else "ieee"
-        torch.backends.fp32_precision = fp32
+        torch.backends.fp32_precision = fp32  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision = fp32
         torch.backends.cudnn.fp32_precision = fp32
         torch.backends.cudnn.conv.fp32_precision = fp32  # type: ignore[attr-defined]
         torch.backends.cudnn.rnn.fp32_precision = fp32  # type: ignore[attr-defined]
-        torch.backends.mkldnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        torch.backends.mkldnn.fp32_precision = "ieee"
         torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
         torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
         torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -148,12 +147,8 @@ class Precision:
                 "fp32_in_cudnn_rnn": backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
                 "fp32_in_mkldnn_matmul": backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
                 "fp32_in_mkldnn_conv": backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
-                "fp16_reduced_precision_reduction": bool(
-                    backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-                ),
-                "bf16_reduced_precision_reduction": bool(
-                    backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-                ),
+                "fp16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+                "bf16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
             },
             "environment": {name: os.environ[name] for name in _LOWERING_ENVIRONMENT if name in os.environ},
         }

@@ -47,9 +47,7 @@ class Profiler:
 
     kind: ClassVar[str] = "none"
 
-    def start(
-        self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-    ) -> Session:
+    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
         """Begin a session whose files go to ``folder/profile``."""
         return Session()
 
@@ -78,13 +76,9 @@ class TorchProfiler(Profiler):
         for key, least in (("wait", 0), ("warmup", 1), ("active", 1)):
             value = getattr(self, key)
             if value < least:
-                raise UserError(
-                    f"profiler.{key}={value} is too few steps; use profiler.{key}={least} or more"
-                )
+                raise UserError(f"profiler.{key}={value} is too few steps; use profiler.{key}={least} or more")
 
-    def start(
-        self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-    ) -> Session:
+    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
         """Begin a session; nothing is traced before ``wait`` steps have passed."""
         return _TorchSession(self, folder / "profile", device)
 
@@ -105,9 +99,7 @@ class MemoryProfiler(Profiler):
         if self.at_step < 1:
             raise UserError(f"profiler.at_step={self.at_step}: steps count from 1; use profiler.at_step=3")
 
-    def start(
-        self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-    ) -> Session:
+    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
         """Begin a session; steps other than ``at_step`` run untouched."""
         return _MemorySession(self, folder / "profile", model, optimizer, device)
 
@@ -148,9 +140,7 @@ class _TorchSession(Session):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profile = torch.profiler.profile(
             activities=activities,
-            schedule=torch.profiler.schedule(
-                wait=0, warmup=self._config.warmup, active=self._config.active, repeat=1
-            ),
+            schedule=torch.profiler.schedule(wait=0, warmup=self._config.warmup, active=self._config.active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=self._config.record_shapes,
             with_stack=self._config.with_stack,

@@ -16,7 +16,10 @@ def git_facts() -> dict[str, str]:
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return {}
-    return {"commit": commit, "dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower()}
+    return {
+        "commit": commit,
+        "dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower(),
+    }
 
 
 def versions() -> dict[str, str]:

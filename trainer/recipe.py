@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from trainer.hardware import Hardware
@@ -19,7 +20,7 @@ Batch = dict[str, Tensor]
 class SampleId(NamedTuple):
     """One sample to fetch. Everything random about it comes from ``seed``, so neither workers nor ranks matter."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     seed: int | None
     """None means: no augmentation (evaluation)."""
 
@@ -210,20 +211,10 @@ class Recipe:
         folder.mkdir(parents=True, exist_ok=True)
         save_model(model, str(folder / "model.safetensors"))
 
-    def epilogue(self, model: nn.Module, context: Epilogue) -> str | None:
+    def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
         """Return a last word for the terminal, such as a sample of generated text. Runs under autocast."""
         return None
 
     def facts(self) -> dict[str, Any]:
         """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
         return {}
-
-
-@dataclass
-class Epilogue:
-    """What a recipe may look at when a run has ended."""
-
-    hardware: Hardware
-    folder: Path
-    ledger: dict[str, Any] | None = field(default=None)
-    """The memory ledger, where ``profiler=memory`` measured one."""

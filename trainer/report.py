@@ -25,23 +25,34 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     effective = manifest["effective"]
     precision = f"asked for {config.precision.mode}; products run in {effective['matmul_dtype']}"
     if config.precision.mode in ("fp32", "tf32") and hardware.is_gpu:
-        precision += f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
+        precision += (
+            f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
+        )
     precision += f", {manifest['support']} on this hardware; weights and optimizer in fp32"
     if trainer.fp32_modules:
         precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
     epochs = plan.steps * batching.batch_size / len(trainer.datasets.train)
     return [
-        ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {quantity(parameters)} parameters"),
+        (
+            "recipe",
+            f"{config.recipe.name}{f' ({facts})' if facts else ''}, {quantity(parameters)} parameters",
+        ),
         ("data", f"{trainer.datasets.description}"),
         ("precision", precision),
-        ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
+        (
+            "device",
+            f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)",
+        ),
         (
             "batch",
             f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}; "
             f"{plan.steps} steps = {epochs:.3g} epochs",
         ),
-        ("optimizer", f"{config.optimizer.name}, lr {config.optimizer.lr:g}, schedule {config.schedule.kind}, "
-         f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}"),
+        (
+            "optimizer",
+            f"{config.optimizer.name}, lr {config.optimizer.lr:g}, schedule {config.schedule.kind}, "
+            f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}",
+        ),
         ("output", str(folder)),
     ]
 

@@ -13,13 +13,13 @@ import torch
 from trainer import checkpoint, report
 from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal
-from trainer.errors import Interrupted, NonFiniteError, RunError
+from trainer.errors import Interrupted, NonFiniteError
 from trainer.folder import RunFolder, check_writable
 from trainer.hardware import Hardware, detect
 from trainer.loop import StepRecord, Trainer
 from trainer.monitor import Monitor
 from trainer.provenance import git_facts, resume_command
-from trainer.recipe import Choice, Epilogue
+from trainer.recipe import Choice
 from trainer.signals import StopRequest
 from trainer.tracking import Tracker
 
@@ -233,7 +233,9 @@ class Run:
         if status == "FINISHED":
             last_word = self._finish_model(artifacts)
             self.terminal.block("summary", report.summary_rows(summary, self.config.recipe.unit))
-            for text in filter(None, [self.profiler.summary, last_word]):
+            ledger = self.profiler.ledger
+            profile = self.profiler.summary if ledger is None else ledger.text()
+            for text in filter(None, [profile, last_word]):
                 self.terminal.note(text)
         self.tracker.finish(status, artifacts, summary)
         if status == "FINISHED":
@@ -248,10 +250,5 @@ class Run:
             self.config.recipe.export(model, self.folder.path / "best")
             artifacts.append((self.folder.path / "best", "best"))
         model.eval()
-        ledger = self.profiler.ledger
-        epilogue = Epilogue(self.hardware, self.folder.path, None if ledger is None else ledger.to_dict())
         with torch.no_grad(), self.config.precision.autocast(self.trainer.device):
-            return self.config.recipe.epilogue(model, epilogue)
-
-
-__all__ = ["Run", "RunError", "train"]
+            return self.config.recipe.epilogue(model, self.trainer.device)

@@ -172,7 +172,9 @@ class DynamicScaler(Scaler):
         if self.interval < 1:
             raise UserError(f"scaler.interval={self.interval} must be at least 1 step")
         if not 0 < self.floor_scale <= self.init:
-            raise UserError(f"scaler.floor_scale={self.floor_scale} must be above 0 and at most scaler.init={self.init}")
+            raise UserError(
+                f"scaler.floor_scale={self.floor_scale} must be above 0 and at most scaler.init={self.init}"
+            )
         _check_skips(self.max_consecutive_skips)
 
     @property

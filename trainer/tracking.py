@@ -83,9 +83,7 @@ class Tracker:
         if resume_step is not None:
             truncate(path, resume_step)
         elif path.exists() and path.stat().st_size:
-            raise UserError(
-                f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir"
-            )
+            raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
         self._file = path.open("a", encoding="utf-8")
         self._feed: Feed | None = None
         if not config.mlflow:
@@ -116,9 +114,7 @@ class Tracker:
 
         """
         if "step" in metrics or "time" in metrics:
-            raise ValueError(
-                "a metric cannot be called step or time: every line of metrics.jsonl has these keys"
-            )
+            raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
         line = {"step": step, "time": time.time() if time_s is None else time_s, **_countable(metrics)}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()

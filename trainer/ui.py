@@ -90,9 +90,7 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
         raise UserError(f"no runs yet in {without_password(uri)}; train something first: {FIRST_RUN}")
     chosen = latest[0].info.experiment_id
     runs = client.search_runs([chosen], order_by=order, max_results=count)
-    return Newest(
-        names[chosen], chosen, [run.info.run_id for run in runs], [run.info.run_name for run in runs]
-    )
+    return Newest(names[chosen], chosen, [run.info.run_id for run in runs], [run.info.run_name for run in runs])
 
 
 def experiment_address(base: str, experiment_id: str) -> str:
@@ -107,9 +105,7 @@ def curves_address(base: str, experiment_id: str) -> str:
 
 def comparison_address(base: str, experiment_id: str, run_ids: list[str]) -> str:
     """Return the address of the page that shows the params and metrics of runs side by side."""
-    runs, experiments = (
-        quote(json.dumps(ids, separators=(",", ":")), safe="") for ids in (run_ids, [experiment_id])
-    )
+    runs, experiments = (quote(json.dumps(ids, separators=(",", ":")), safe="") for ids in (run_ids, [experiment_id]))
     return f"{base.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING}"
 
 

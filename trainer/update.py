@@ -73,7 +73,11 @@ class Update:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], loss_scale: LossScale, clip: Clip
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[nn.Parameter],
+        loss_scale: LossScale,
+        clip: Clip,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
