@@ -52,9 +52,7 @@ class Hub(TokenizedText, ImageSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name:
-            raise UserError(
-                "data.name is missing: name a dataset of the hub or a folder, as in data.name=ag_news"
-            )
+            raise UserError("data.name is missing: name a dataset of the hub or a folder, as in data.name=ag_news")
         local_path(self.name)
 
     def title(self) -> str:
@@ -80,9 +78,7 @@ class Hub(TokenizedText, ImageSource):
         splits = self._load()
         train = part(splits, self.name, "train_split", self.train_split)
         declared = any(map(is_class, train.features.values()))
-        label = column(
-            train, self.name, "label_column", self.label_column, is_class if declared else may_be_class
-        )
+        label = column(train, self.name, "label_column", self.label_column, is_class if declared else may_be_class)
         classes = class_names(train, label)
         if len(classes) < 2:
             raise UserError(f"data.name={self.name} has images of one class only; two are needed")
@@ -117,9 +113,7 @@ class Hub(TokenizedText, ImageSource):
                 yield from (text or "" for text in batch[name])
 
         # The fingerprint follows the files' contents or, for local ones, their modification times.
-        return Corpus(
-            np.ones(len(texts), dtype=np.int64), read, [self.name, choice, name, dataset._fingerprint]
-        )
+        return Corpus(np.ones(len(texts), dtype=np.int64), read, [self.name, choice, name, dataset._fingerprint])
 
     def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray) -> HubImages:
         from datasets import Image

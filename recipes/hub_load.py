@@ -53,21 +53,16 @@ def load(name: str, subset: str | None, cache_dir: str) -> Mapping[str, Any]:
         datasets.config.HF_HUB_OFFLINE = True  # opens what was downloaded before, without minutes of retries
     try:
         builder = datasets.load_dataset_builder(**arguments)
-        if (
-            builder.info.builder_name == "text"
-        ):  # a file is a document, where the default makes every line one
+        if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
             builder = datasets.load_dataset_builder(**arguments, sample_by="document")
         builder.download_and_prepare()
         splits: Mapping[str, Any] = builder.as_dataset()
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if path is None and datasets.config.HF_HUB_OFFLINE:
             raise UserError(
-                f"data.name={name} is not in the local cache and the Hugging Face hub cannot be reached; "
-                + EMBEDDED
+                f"data.name={name} is not in the local cache and the Hugging Face hub cannot be reached; " + EMBEDDED
             ) from None
-        raise UserError(
-            f"data.name={name} cannot be opened: {first_line(error.__cause__ or error)}"
-        ) from None
+        raise UserError(f"data.name={name} cannot be opened: {first_line(error.__cause__ or error)}") from None
     return splits
 
 
@@ -98,9 +93,7 @@ def column(dataset: Any, name: str, key: str, choice: str | None, fits: Callable
     if not fitting:
         raise UserError(f"data.name={name} has no column of type {wanted}; its columns are {every}")
     if len(fitting) > 1:
-        raise UserError(
-            f"data.name={name} has several columns that may hold it: type data.{key}={'|'.join(fitting)}"
-        )
+        raise UserError(f"data.name={name} has several columns that may hold it: type data.{key}={'|'.join(fitting)}")
     return fitting[0]
 
 
@@ -141,7 +134,5 @@ def class_numbers(dataset: Any, label: str, classes: list[str], where: str) -> n
         numbers = [known.get(str(value), -1) for value in values]
     if min(numbers) < 0 or max(numbers) >= len(classes):
         row = next(row for row, number in enumerate(numbers) if not 0 <= number < len(classes))
-        raise UserError(
-            f"{where}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes"
-        )
+        raise UserError(f"{where}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes")
     return np.array(numbers, dtype=np.int64)

@@ -43,9 +43,7 @@ class TokenizedText(TextSource):
                 "learns anything; use 1024 or more, or data.tokenizer=bytes"
             )
         if not 0 < self.valid_fraction <= 0.5:
-            raise UserError(
-                f"data.valid_fraction={self.valid_fraction} must be above 0 and at most 0.5, such as 0.1"
-            )
+            raise UserError(f"data.valid_fraction={self.valid_fraction} must be above 0 and at most 0.5, such as 0.1")
 
     def splits(self) -> tuple[Split, Split]:
         """Return the text to train on and the text to be judged by. Raises UserError if there is none."""
@@ -132,9 +130,7 @@ class TextFiles(TokenizedText):
             if not paths:
                 found = Counter(f"*{file.suffix}" for file in files).most_common(3)
                 there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
-                raise UserError(
-                    f"data.path={self.path}: no file in it matches data.pattern={self.pattern} ({there})"
-                )
+                raise UserError(f"data.path={self.path}: no file in it matches data.pattern={self.pattern} ({there})")
         corpus = _files(paths, f"data.path={self.path}")
         if not corpus.sizes.sum():
             raise UserError(f"data.path={self.path} is empty")
@@ -149,9 +145,7 @@ def _files(paths: list[Path], key: str) -> Corpus:
     return Corpus(
         sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
         read=lambda rows: (_read(paths[row], key) for row in rows),
-        identity=[
-            [str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)
-        ],
+        identity=[[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)],
     )
 
 
@@ -163,9 +157,7 @@ def _read(path: Path, key: str) -> str:
             raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {offset}")
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{key}: {path} is not UTF-8 text: the byte at offset {error.start} does not decode"
-        ) from None
+        raise UserError(f"{key}: {path} is not UTF-8 text: the byte at offset {error.start} does not decode") from None
     except OSError as error:
         raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
 

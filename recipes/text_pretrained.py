@@ -43,15 +43,11 @@ class Pretrained:
             )
         except (OSError, ValueError, ImportError) as error:
             if folder.is_dir():
-                raise UserError(
-                    f"{key}: the folder holds no tokenizer that opens ({first_line(error)})"
-                ) from None
+                raise UserError(f"{key}: the folder holds no tokenizer that opens ({first_line(error)})") from None
         if name.startswith(("/", ".", "~")) or name.count("/") > 1:
             raise UserError(f"{key}: there is no such folder; {embedded}")
         if not hub_reachable():
-            raise UserError(
-                f"{key} is not in the local cache and the Hugging Face hub cannot be reached; {embedded}"
-            )
+            raise UserError(f"{key} is not in the local cache and the Hugging Face hub cannot be reached; {embedded}")
         try:
             return cls(name, AutoTokenizer.from_pretrained(name))
         except (OSError, ValueError, ImportError) as error:

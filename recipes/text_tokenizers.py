@@ -84,9 +84,7 @@ class Characters:
         """Return the ids. Raises UserError for a character that the corpus does not have."""
         unknown = set(text) - set(self.characters)
         if unknown:
-            raise UserError(
-                f"the character {min(unknown)!r} is not among the {self.label} of the training text"
-            )
+            raise UserError(f"the character {min(unknown)!r} is not among the {self.label} of the training text")
         return [self._ids[character] for character in text]
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
@@ -146,8 +144,7 @@ class BytePairs:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids that exist, the ends of documents shown."""
-        known = [id for id in ids if 0 <= id < self.vocab_size]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=False)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     def save(self, folder: Path) -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from recipes import text_cache
 from recipes.text import PythonDocs, TextFiles, TokenizedText
 from recipes.text_pretrained import hub_reachable
+from recipes.text_split import Corpus, split
 from recipes.text_tokenizers import BytePairs
 from trainer.errors import UserError
 from trainer.recipe import TokenData
@@ -80,11 +82,13 @@ def test_many_files_are_split_whole_with_a_mark_between_them(folder: Path) -> No
     assert 3 <= len(valid) <= 6
 
 
-def test_a_huge_file_among_many_stays_in_training(folder: Path) -> None:
-    (folder / "huge.txt").write_text("x" * 3000)
-    _, valid = decoded(TextFiles(path=str(folder), tokenizer="bytes").tokens(None))
-    assert "document" in valid
-    assert "x" not in valid
+@pytest.mark.parametrize("large", range(61))
+def test_a_file_as_large_as_the_validation_part_stays_in_training(large: int) -> None:
+    sizes = np.full(61, 10)
+    sizes[large] = 60
+    train, valid = split(Corpus(sizes, lambda rows: iter(map(str, rows)), "sizes"), 0.1)
+    assert str(large) in list(train)
+    assert len(list(valid)) == 6
 
 
 def test_a_few_files_each_give_their_end(tmp_path: Path) -> None:
@@ -101,18 +105,25 @@ def test_bpe_learns_from_the_training_part_only(tmp_path: Path) -> None:
     path.write_text("apple pear " * 450 + "zzzzzz qqqqqq " * 30)
     vocabulary = TextFiles(path=str(path), vocab_size=400).tokens(None).tokenizer
     assert len(vocabulary.encode(" pear")) == 1
-    assert len(vocabulary.encode("zzzzzz")) > 1
+    assert len(vocabulary.encode(" zzzzzz")) > 1
 
 
 def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    bpe = BytePairs.train(["".join(LINES), "a  \n\nb\n  c\n"], 500)
-    text = "".join(LINES) + "a  \n\nb\n  c\n" * 50 + "line\r\nline \r\n" * 50 + "<|endoftext|>\nnew\n" * 9
+    text = (
+        "".join(LINES)
+        + "a  \n\nb\n  c\n" * 50
+        + "line\r\nline \r\n" * 50
+        + "a\n\n\n b\n" * 50
+        + "<|endoftext|>\nnew\n" * 9
+    )
+    bpe = BytePairs.train([text], 500)
     monkeypatch.setattr(text_cache, "_PIECE", 10)
     monkeypatch.setattr(text_cache, "_CHARACTERS_AT_ONCE", 100)
     pieces = list(text_cache._pieces(text))
     assert len(pieces) > 400
     assert "".join(pieces) == text
-    assert np.concatenate(list(text_cache._encoded([text], bpe))).tolist() == bpe.encode(text)
+    ids = np.concatenate(list(text_cache._encoded([text, text], bpe))).tolist()
+    assert ids == bpe.encode(text) + bpe.separator + bpe.encode(text)
 
 
 def test_gpt2s_tokenizer_from_a_folder(shared_data: Path) -> None:
@@ -134,9 +145,19 @@ def test_own_bpe_saved_opens_as_any_tokenizer(file: Path, tmp_path: Path) -> Non
     saved = tmp_path / "saved"
     saved.mkdir()
     own.tokenizer.save(saved)  # type: ignore[attr-defined]
+    adding = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    adding.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    adding.save(str(saved / "tokenizer.json"))  # as many pretrained ones begin every text with a special token
     again = TextFiles(path=str(file), tokenizer=str(saved)).tokens(None)
     assert again.train.tolist() == own.train.tolist()
     assert decoded(again) == decoded(own)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("0123456789", encoding="utf-8-sig")
+    assert decoded(TextFiles(path=str(tmp_path / "t.txt"), tokenizer="chars").tokens(None)) == ("012345678", "9")
 
 
 def test_a_large_vocabulary_takes_32_bits(tmp_path: Path) -> None:
@@ -194,9 +215,7 @@ def _truncate(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin", "meta.json", "tokenizer.json"])
 @pytest.mark.parametrize("damage", [_truncate, Path.unlink])
-def test_a_damaged_entry_is_built_again(
-    file: Path, cache: Path, name: str, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_entry_is_built_again(file: Path, cache: Path, name: str, damage: Callable[[Path], None]) -> None:
     first = TextFiles(path=str(file), vocab_size=300).tokens(None)
     train = np.array(first.train)
     (folder,) = (entry for entry in (cache / "text").iterdir() if entry.is_dir())
@@ -224,24 +243,29 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(file: Path, cac
 
 def test_two_processes_build_once_and_agree(file: Path, cache: Path, tmp_path: Path) -> None:
     script = (
-        "import sys, time, pathlib, recipes.text_cache as cache\n"
+        "import sys, time, recipes.text_cache as cache\n"
         "from recipes.text import TextFiles\n"
         "build = cache._build\n"
         "def slow(*args):\n"
-        "    pathlib.Path(sys.argv[2], str(time.monotonic_ns())).touch()\n"
+        "    print('builds')\n"
         "    time.sleep(0.5)\n"
         "    build(*args)\n"
         "cache._build = slow\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
         "print(sum(TextFiles(path=sys.argv[1], vocab_size=300).tokens(None).train.tolist()))\n"
     )
-    log = tmp_path / "builds"
-    log.mkdir()
-    command = [sys.executable, "-c", script, str(file), str(log)]
-    running = [subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = {process.communicate()[0] for process in running}
+    command = [sys.executable, "-c", script, str(file)]
+    pipe = subprocess.PIPE
+    running = [subprocess.Popen(command, cwd=PROJECT, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(2)]
+    for process in running:
+        assert process.stdout.readline() == "ready\n"
+    for process in running:
+        process.stdin.write("go\n")
+    answers = [process.communicate()[0].split() for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert len(answers) == 1
-    assert len(list(log.iterdir())) == 1
+    assert sorted(map(len, answers)) == [1, 2]
+    assert answers[0][-1] == answers[1][-1]
 
 
 # --- what users get wrong
@@ -281,9 +305,7 @@ def test_a_missing_path_is_told_at_once(path: str) -> None:
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])
-def test_files_that_are_no_text(
-    tmp_path: Path, cache: Path, content: bytes, message: str, tokenizer: str
-) -> None:
+def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, message: str, tokenizer: str) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
@@ -343,9 +365,7 @@ def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
 
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(
-            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}"
-        )
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         start = time.monotonic()
         assert not hub_reachable(timeout_s=0.5)
         assert time.monotonic() - start < 2
@@ -360,8 +380,19 @@ def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -
             pass
 
     with HTTPServer(("127.0.0.1", 0), Refuse) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert hub_reachable(timeout_s=5)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         assert not hub_reachable(timeout_s=5)
+        server.shutdown()
+
+
+def test_a_name_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: answer.wait(5) and [])
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.invalid")
+    start = time.monotonic()
+    assert not hub_reachable(timeout_s=0.5)
+    assert time.monotonic() - start < 2
+    answer.set()
