@@ -96,6 +96,7 @@ def new_gpt2(shape: Shape, vocabulary: int, context: int, dropout: float) -> Any
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation="sdpa",
+        activation_function="gelu_pytorch_tanh",  # gelu_new in one kernel, where transformers takes eight
         **_dropouts(dropout),
     )
     return GPT2LMHeadModel(config)

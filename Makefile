@@ -1,0 +1,46 @@
+# make train   set up .venv, then train GPT-2 on text that needs no download
+# make test    set up what the tests need, then format, lint, type and behaviour checks
+# make ui      the runs side by side in MLflow
+# make bench   the ratios of the README, measured here
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3.13 || command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: train test ui bench setup clean
+
+train: $(VENV)/.run
+	$(BIN)/python scripts/train.py recipe=gpt2 precision=bf16
+
+test: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+ui: $(VENV)/.run
+	$(BIN)/python scripts/ui.py
+
+bench: $(VENV)/.run
+	$(BIN)/python scripts/bench.py
+
+setup: $(VENV)/.run
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "no python3 found; install Python 3.11, 3.12 or 3.13"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "$(PYTHON) is $$($(PYTHON) --version); Mantissa needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (torch with CUDA is some 5 GB: minutes the first time)"
+	$(INSTALL) .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(INSTALL) ".[test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
