@@ -1,0 +1,139 @@
+"""What a person sees: MLflow's pages over runs made with the tracker, in a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainer.tracking import Tracker, Tracking
+from trainer.ui import Server, comparison_address, curves_address, experiment_address, free_port, newest_runs
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+]
+
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--window-size=1600,1200",
+)
+WAIT_S = 40
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    from selenium.webdriver.chrome.service import Service
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("no chromium and chromedriver on the path")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    # A named driver keeps selenium from looking for one in the network.
+    chrome = webdriver.Chrome(options=options, service=Service(driver))
+    try:
+        yield chrome
+    finally:
+        chrome.quit()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two runs as a sweep over precisions makes them."""
+    folder = tmp_path_factory.mktemp("runs")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    for precision, loss in (("fp32", 3.125), ("bf16", 3.25)):
+        run = folder / f"gpt2-{precision}-s0"
+        run.mkdir()
+        tracker = Tracker(
+            Tracking(uri=uri, system_metrics=False, flush_every_s=0.1),
+            run,
+            experiment="gpt2",
+            run_name=run.name,
+            params={"precision.mode": precision, "optimizer.lr": 6e-4},
+            tags={"precision": precision, "hardware": "a test's CPU"},
+        )
+        for step in range(1, 21):
+            tracker.log(step, {"loss": loss + (20 - step) / 10, "tokens_per_s": 1000.0 + step})
+        tracker.log(20, {"valid/loss": loss + 0.5})
+        tracker.finish("FINISHED", [], {"loss": loss})
+    return uri
+
+
+@pytest.fixture(scope="module")
+def server(store: str) -> Iterator[Server]:
+    with Server(store, free_port(5600)) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
+    """Open a page, and wait until all of these can be read on it."""
+    from selenium.common.exceptions import TimeoutException
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get("about:blank")  # a change behind the # alone would not load anything
+    browser.get(address)
+
+    def missing() -> list[str]:
+        page = browser.execute_script("return document.body.innerText")
+        return [text for text in texts if text not in page]
+
+    try:
+        WebDriverWait(browser, WAIT_S).until(lambda _: not missing())
+    except TimeoutException:
+        shown = browser.find_element(By.TAG_NAME, "body").text
+        pytest.fail(f"{address} does not show {missing()}, but:\n{shown}")
+    finally:
+        if folder := os.environ.get("MANTISSA_SCREENSHOTS"):
+            name = browser.current_url.partition("#/")[2].partition("?")[0].replace("/", "-")
+            browser.save_screenshot(str(Path(folder) / f"{name}{'-curves' * ('CHART' in address)}.png"))
+
+
+def test_the_experiment_lists_its_runs(browser: Chrome, server: Server, store: str) -> None:
+    newest = newest_runs(store, None, 6)
+    address = experiment_address(server.address, newest.experiment_id)
+    assert_shows(browser, address, "gpt2-fp32-s0", "gpt2-bf16-s0", "Model registry", "2 matching runs")
+
+
+def test_the_curves_of_all_runs_are_drawn(browser: Chrome, server: Server, store: str) -> None:
+    newest = newest_runs(store, "gpt2", 6)
+    address = curves_address(server.address, newest.experiment_id)
+    assert_shows(browser, address, "gpt2-fp32-s0", "valid/loss", "tokens_per_s", "gpt2-bf16-s0 (loss)")
+
+
+def test_the_runs_are_compared_side_by_side(browser: Chrome, server: Server, store: str) -> None:
+    newest = newest_runs(store, None, 6)
+    assert newest.run_names == ["gpt2-bf16-s0", "gpt2-fp32-s0"]
+    address = comparison_address(server.address, newest.experiment_id, newest.run_ids)
+    params = ("precision.mode", "fp32", "bf16", "optimizer.lr", "0.0006")
+    metrics = ("loss", "3.125", "3.25", "tokens_per_s", "valid/loss", "3.75")
+    assert_shows(browser, address, "Comparing 2 Runs", "gpt2-fp32-s0", "gpt2-bf16-s0", *params, *metrics)
+
+
+def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: Server, store: str) -> None:
+    newest = newest_runs(store, None, 1)
+    page = f"{server.address}/#/experiments/{newest.experiment_id}/runs/{newest.run_ids[0]}"
+    texts = ("gpt2-bf16-s0", "Finished", "precision.mode", "optimizer.lr", "a test's CPU", "valid/loss", "3.75")
+    assert_shows(browser, page, *texts)
+    assert_shows(browser, f"{page}/artifacts", "plots", "summary.json")
