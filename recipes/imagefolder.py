@@ -54,9 +54,7 @@ class ImageFolder(ImageSource):
         train = self._readable(_find(train_folder))
         classes = sorted(train)
         if len(classes) < 2:
-            raise UserError(
-                f"data.path={self.path} has images of one class only ({classes[0]}); two are needed"
-            )
+            raise UserError(f"data.path={self.path} has images of one class only ({classes[0]}); two are needed")
         if valid_folder:
             valid = self._readable(_find(valid_folder))
         else:
@@ -69,9 +67,7 @@ class ImageFolder(ImageSource):
             raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
         text = f"{len(train_set):,} training and {len(valid_set):,} validation images, {len(classes)} classes"
         description = f"imagefolder: {text}, {size} × {size}"
-        return ImageData(
-            train_set, valid_set, classes, size, description, IMAGENET_MEAN, IMAGENET_STD, decodes=True
-        )
+        return ImageData(train_set, valid_set, classes, size, description, IMAGENET_MEAN, IMAGENET_STD, decodes=True)
 
     def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
         """Leave out what cannot be decoded, or refuse what is no image at all."""
@@ -183,9 +179,7 @@ def _find(root: Path) -> dict[str, list[str]]:
     classes = {}
     for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
         walk = os.walk(folder, followlinks=True)
-        files = sorted(
-            os.path.join(place, name) for place, _, names in walk for name in names if _named_image(name)
-        )
+        files = sorted(os.path.join(place, name) for place, _, names in walk for name in names if _named_image(name))
         if files:
             classes[folder.name] = files
     if not classes:
@@ -200,9 +194,7 @@ def _named_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
-def _split(
-    classes: dict[str, list[str]], fraction: float
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Keep a part of each class for validation: at least one image, never the last one."""
     train, valid = {}, {}
     for name, files in classes.items():

@@ -107,9 +107,7 @@ class Idx(ImageSource):
             images = sorted(folder.glob(f"{part}-images[-.]idx3-ubyte*"))
             labels = sorted(folder.glob(f"{part}-labels[-.]idx1-ubyte*"))
             if images and not labels:
-                raise UserError(
-                    f"data.path={self.path} has {images[0].name} but not {part}-labels-idx1-ubyte[.gz]"
-                )
+                raise UserError(f"data.path={self.path} has {images[0].name} but not {part}-labels-idx1-ubyte[.gz]")
             if images:
                 pairs.append((images[0], labels[0]))
         if not pairs:
@@ -140,14 +138,10 @@ def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
     start = 4 + 4 * dimensions
     found = int.from_bytes(content[:4], "big")
     if len(content) < start or found != magic:
-        raise UserError(
-            f"{path} is no MNIST-format file of {what}: expected magic number {magic}, found {found}"
-        )
+        raise UserError(f"{path} is no MNIST-format file of {what}: expected magic number {magic}, found {found}")
     shape = [int(length) for length in np.frombuffer(content, ">u4", dimensions, 4)]
     if len(content) - start != np.prod(shape):
-        raise UserError(
-            f"{path} is damaged: its header promises {shape} bytes, {len(content) - start} follow"
-        )
+        raise UserError(f"{path} is damaged: its header promises {shape} bytes, {len(content) - start} follow")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 

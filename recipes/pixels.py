@@ -76,9 +76,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 class ArrayImages:
     """A dataset of images in memory: uint8, N × (1 or 3) × H × W, and their int64 labels."""
 
-    def __init__(
-        self, images: np.ndarray, labels: np.ndarray, image_size: int, length: int | None = None
-    ) -> None:
+    def __init__(self, images: np.ndarray, labels: np.ndarray, image_size: int, length: int | None = None) -> None:
         self.images = torch.from_numpy(images)
         self.labels = torch.from_numpy(labels)
         self.image_size = image_size

@@ -69,9 +69,7 @@ class ResNet(Recipe):
         # Kept beside the options, which stay as typed: a resumed run is compared by them.
         self._size, self._outputs = images.image_size, found if self.classes == "auto" else int(self.classes)
         if found > self._outputs:
-            raise UserError(
-                f"recipe.classes={self.classes}, but the data has {found} classes; use recipe.classes=auto"
-            )
+            raise UserError(f"recipe.classes={self.classes}, but the data has {found} classes; use recipe.classes=auto")
         _check_size(self.arch, self._size, self._outputs)
         # In units of the uint8 pixels, so that normalising is one subtraction and one product.
         self._mean = torch.tensor(images.mean).reshape(1, 3, 1, 1) * 255
@@ -156,6 +154,4 @@ def _check_size(arch: str, image_size: int, classes: int) -> None:
     if error := failure(image_size):
         fitting = next((size for size in USUAL_SIZES if size > image_size and not failure(size)), None)
         advice = f"; use recipe.image_size={fitting}" if fitting else ""
-        raise UserError(
-            f"recipe.arch={arch} cannot take images of {image_size} × {image_size}{advice}"
-        ) from error
+        raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}{advice}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -64,9 +65,7 @@ class Synthetic(TextSource, ImageSource):
         An epoch repeats a pool of 256 images, so a batch costs one copy.
         """
         size = image_size or 224
-        pattern = np.random.default_rng(0).integers(
-            0, 128, (self.classes, 3, PATTERN_CELLS, PATTERN_CELLS), np.uint8
-        )
+        pattern = np.random.default_rng(0).integers(0, 128, (self.classes, 3, PATTERN_CELLS, PATTERN_CELLS), np.uint8)
         cells = np.arange(size) * PATTERN_CELLS // size
 
         def pool(seed: int, count: int, length: int) -> ArrayImages:
@@ -125,3 +124,6 @@ class NumberTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return each id in angle brackets; ids beyond the vocabulary are left out."""
         return "".join(f"<{number}>" for number in ids if 0 <= number < self.vocab_size)
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: the numbers are all there is."""

@@ -122,9 +122,7 @@ def test_digits_keep_image_and_label_together() -> None:
     from sklearn.datasets import load_digits
 
     source = load_digits()
-    originals = {
-        image.astype(int).tobytes(): label for image, label in zip(source.images, source.target, strict=True)
-    }
+    originals = {image.astype(int).tobytes(): label for image, label in zip(source.images, source.target, strict=True)}
     batch = Digits().images(8).train.batch([SampleId(index, 5) for index in (700, 3, 1400)])
     for image, label in zip(batch["image"], batch["label"], strict=True):
         key = np.rint(image[0].numpy() * (16 / 255)).astype(int).tobytes()
@@ -229,9 +227,7 @@ def test_a_truncated_image_is_named_when_it_is_decoded(tmp_path: Path) -> None:
         damaged.batch(plain(len(damaged)))
 
 
-def test_corrupt_images_are_left_out_when_asked_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_corrupt_images_are_left_out_when_asked_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     truncate(animals(tmp_path) / "dog" / "4.png")
     (tmp_path / "cat" / "2.png").write_text("not an image")
     with caplog.at_level(logging.WARNING, "mantissa"):

@@ -80,9 +80,7 @@ def test_values_out_of_range_are_refused_by_name(option: str, value: object) -> 
 
 
 def test_the_options_come_through_omegaconf() -> None:
-    config = OmegaConf.merge(
-        OmegaConf.structured(ResNet), OmegaConf.from_dotlist(["image_size=64", "classes=auto"])
-    )
+    config = OmegaConf.merge(OmegaConf.structured(ResNet), OmegaConf.from_dotlist(["image_size=64", "classes=auto"]))
     recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, ResNet)
     assert (recipe.image_size, recipe.classes) == (64, "auto")
