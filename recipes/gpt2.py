@@ -151,9 +151,13 @@ class GPT2(Recipe):
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens."""
+        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, the tokenizer beside the weights."""
+        from transformers.utils import logging
+
         assert isinstance(model, LanguageModel)
+        logging.disable_progress_bar()
         model.gpt2.save_pretrained(folder)
+        self._tokens.tokenizer.save(folder)
 
     def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
         """Show a short sample of generated text."""

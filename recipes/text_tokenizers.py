@@ -32,10 +32,6 @@ class CorpusTokenizer(Tokenizer, Protocol):
         """Return the ids of each text: a list or one-dimensional array of integers."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write what is needed to open it again; own BPEs and pretrained ones open with AutoTokenizer."""
-        ...
-
 
 class Bytes:
     """The 256 bytes of UTF-8."""

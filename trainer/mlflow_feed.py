@@ -65,7 +65,6 @@ class Feed(threading.Thread):
     def __init__(self, uri: str, run: RunInfo, metrics_file: Path, flush_every_s: float, system_metrics: bool) -> None:
         super().__init__(name="mlflow-feed", daemon=True)
         self.run_id: str | None = None
-        self.imported = threading.Event()
         self._uri = uri
         self._run = run
         self._path = metrics_file
@@ -130,8 +129,6 @@ class Feed(threading.Thread):
                     )
                 if last_failures >= LAST_ATTEMPTS:
                     return
-            finally:
-                self.imported.set()
             if self._ending.is_set():
                 time.sleep(min(last_failures, 2))
             else:
@@ -168,7 +165,6 @@ class Feed(threading.Thread):
 
     def _open(self) -> MlflowClient:
         import_mlflow(self._uri)
-        self.imported.set()
         self._progress()
         client = connect(self._uri)
         self._progress()

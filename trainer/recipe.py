@@ -96,6 +96,10 @@ class Tokenizer(Protocol):
         """Return the text of ``ids``; ids it does not know are left out."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Write what is needed to open it again, beside an exported model."""
+        ...
+
 
 @dataclass
 class TokenData:

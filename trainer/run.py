@@ -17,6 +17,7 @@ from trainer.errors import Interrupted, NonFiniteError
 from trainer.folder import RunFolder, check_writable
 from trainer.hardware import Hardware, detect
 from trainer.loop import StepRecord, Trainer
+from trainer.mlflow_store import without_password
 from trainer.monitor import Monitor
 from trainer.provenance import git_facts, resume_command
 from trainer.recipe import Choice
@@ -92,6 +93,7 @@ class Run:
             self._restore(saved)
         self.manifest = self.config.precision.manifest(self.hardware, trainer.fp32_modules)
         flat = flatten(self.config)
+        flat["tracking.uri"] = flat["tracking.uri"] and without_password(flat["tracking.uri"])
         folder.write_config(flat)
         folder.write("precision.json", self.manifest)
         self._show_start(choices)

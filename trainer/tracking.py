@@ -99,11 +99,6 @@ class Tracker:
         """MLflow's id of this run, as soon as MLflow has given one; also kept in ``mlflow.json``."""
         return self._feed.run_id if self._feed else None
 
-    def wait_until_imported(self, timeout_s: float = 10.0) -> None:
-        """Wait for the feed's imports: a worker forked in the middle of them could hang on their locks."""
-        if self._feed:
-            self._feed.imported.wait(timeout_s)
-
     def log(self, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         """Append one line to ``metrics.jsonl``; the feed takes it from there.
 
