@@ -79,12 +79,8 @@ class ImageFolder(ImageSource):
             return classes
         corrupt = {file for file, _ in _failures(_decode, files)}
         if corrupt:
-            logging.getLogger("mantissa").warning(
-                "data.skip_corrupt: left out %d of %d images that cannot be decoded, such as %s",
-                len(corrupt),
-                len(files),
-                min(corrupt),
-            )
+            message = "data.skip_corrupt: left out %d of %d images that cannot be decoded, such as %s"
+            logging.getLogger("mantissa").warning(message, len(corrupt), len(files), min(corrupt))
         left = {name: [file for file in members if file not in corrupt] for name, members in classes.items()}
         if len(corrupt) == len(files):
             raise UserError(f"data.path={self.path}: not one of {len(files)} images can be decoded")
@@ -183,10 +179,9 @@ def _find(root: Path) -> dict[str, list[str]]:
         if files:
             classes[folder.name] = files
     if not classes:
-        looked = ", ".join(EXTENSIONS)
         if any(_named_image(entry.name) for entry in root.iterdir()):
             raise UserError(f"{root} has its images side by side; needed is {WANTED}")
-        raise UserError(f"data.path: no images in {root} (looked for {looked}); needed is {WANTED}")
+        raise UserError(f"data.path: no images in {root} (looked for {', '.join(EXTENSIONS)}); needed is {WANTED}")
     return classes
 
 
