@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -96,6 +97,11 @@ class _Fetch(torch.utils.data.Dataset[Batch]):
             return error
 
 
+def _leave_interrupts_to_the_main_process(worker: int) -> None:
+    # A terminal sends Ctrl-C to every process; a worker that died of it would take the unfinished step with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _as_fetched(batch: Batch) -> Batch:
     return batch
 
@@ -134,7 +140,11 @@ class Loader:
         options = self._options(hardware)
         if self.workers:
             # forkserver: a process that runs threads (MLflow's feed, OpenMP) must not be forked.
-            options |= {"num_workers": self.workers, "multiprocessing_context": "forkserver"}
+            options |= {
+                "num_workers": self.workers,
+                "multiprocessing_context": "forkserver",
+                "worker_init_fn": _leave_interrupts_to_the_main_process,
+            }
         return DataLoader(
             _Fetch(dataset),
             batch_sampler=samples,

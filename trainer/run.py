@@ -102,29 +102,27 @@ class Run:
 
     def execute(self) -> dict[str, Any]:
         """Train to the end of the plan and return the summary."""
-        status = "FAILED"
         try:
             with self.stop:
                 self.monitor.start()
                 self.trainer.fit(self)
                 self.monitor.collect()
-            status = "KILLED" if self.stop.received else "FINISHED"
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{error}. {self._last_good()}") from error
-        except Interrupted:
-            status = "KILLED"
-            raise
-        finally:
+        except Interrupted:  # a second signal: nothing that takes time any more
             self.terminal.end_progress()
-            summary = self._close(status)
-        if self.stop.received:
-            saved = "saved" if self.config.checkpoint.enabled else "not saved (checkpoint=none)"
-            raise Interrupted(
-                f"stopped by {self.stop.received.name} after step {self.trainer.step}, {saved}. Go on with:\n"
-                f"  {self.command}",
-                self.stop.received,
-            )
-        return summary
+            raise
+        except BaseException as error:
+            self._close("FAILED")
+            if isinstance(error, NonFiniteError):
+                raise NonFiniteError(f"{error}. {self._last_good()}") from error
+            raise
+        signal = self.stop.received
+        if signal is None or self.trainer.step == self.plan.steps:
+            return self._close("FINISHED")
+        self._close("KILLED")
+        saved = "saved" if self.config.checkpoint.enabled else "not saved (checkpoint=none)"
+        raise Interrupted(
+            f"stopped by {signal.name} after step {self.trainer.step}, {saved}. Go on with:\n  {self.command}", signal
+        )
 
     def step(self) -> AbstractContextManager[object]:
         """Return the profiler's context of the next step."""
@@ -227,6 +225,7 @@ class Run:
 
     def _close(self, status: str) -> dict[str, Any]:
         """Write the summary, finish the profile and the tracking; with a finished run, export and show the result."""
+        self.terminal.end_progress()
         artifacts: list[Path | tuple[Path, str]] = [
             self.folder.path / name for name in ("config.yaml", "config.json", "precision.json")
         ]
