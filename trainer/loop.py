@@ -88,8 +88,9 @@ class Trainer:
         self.model.train()
         batches = self.batches()
         while self.step < self.plan.steps:
+            microbatches = next(batches)  # outside: a dataset held in memory is no part of the step's memory
             with observer.step():
-                record = self.train_step(next(batches))
+                record = self.train_step(microbatches)
             observer.trained(record)
             if not observer.between(self):
                 return

@@ -235,7 +235,7 @@ class Run:
             last_word = self._finish_model(artifacts)
             self.terminal.block("summary", report.summary_rows(summary, self.config.recipe.unit))
             ledger = self.profiler.ledger
-            profile = self.profiler.summary if ledger is None else ledger.text()
+            profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
             for text in filter(None, [profile, last_word]):
                 self.terminal.note(text)
         self.tracker.finish(status, artifacts, summary)
