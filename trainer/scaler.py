@@ -16,6 +16,8 @@ from torch import Tensor
 
 from trainer.errors import UserError
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class LossScale:
     """The scale of one run. This class is the constant 1: nothing to multiply, divide or update."""
@@ -25,6 +27,8 @@ class LossScale:
 
     def __init__(self, device: torch.device, scale: float = 1.0) -> None:
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
+        # torch.amp.GradScaler computes in double; so do we, for the same bits. MPS has no double.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
 
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, fp32 scalar."""
@@ -75,9 +79,10 @@ class DynamicLossScale(StaticLossScale):
     def update(self, finite: Tensor) -> None:
         good_steps = (self.good_steps + 1) * finite
         grow = good_steps == self.config.interval
-        larger = self.scale * self.config.growth
+        scale = self.scale.to(self._wide)
+        larger = (scale * self.config.growth).float()
         kept = torch.where(grow & torch.isfinite(larger), larger, self.scale)
-        smaller = (self.scale * self.config.backoff).clamp(min=self.config.floor)
+        smaller = (scale * self.config.backoff).float().clamp(min=self.config.floor)
         self.scale = torch.where(finite, kept, smaller)
         self.good_steps = good_steps * ~grow
 
@@ -134,8 +139,8 @@ class StaticScaler(Scaler):
     max_consecutive_skips: int = 25
 
     def __post_init__(self) -> None:
-        if not (self.scale > 0 and math.isfinite(self.scale)):
-            raise UserError(f"scaler.scale={self.scale} must be a positive number, such as 1024")
+        if not 0 < self.scale <= _LARGEST:
+            raise UserError(f"scaler.scale={self.scale} must be a positive number that fp32 holds, such as 1024")
         _check_skips(self.max_consecutive_skips)
 
     @property
@@ -164,9 +169,9 @@ class DynamicScaler(Scaler):
     max_consecutive_skips: int = 25
 
     def __post_init__(self) -> None:
-        if not (self.init > 0 and math.isfinite(self.init)):
-            raise UserError(f"scaler.init={self.init} must be a positive number, such as 65536")
-        if self.growth <= 1:
+        if not 0 < self.init <= _LARGEST:
+            raise UserError(f"scaler.init={self.init} must be a positive number that fp32 holds, such as 65536")
+        if not 1 < self.growth < math.inf:
             raise UserError(f"scaler.growth={self.growth} must be above 1, such as 2")
         if not 0 < self.backoff < 1:
             raise UserError(f"scaler.backoff={self.backoff} must lie between 0 and 1, such as 0.5")
