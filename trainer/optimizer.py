@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,14 +35,16 @@ class Optimizer:
             raise UserError(f"optimizer.name={self.name} is not in torch.optim{nearest(self.name, dir(torch.optim))}")
         if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
             raise UserError(f"optimizer.name={self.name} needs a closure or sparse gradients, which no recipe has")
-        if self.lr <= 0:
-            raise UserError(f"optimizer.lr={self.lr} must be above 0")
-        if self.weight_decay < 0:
-            raise UserError(f"optimizer.weight_decay={self.weight_decay} must not be negative")
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"optimizer.lr={self.lr} must be a number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"optimizer.weight_decay={self.weight_decay} must be a number of at least 0")
         if isinstance(self.fused, str) and self.fused != "auto":
             raise UserError(f"optimizer.fused={self.fused} must be true, false or auto")
-        accepted = set(inspect.signature(cls).parameters)
+        accepted = set(inspect.signature(cls).parameters) - {"params"}
         for option in self.options:
+            if option in ("lr", "weight_decay", "fused"):
+                raise UserError(f"optimizer.options.{option} has a key of its own; type optimizer.{option}=…")
             if option not in accepted:
                 raise UserError(
                     f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}"
@@ -50,6 +53,12 @@ class Optimizer:
             raise UserError(
                 f"optimizer.fused=true: torch.optim.{self.name} has no fused form; use optimizer.fused=auto"
             )
+        if self.fused is True and self._dampened:
+            raise UserError("optimizer.fused=true cannot go with optimizer.options.dampening; use optimizer.fused=auto")
+
+    @property
+    def _dampened(self) -> bool:
+        return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
     def build(self, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
         """Return the optimizer over the model's trainable parameters, decayed ones first."""
@@ -70,10 +79,24 @@ class Optimizer:
         keywords: dict[str, object] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
         }
-        if "fused" in accepted and (self.fused is True or (self.fused == "auto" and device.type in ("cuda", "cpu"))):
+        auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not self._dampened
+        if "fused" in accepted and (self.fused is True or auto):
             keywords["fused"] = True
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
+        if self.name == "SGD" and "fused" in keywords:
+            _start_momentum(optimizer)
         return optimizer
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give fused SGD momentum buffers of zeros, from which its first step goes on as from none.
+
+    Torch's own first fused step allocates them without writing, and where that step is skipped for an overflow
+    they stay so: whatever was in that memory then goes into the weights.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

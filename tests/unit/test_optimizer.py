@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4), nn.LayerNorm(4))
+
+
+def names(model: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if any(parameter is other for other in parameters)]
+
+
+def test_matrices_are_decayed_norms_and_biases_are_not() -> None:
+    model = net()
+    optimizer = Optimizer("AdamW", weight_decay=0.1).build(model, CPU)
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert names(model, decayed["params"]) == ["0.weight", "3.weight"]
+    assert names(model, others["params"]) == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias"]
+
+
+def test_frozen_parameters_are_left_out_and_tied_ones_are_there_once() -> None:
+    model = net()
+    model[3].weight.requires_grad_(False)
+    model.append(nn.Linear(4, 4))
+    model.append(nn.Linear(4, 4))
+    model[5].weight = model[6].weight
+    decayed = Optimizer().build(model, CPU).param_groups[0]["params"]
+    assert names(model, decayed) == ["0.weight", "5.weight"]
+    assert len(decayed) == 2
+
+
+def test_decay_pulls_on_matrices_alone() -> None:
+    model = nn.Linear(3, 3)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = Optimizer("AdamW", lr=0.1, weight_decay=0.5).build(model, CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(model.weight, torch.full((3, 3), 0.95))
+    assert torch.equal(model.bias, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"), [("AdamW", True), ("Adam", True), ("SGD", True), ("RMSprop", None), ("NAdam", None)]
+)
+def test_fused_where_torch_has_it(name: str, fused: bool | None) -> None:
+    optimizer = Optimizer(name).build(net(), CPU)
+    assert type(optimizer).__name__ == name
+    assert optimizer.defaults.get("fused") == fused
+
+
+def test_fused_can_be_turned_off() -> None:
+    assert not Optimizer("AdamW", fused=False).build(net(), CPU).defaults["fused"]
+
+
+def test_options_reach_the_class_and_lists_become_tuples() -> None:
+    defaults = Optimizer("AdamW", lr=0.02, options={"betas": [0.8, 0.9], "eps": 1e-6}).build(net(), CPU).defaults
+    assert (defaults["betas"], defaults["eps"], defaults["lr"]) == ((0.8, 0.9), 1e-6, 0.02)
+
+
+def usable() -> list[str]:
+    left_out = {"LBFGS", "SparseAdam", "Optimizer", "Muon"}  # Muon takes matrices alone, and says so
+    found = [name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and name not in left_out]
+    return [name for name in found if issubclass(getattr(torch.optim, name), torch.optim.Optimizer)]
+
+
+@pytest.mark.parametrize("name", usable())
+def test_every_optimizer_of_torch_takes_a_step(name: str) -> None:
+    model = net()
+    optimizer = Optimizer(name).build(model, CPU)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "AdmW"}, r"optimizer.name=AdmW is not in torch.optim; did you mean 'Adam"),
+        ({"name": "Optimizer"}, r"optimizer.name=Optimizer is not in torch.optim"),
+        ({"name": "lr_scheduler"}, r"optimizer.name=lr_scheduler is not in torch.optim"),
+        ({"name": "LBFGS"}, r"optimizer.name=LBFGS needs a closure"),
+        ({"lr": 0.0}, r"optimizer.lr=0"),
+        ({"lr": float("nan")}, r"optimizer.lr=nan"),
+        ({"lr": float("inf")}, r"optimizer.lr=inf"),
+        ({"weight_decay": -1.0}, r"optimizer.weight_decay=-1"),
+        ({"weight_decay": float("nan")}, r"optimizer.weight_decay=nan"),
+        ({"fused": "yes"}, r"optimizer.fused=yes must be true, false or auto"),
+        ({"name": "RMSprop", "fused": True}, r"optimizer.fused=true: torch.optim.RMSprop has no fused form"),
+        ({"options": {"beta": [0.9]}}, r"optimizer.options.beta: AdamW has no such argument; did you mean 'betas'"),
+        ({"options": {"lr": 0.1}}, r"optimizer.options.lr"),
+        ({"options": {"weight_decay": 0.1}}, r"optimizer.options.weight_decay"),
+        ({"options": {"fused": True}}, r"optimizer.options.fused"),
+        ({"options": {"params": 0}}, r"optimizer.options.params"),
+    ],
+)
+def test_values_that_cannot_work_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Optimizer(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (Optimizer("AdamW", options={"betas": [1.5, 0.9]}), r"torch.optim.AdamW refuses optimizer.options="),
+        (Optimizer("SGD", options={"nesterov": True}), r"torch.optim.SGD refuses optimizer.options="),
+        (Optimizer("AdamW", fused=True, options={"foreach": True}), r"torch.optim.AdamW refuses optimizer.options="),
+        (Optimizer("Rprop", weight_decay=0.1), r"optimizer.weight_decay: torch.optim.Rprop has none; set it to 0"),
+        (Optimizer("Muon"), r"torch.optim.Muon refuses"),
+    ],
+)
+def test_what_the_class_refuses_is_told(optimizer: Optimizer, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        optimizer.build(net(), CPU)
+
+
+def test_fused_sgd_starts_with_a_momentum_that_a_skipped_first_step_leaves_at_zero() -> None:
+    """Torch's own first fused step allocates the buffers and, given found_inf, never writes them."""
+    model = nn.Linear(4, 4)
+    optimizer = Optimizer("SGD", lr=0.1, options={"momentum": 0.9}).build(model, CPU)
+    plain = torch.optim.SGD(reference := [nn.Parameter(p.detach().clone()) for p in model.parameters()], 0.1, 0.9)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())  # type: ignore[attr-defined]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), reference))
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    for _ in range(3):
+        for parameter in (*model.parameters(), *reference):
+            parameter.grad = torch.full_like(parameter, 0.3)
+        optimizer.step()
+        plain.step()
+    for parameter, expected in zip(model.parameters(), reference, strict=True):
+        assert torch.allclose(parameter, expected)
+        assert torch.allclose(optimizer.state[parameter]["momentum_buffer"], plain.state[expected]["momentum_buffer"])
+
+
+def test_sgd_with_dampening_is_not_fused() -> None:
+    """Its first momentum is the whole gradient, which a buffer that starts at zero would dampen."""
+    assert not Optimizer("SGD", options={"momentum": 0.9, "dampening": 0.1}).build(net(), CPU).defaults["fused"]
+    with pytest.raises(UserError, match=r"optimizer.fused=true.*dampening"):
+        Optimizer("SGD", fused=True, options={"momentum": 0.9, "dampening": 0.1}).build(net(), CPU)
