@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ _LOWERING_ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": {"1"},
     "ONEDNN_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
 }
+_NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
 
 
 @dataclass
@@ -60,6 +62,12 @@ class Precision:
                 f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); "
                 "tf32 needs an NVIDIA GPU of compute capability 8.0 or later. Use precision=fp32 or precision=bf16"
             )
+        variable, value = _NO_TF32
+        if self.mode == "tf32" and os.environ.get(variable) == value:
+            raise UserError(
+                f"the environment variable {variable}={value} turns TF32 off behind torch's back; "
+                f"unset it for precision=tf32 (unset {variable})"
+            )
         if self.mode != "fp32":
             return
         for variable, lowering in _LOWERING_ENVIRONMENT.items():
@@ -83,6 +91,12 @@ class Precision:
         One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
         """
         fp32 = "tf32" if self.mode == "tf32" else "ieee"
+        with warnings.catch_warnings():
+            # The older flags are deprecated, but torch.compile's kernel templates read them, and torch raises
+            # where they disagree with the newer ones.
+            warnings.simplefilter("ignore")
+            torch.backends.cuda.matmul.allow_tf32 = fp32 == "tf32"
+            torch.backends.cudnn.allow_tf32 = fp32 == "tf32"
         torch.backends.fp32_precision = fp32  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision = fp32
         torch.backends.cudnn.fp32_precision = fp32

@@ -31,11 +31,11 @@ class ClipNorm(Clip):
     max_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_norm <= 0:
+        if not self.max_norm > 0:  # not a number is neither
             raise UserError(f"clip.max_norm={self.max_norm} must be above 0; use clip=none to leave gradients alone")
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
 
 
 @dataclass
@@ -46,11 +46,11 @@ class ClipValue(Clip):
     max_value: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_value <= 0:
+        if not self.max_value > 0:
             raise UserError(f"clip.max_value={self.max_value} must be above 0; use clip=none to leave gradients alone")
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        torch.nn.utils.clip_grad_value_(parameters, self.max_value, foreach=True)
+        torch.nn.utils.clip_grad_value_(parameters, self.max_value)
 
 
 class UpdateResult(NamedTuple):
@@ -99,7 +99,7 @@ class Update:
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.loss_scale.unscale(gradients)
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        norm = torch.nn.utils.get_total_norm(gradients)
         finite = torch.isfinite(norm)
         skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite)
         self.clip.apply(parameters, norm)

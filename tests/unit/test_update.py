@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.scaler import LossScale, StaticLossScale
+from trainer.update import Clip, ClipNorm, ClipValue, Update
+
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def loss_of(net: nn.Module) -> Tensor:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    return (net(x) * 5).square().mean()
+
+
+def gradients_after(clip: Clip, loss_scale: LossScale) -> tuple[list[Tensor], Tensor]:
+    """What the optimizer is given, and the norm the update reports."""
+    net = model()
+    seen: list[Tensor] = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            seen.extend(parameter.grad.clone() for group in self.param_groups for parameter in group["params"])
+
+    update = Update(Spy(net.parameters(), lr=0.1), net.parameters(), loss_scale, clip)
+    update.backward(loss_of(net))
+    norm = update.step().grad_norm
+    return seen, norm
+
+
+def plain_gradients() -> list[nn.Parameter]:
+    net = model()
+    loss_of(net).backward()
+    return list(net.parameters())
+
+
+@pytest.mark.parametrize("loss_scale", [LossScale(CPU), StaticLossScale(CPU, 2.0**16)], ids=["none", "2^16"])
+@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e6])
+def test_clip_norm_is_torchs_on_the_unscaled_gradients(max_norm: float, loss_scale: LossScale) -> None:
+    parameters = plain_gradients()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    seen, reported = gradients_after(ClipNorm(max_norm), loss_scale)
+    assert torch.equal(reported, norm)
+    assert reported.dtype == torch.float32
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+    if max_norm < 1:
+        assert torch.nn.utils.get_total_norm(seen).item() == pytest.approx(max_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("loss_scale", [LossScale(CPU), StaticLossScale(CPU, 2.0**16)], ids=["none", "2^16"])
+@pytest.mark.parametrize("max_value", [1e-3, 0.1, 1e6])
+def test_clip_value_is_torchs_on_the_unscaled_gradients(max_value: float, loss_scale: LossScale) -> None:
+    parameters = plain_gradients()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    torch.nn.utils.clip_grad_value_(parameters, max_value)
+    seen, reported = gradients_after(ClipValue(max_value), loss_scale)
+    assert torch.equal(reported, norm)  # measured before the cut
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+    assert (max(gradient.abs().max() for gradient in seen) == torch.tensor(max_value)) == (max_value < 1)
+
+
+def test_no_clip_measures_and_changes_nothing() -> None:
+    parameters = plain_gradients()
+    seen, reported = gradients_after(Clip(), LossScale(CPU))
+    assert torch.equal(reported, torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+
+
+def test_the_norm_is_that_of_all_gradients_as_one_vector() -> None:
+    _, reported = gradients_after(Clip(), LossScale(CPU))
+    flat = torch.cat([parameter.grad.flatten() for parameter in plain_gradients()])
+    assert reported.item() == pytest.approx(flat.double().norm().item(), rel=1e-6)
+
+
+def test_gradients_are_cleared_to_none_after_a_step_and_after_a_skip() -> None:
+    net = model()
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), StaticLossScale(CPU), Clip())
+    update.backward(loss_of(net))
+    assert not update.step().skipped
+    assert all(parameter.grad is None for parameter in net.parameters())
+    update.backward(loss_of(net) * float("inf"))
+    assert update.step().skipped
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_one_infinite_element_is_enough() -> None:
+    net = model()
+    net[0].bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([4]), float("inf")))
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), LossScale(CPU), ClipNorm())
+    before = [parameter.clone() for parameter in net.parameters()]
+    update.backward(loss_of(net))
+    result = update.step()
+    assert result.skipped
+    assert result.grad_norm.item() == float("inf")
+    assert all(map(torch.equal, net.parameters(), before))
+
+
+def test_microbatches_add_up() -> None:
+    net = model()
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), StaticLossScale(CPU, 1024.0), Clip())
+    for _ in range(4):
+        update.backward(loss_of(net) / 4)
+    reported = update.step().grad_norm
+    _, whole = gradients_after(Clip(), LossScale(CPU))
+    assert reported.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_frozen_and_unused_parameters_are_left_alone() -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)
+    unused = nn.Parameter(torch.ones(3))
+    parameters = [*net.parameters(), unused]
+    update = Update(
+        torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1), parameters, LossScale(CPU), Clip()
+    )
+    frozen = net[0].weight.clone()
+    update.backward(loss_of(net))
+    assert not update.step().skipped
+    assert torch.equal(net[0].weight, frozen)
+    assert torch.equal(unused, torch.ones(3))
+
+
+def test_results_do_not_change_with_later_steps() -> None:
+    """They wait on the device until the log step reads them."""
+    net = model()
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), LossScale(CPU), Clip())
+    update.backward(loss_of(net))
+    good = update.step()
+    update.backward(loss_of(net) * float("nan"))
+    bad = update.step()
+    assert (bool(good.skipped), bool(bad.skipped)) == (False, True)
+    assert torch.isfinite(good.grad_norm)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_values_that_cannot_work_are_named(value: float) -> None:
+    with pytest.raises(UserError, match=r"clip.max_norm="):
+        ClipNorm(value)
+    with pytest.raises(UserError, match=r"clip.max_value="):
+        ClipValue(value)
