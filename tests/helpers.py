@@ -1,0 +1,138 @@
+"""What several test files need: a config through Hydra, tiny recipes, comparisons by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from torch import Tensor, nn
+
+from trainer import config
+from trainer.config import Config
+from trainer.hardware import Hardware, detect
+from trainer.loop import StepRecord, Trainer
+from trainer.recipe import Batch, Datasets, DataSource, LossOutput, Recipe, SampleId, Sizes
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, 2)
+
+
+def compose(*overrides: str) -> Config:
+    """The config of a command line, without the command line."""
+    config.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return config.build(hydra_compose("config", list(overrides)))
+
+
+def trainer_of(*overrides: str, device: str = "cpu") -> Trainer:
+    return start(compose(f"device={device}", *overrides))
+
+
+def start(composed: Config) -> Trainer:
+    hardware = detect(composed.device)
+    plan, _ = composed.resolve(hardware)
+    return Trainer(composed, plan, hardware)
+
+
+class Recorder:
+    """The observer of ``fit`` that keeps every record and stops after ``until``."""
+
+    def __init__(self, until: int | None = None) -> None:
+        self.records: list[StepRecord] = []
+        self.until = until
+
+    def step(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def trained(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def between(self, trainer: Trainer) -> bool:
+        return trainer.step != self.until
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two nested structures are equal, tensors by type, shape and every bit (NaN equals itself)."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
+            return False
+        return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    return bool(one == other)
+
+
+def copied(state: Any) -> Any:
+    """A deep copy of a state dict that shares no memory with it."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copied(item) for item in state)
+    return state
+
+
+@dataclass
+class NoData(DataSource):
+    """For recipes that bring their own."""
+
+    kind: ClassVar[str] = ""
+
+
+class Arrays:
+    """Named tensors whose rows are the samples."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        rows = torch.tensor([sample.index for sample in samples])
+        return {name: tensor[rows] for name, tensor in self.tensors.items()}
+
+
+@dataclass
+class SmallConvNet(Recipe):
+    """Convolutions, batch norm and a linear head on noise, channels_last."""
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        return Sizes(8, 8, 8)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        generator = torch.Generator().manual_seed(1)
+        arrays = Arrays(
+            image=torch.randn(64, 3, 12, 12, generator=generator), label=torch.randint(5, (64,), generator=generator)
+        )
+        return Datasets(arrays, arrays, "noise")
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(16, 5),
+        )
+        return model.to(memory_format=torch.channels_last)
+
+    def count_targets(self, batch: Batch) -> int:
+        return len(batch["label"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        logits = model(batch["image"].to(memory_format=torch.channels_last)).float()
+        return LossOutput(F.cross_entropy(logits, batch["label"], reduction="sum"), {})

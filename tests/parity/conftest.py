@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from recipes.gpt2_model import SHAPES, Shape
+
+
+@pytest.fixture(autouse=True)
+def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``recipe.size=tiny``: two layers, small enough to be trained some hundred times."""
+    monkeypatch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
+
+
+@pytest.fixture(autouse=True)
+def leave_torch_as_it_was() -> Iterator[None]:
+    """One thread: models this small gain nothing from two, and on a busy machine two wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,175 @@
+"""An injected infinity: weights and optimizer stay as they were, bit for bit, and the run goes on or ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import copied, same_bits, trainer_of
+
+from trainer.errors import NonFiniteError
+from trainer.loop import StepRecord, Trainer
+from trainer.monitor import Monitor
+from trainer.recipe import Batch
+
+BIGNET = [
+    "recipe=bignet",
+    "recipe.layers=2",
+    "recipe.width=8",
+    "batch_size=4",
+    "micro_batch_size=2",
+    "steps=40",
+    "profiler=none",
+]
+
+
+def bignet(*overrides: str) -> tuple[Trainer, list[list[Batch]]]:
+    trainer = trainer_of(*BIGNET, "schedule=constant", *overrides)
+    return trainer, list(trainer.batches())
+
+
+def watched(trainer: Trainer, log_every: int = 1) -> Monitor:
+    return Monitor(
+        log_every=log_every,
+        last_step=trainer.plan.steps,
+        unit="samples",
+        scaler=trainer.config.scaler,
+        recovers=trainer.loss_scale.recovers,
+        device=trainer.device,
+        emit=lambda step, metrics: None,
+    )
+
+
+def poisoned(microbatches: list[Batch], value: float = float("inf")) -> list[Batch]:
+    """The same step with one bad number in its second microbatch."""
+    bad = {name: tensor.clone() for name, tensor in microbatches[1].items()}
+    bad["y"][0, 3] = value
+    return [microbatches[0], bad, *microbatches[2:]]
+
+
+def state(trainer: Trainer) -> tuple[object, object]:
+    return copied(trainer.model.state_dict()), copied(trainer.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("clip", ["none", "norm", "value"])
+def test_fp16_skips_the_step_halves_the_scale_and_goes_on(clip: str, value: float, optimizer: str) -> None:
+    trainer, steps = bignet("precision=fp16", "scaler.init=1024", f"clip={clip}", f"optimizer={optimizer}")
+    monitor = watched(trainer)
+    for step in steps[:2]:
+        monitor.add(trainer.train_step(step))
+    before, scale = state(trainer), trainer.loss_scale.scale.item()
+
+    record = trainer.train_step(poisoned(steps[2], value))
+    monitor.add(record)
+    assert bool(record.skipped)
+    assert not torch.isfinite(record.grad_norm)
+    assert record.loss_scale.item() == scale == 1024
+    assert trainer.loss_scale.scale.item() == scale / 2
+    assert same_bits(state(trainer), before)
+    assert monitor.skipped_steps == 1
+    assert trainer.step == 3  # an attempted step counts
+
+    record = trainer.train_step(steps[3])
+    monitor.add(record)
+    assert not record.skipped
+    assert record.loss_scale.item() == scale / 2
+    after = state(trainer)
+    assert not same_bits(after[0], before[0])
+    assert not same_bits(after[1], before[1])
+    assert monitor.skipped_steps == 1
+
+
+def test_a_first_step_that_overflows_leaves_no_trace_in_sgds_momentum() -> None:
+    overflown, steps = bignet("precision=fp16", "optimizer=sgd")
+    clean, _ = bignet("precision=fp16", "optimizer=sgd")
+    overflown.train_step(poisoned(steps[0]))
+    clean.step = 1
+    clean.loss_scale.scale.fill_(32768.0)
+    for step in steps[1:4]:
+        overflown.train_step(step)
+        clean.train_step(step)
+    assert same_bits(state(overflown), state(clean))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_without_a_loss_scale_the_update_and_all_later_ones_are_blocked(mode: str) -> None:
+    trainer, steps = bignet(f"precision={mode}", "log_every=5", "clip=norm")
+    monitor = watched(trainer, log_every=5)
+    for step in steps[:2]:
+        monitor.add(trainer.train_step(step))
+    before = state(trainer)
+    records: list[StepRecord] = [trainer.train_step(poisoned(steps[2])), trainer.train_step(steps[3])]
+    assert [bool(record.skipped) for record in records] == [True, True]
+    assert torch.isfinite(records[1].grad_norm)  # blocked for what came before it
+    assert same_bits(state(trainer), before)
+    for record in records:
+        monitor.add(record)  # not a log step: nothing is read yet
+    with pytest.raises(NonFiniteError, match=r"step 3: the gradients are not finite .*the update was not made"):
+        monitor.add(trainer.train_step(steps[4]))
+    assert same_bits(state(trainer), before)
+
+
+def test_evaluation_reads_the_pending_steps() -> None:
+    trainer, steps = bignet("precision=bf16")
+    monitor = watched(trainer, log_every=100)
+    monitor.add(trainer.train_step(steps[0]))
+    monitor.add(trainer.train_step(poisoned(steps[1])))
+    with pytest.raises(NonFiniteError, match="step 2"):
+        monitor.collect()
+
+
+def test_fp16_without_a_scaler_stops_like_fp32() -> None:
+    trainer, steps = bignet("precision=fp16", "scaler=none", "scaler.force=true")
+    monitor = watched(trainer)
+    with pytest.raises(NonFiniteError, match="step 1"):
+        monitor.add(trainer.train_step(poisoned(steps[0])))
+
+
+def test_an_overflow_at_the_floor_ends_the_run() -> None:
+    trainer, steps = bignet("precision=fp16", "scaler.init=4", "scaler.floor_scale=1")
+    monitor = watched(trainer)
+    records = [trainer.train_step(poisoned(step)) for step in steps[:3]]
+    assert [record.loss_scale.item() for record in records] == [4, 2, 1]
+    for record in records[:2]:
+        monitor.add(record)
+    with pytest.raises(NonFiniteError, match=r"step 3: .*smallest loss scale allowed .*scaler.floor_scale=1"):
+        monitor.add(records[2])
+    assert trainer.loss_scale.scale.item() == 1
+
+
+def test_too_many_skips_in_a_row_end_the_run_and_a_good_step_starts_the_count_again() -> None:
+    trainer, steps = bignet("precision=fp16", "scaler.max_consecutive_skips=3")
+    monitor = watched(trainer)
+    for index in range(7):  # three bad, one good, three bad
+        step = steps[index]
+        monitor.add(trainer.train_step(step if index == 3 else poisoned(step)))
+    assert monitor.skipped_steps == 6
+    with pytest.raises(NonFiniteError, match=r"step 8: 4 steps in a row .*scaler.max_consecutive_skips=3"):
+        monitor.add(trainer.train_step(poisoned(steps[7])))
+
+
+def test_a_static_scale_skips_and_stays() -> None:
+    trainer, steps = bignet("precision=fp16", "scaler=static", "scaler.scale=512", "scaler.max_consecutive_skips=2")
+    monitor = watched(trainer)
+    before = state(trainer)
+    for step in steps[:2]:
+        record = trainer.train_step(poisoned(step))
+        assert bool(record.skipped)
+        assert record.loss_scale.item() == trainer.loss_scale.scale.item() == 512
+        monitor.add(record)
+    assert same_bits(state(trainer), before)
+    monitor.add(trainer.train_step(steps[2]))
+    assert not same_bits(state(trainer)[0], before[0])
+    assert monitor.skipped_steps == 2
+
+
+def test_the_loss_scale_changes_no_gradient_that_fits() -> None:
+    """A power of two multiplies and divides exactly, as long as nothing over- or underflows (so: in fp32)."""
+    results = []
+    for scaler in (["scaler=none"], ["scaler=static", "scaler.scale=65536", "scaler.force=true"]):
+        trainer, steps = bignet("precision=fp32", "clip=norm", "clip.max_norm=0.1", *scaler)
+        norms = [trainer.train_step(step).grad_norm for step in steps[:3]]
+        results.append((norms, state(trainer)))
+    assert same_bits(*results)
+    assert results[0][0][0] > 0.1  # so the clip bites, and bites after the division

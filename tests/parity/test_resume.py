@@ -1,0 +1,189 @@
+"""Stopped or killed anywhere and resumed: the same bits as never stopped, in weights, state and metric log."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import compose, same_bits
+
+from trainer import checkpoint
+from trainer.errors import Interrupted
+from trainer.loop import StepRecord, Trainer
+from trainer.recipe import Batch
+from trainer.run import train
+
+STEPS = 11
+RECIPES = {
+    "gpt2": [
+        "recipe=gpt2",
+        "recipe.size=tiny",
+        "recipe.context=16",
+        "recipe.dropout=0.1",
+        "data=synthetic",
+        "data.vocab_size=90",
+    ],
+    # Batch norm's buffers, channels_last, and SGD's momentum.
+    "resnet": [
+        "recipe=resnet",
+        "recipe.arch=shufflenet_v2_x0_5",
+        "recipe.image_size=32",
+        "data=synthetic",
+        "data.classes=3",
+        "data.samples=24",
+        "optimizer=sgd",
+        "optimizer.lr=0.01",
+    ],
+}
+# Clocks and the process's memory; every other number has to be the same.
+MEASURED = {"time", "tokens_per_s", "images_per_s", "step_time_s", "memory_bytes"}
+
+AtStep = Callable[[int, Callable[[], None]], None]
+
+
+class Killed(Exception):
+    pass
+
+
+def kill() -> None:
+    raise Killed
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
+    """Do something at the end of one optimizer step, before anyone hears of it."""
+    original = Trainer.train_step
+
+    def plan(step: int, act: Callable[[], None]) -> None:
+        def train_step(trainer: Trainer, microbatches: list[Batch]) -> StepRecord:
+            record = original(trainer, microbatches)
+            if record.step == step:
+                act()
+            return record
+
+        monkeypatch.setattr(Trainer, "train_step", train_step)
+
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.plots.plot_run", lambda *arguments: [])
+
+
+def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, Any]:
+    overrides = [
+        f"precision={mode}",
+        f"steps={STEPS}",
+        "batch_size=4",
+        "micro_batch_size=2",
+        "eval_every=5",
+        "eval_samples=4",
+        "log_every=4",
+        "clip=norm",
+        f"scaler.init={2.0**21}",
+        "scaler.interval=3",  # so that the scale also grows in these few steps
+        "deterministic=true",
+        "tracking=local",
+        "device=cpu",
+        f"output_dir={folder}",
+        "run_name=run",
+        f"resume={resume}",
+    ]
+    return train(compose(*RECIPES[recipe], *overrides))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(MEASURED & line.keys() for line in lines)
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+
+
+def end_state(folder: Path) -> tuple[Any, ...]:
+    saved = checkpoint.load(folder / "run" / "checkpoints", STEPS)
+    assert saved.step == STEPS
+    return saved.weights, saved.optimizer, saved.progress, saved.rng
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    done: dict[tuple[str, str], Path] = {}
+
+    def run(recipe: str, mode: str) -> Path:
+        if (recipe, mode) not in done:
+            done[recipe, mode] = tmp_path_factory.mktemp(f"{recipe}-{mode}")
+            go(done[recipe, mode], recipe, mode)
+        return done[recipe, mode]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"), [("gpt2", "fp32"), ("gpt2", "bf16"), ("gpt2", "fp16"), ("resnet", "fp32"), ("resnet", "bf16")]
+)
+def test_stopped_again_and_again_equals_never_stopped(
+    recipe: str, mode: str, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]
+) -> None:
+    """After the first step, within a log window, at an evaluation, at a log step, before the last."""
+    whole = uninterrupted(recipe, mode)
+    resume = "null"
+    for step in (1, 3, 5, 8, STEPS - 1):
+        at_step(step, interrupt)
+        with pytest.raises(Interrupted, match=f"after step {step}, saved"):
+            go(tmp_path, recipe, mode, resume)
+        resume = "auto" if resume != "auto" else str(tmp_path / "run")
+    at_step(-1, kill)
+    summary = go(tmp_path, recipe, mode, resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert same_bits(end_state(tmp_path), end_state(whole))
+    assert metrics(tmp_path) == metrics(whole)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 4, 5, 8, 10, 11, 11]
+    before = json.loads((whole / "run" / "summary.json").read_text())
+    same = ("status", "step", "final", "best", "skipped_steps")
+    assert {key: summary[key] for key in same} == {key: before[key] for key in same}
+    if mode == "fp16":
+        assert 2 <= summary["skipped_steps"] <= STEPS - 4
+        assert len({line["loss_scale"] for line in metrics(whole) if "loss_scale" in line}) > 1
+
+
+@pytest.mark.parametrize("step", [7, 9])
+def test_killed_without_warning_goes_on_from_the_last_checkpoint(
+    step: int, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]
+) -> None:
+    """At step 9 a line of step 8 is already in the metric log, and must not be there twice."""
+    whole = uninterrupted("gpt2", "fp16")
+    at_step(step, kill)
+    with pytest.raises(Killed):
+        go(tmp_path, "gpt2", "fp16")
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [5]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 4, 5, 8][: 3 if step == 7 else 4]
+    at_step(-1, kill)
+    go(tmp_path, "gpt2", "fp16", "auto")
+    assert same_bits(end_state(tmp_path), end_state(whole))
+    assert metrics(tmp_path) == metrics(whole)
+
+
+def test_dropout_makes_this_test_depend_on_the_generators(
+    tmp_path: Path,
+    at_step: AtStep,
+    uninterrupted: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparison can fail: with torch's generator not restored, the bits differ."""
+    at_step(3, interrupt)
+    with pytest.raises(Interrupted):
+        go(tmp_path, "gpt2", "fp32")
+    at_step(-1, kill)
+    monkeypatch.setattr(checkpoint, "set_random_state", lambda state, device: torch.manual_seed(5))
+    go(tmp_path, "gpt2", "fp32", "auto")
+    assert not same_bits(end_state(tmp_path)[0], end_state(uninterrupted("gpt2", "fp32"))[0])
+    assert metrics(tmp_path) != metrics(uninterrupted("gpt2", "fp32"))
