@@ -3,7 +3,10 @@
 # make ui      the runs side by side in MLflow
 # make bench   the ratios of the README, measured here
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.13 || command -v python3.11 || command -v python3)
+# The first Python that runs here and fits.
+FITS   := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+            $$python -c '$(FITS)' 2>/dev/null && { echo $$python; break; }; done)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -28,9 +31,7 @@ bench: $(VENV)/.run
 setup: $(VENV)/.run
 
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "no python3 found; install Python 3.11, 3.12 or 3.13"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
-	  { echo "$(PYTHON) is $$($(PYTHON) --version); Mantissa needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.12"; exit 2; }
+	@$(or $(PYTHON),false) -c '$(FITS)' || { echo "Mantissa needs Python 3.11, 3.12 or 3.13; install one, or name it: make PYTHON=/path/to/python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
