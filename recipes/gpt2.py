@@ -63,7 +63,7 @@ class GPT2(Recipe):
     name: ClassVar[str] = "gpt2"
     unit: ClassVar[str] = "tokens"
     size: str = "auto"
-    """mini, 124M, 350M, 774M, 1558M; auto: mini on a CPU, 124M on a GPU."""
+    """nano, mini, 124M, 350M, 774M, 1558M; auto: mini on a CPU, 124M on a GPU."""
     pretrained: str | None = None
     """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
     context: int | str = "auto"

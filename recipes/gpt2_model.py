@@ -21,8 +21,10 @@ class Shape(NamedTuple):
     context: int
 
 
-# Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2; mini is ours.
+# Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2; mini is ours, nano is that of
+# nanoGPT's example for a CPU (README of karpathy/nanoGPT).
 SHAPES = {
+    "nano": Shape(4, 4, 128, 64),
     "mini": Shape(6, 6, 384, 256),
     "124M": Shape(12, 12, 768, 1024),
     "350M": Shape(24, 16, 1024, 1024),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
+import signal
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
 import torch
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -17,24 +19,45 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config
 from trainer.errors import Interrupted, RunError, UserError
+from trainer.explain import explain
 from trainer.run import train
-from trainer.suggest import nearest
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+
+_USAGE = """\
+python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
+python scripts/train.py -m key=a,b ...      runs every combination
+"""
 
 
 def main() -> int:
     """Run ``sys.argv`` and return the exit code: 0, 2 for a mistake, 3 for non-finite training, 128 + signal."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(_USAGE + _choices())
+        return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
     config.register()
     codes: list[int] = []
+    try:
+        _check_arguments(sys.argv[1:])
+        with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
+            os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
+            _task(codes)()
+    except UserError as error:
+        return _report(error)
+    except (HydraException, OmegaConfBaseException) as error:
+        return _report(UserError(explain(error)))
+    return max(codes, default=0)
 
+
+def _task(codes: list[int]) -> Callable[[], None]:
+    """Return the function that Hydra calls once for every run; it adds the run's exit code to ``codes``."""
     interrupted = False
 
+    # Errors stop here: Hydra would print lines of its own. In a sweep the other runs go on after a failed
+    # one, but a signal means all of them.
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
-        # Errors stop here: Hydra would print lines of its own. In a sweep the other runs go on after a failed
-        # one, but a signal means all of them.
         nonlocal interrupted
         if interrupted:
             return
@@ -44,17 +67,17 @@ def main() -> int:
         except RunError as error:
             codes.append(_report(error))
             interrupted = isinstance(error, Interrupted)
+        except OmegaConfBaseException as error:
+            codes.append(_report(UserError(explain(error))))
         except KeyboardInterrupt:
-            codes.append(_report(Interrupted("interrupted before training began; nothing to save", 2)))
+            stop = Interrupted("interrupted; training was not under way, so there was nothing to save", signal.SIGINT)
+            codes.append(_report(stop))
             interrupted = True
         except torch.OutOfMemoryError as error:
             codes.append(_report(RunError(f"out of memory: {str(error).splitlines()[0]}")))
 
-    try:
-        task()
-    except (HydraException, OmegaConfBaseException) as error:
-        return _report(UserError(explain(error)))
-    return max(codes, default=0)
+    run: Callable[[], None] = task
+    return run
 
 
 def _report(error: RunError) -> int:
@@ -62,35 +85,31 @@ def _report(error: RunError) -> int:
     return error.exit_code
 
 
-def explain(error: BaseException) -> str:
-    """Turn an error of Hydra or OmegaConf into one sentence that names the key and what to type instead."""
-    chain: list[BaseException] = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    text = "\n".join(str(link) for link in chain)
-
-    if found := re.search(r"Could not find '([^']+?)/([^'/]+)'", text):
-        group, typed = found[1].removeprefix("conf/"), found[2]
-        choices = _choices(group)
-        return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
-    if found := re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is not in struct|not in '\w+')", text):
-        full = re.search(r"full_key: (\S+)", text)
-        key = full[1] if full else found[1] or found[2]
-        return f"{key} is not a key of the config{nearest(key, _keys())}; --cfg job shows all of them"
-    if found := re.search(r"Error parsing override '(.*)'", text):
-        return f"{found[1]!r} is not an override; write key=value, such as steps=100 or precision=bf16"
-    if found := re.search(r"(Value .*|Cannot convert .*|Incompatible value .*|Invalid .*|Unsupported .*)", text):
-        key = re.search(r"full_key: (\S+)", text)
-        return f"{key[1]}: {found[1]}" if key else found[1]
-    return " ".join(text.split("\n")[0].split())
+def _check_arguments(arguments: list[str]) -> None:
+    """Refuse what Hydra answers with a plain ValueError."""
+    for argument in arguments:
+        key, _, typed = argument.lstrip("+").partition("=")
+        if argument[:1] in ("=", "@"):
+            raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
+        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
+        if choices and typed and isinstance(_parsed(typed), int | float | None):
+            raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")
 
 
-def _choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def _parsed(text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
-def _keys() -> list[str]:
-    names = [entry.name for entry in dataclasses.fields(config.Config)]
-    for group, classes in config.groups().items():
-        names += [f"{group}.{entry.name}" for cls in classes.values() for entry in dataclasses.fields(cls)]
-    return list(dict.fromkeys(names))
+def _choices() -> str:
+    """Return the choices of every config group with the first line of each YAML's comment."""
+    lines = []
+    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
+        lines.append(f"\n{group.name}")
+        for path in sorted(group.glob("*.yaml")):
+            comments = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+            about = next(line for line in comments if not line.startswith("@package"))
+            lines.append(f"  {path.stem:<22}{about.removeprefix(f'{group.name}={path.stem}: ')}")
+    return "\n".join(lines)
