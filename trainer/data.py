@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -139,10 +140,13 @@ class Loader:
         assert isinstance(self.workers, int), "resolve() comes first"
         options = self._options(hardware)
         if self.workers:
-            # forkserver: a process that runs threads (MLflow's feed, OpenMP) must not be forked.
+            # forkserver: a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
+            # there once; otherwise every worker of every evaluation would spend seconds on it.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["torch", "trainer.data"])
             options |= {
                 "num_workers": self.workers,
-                "multiprocessing_context": "forkserver",
+                "multiprocessing_context": context,
                 "worker_init_fn": _leave_interrupts_to_the_main_process,
             }
         return DataLoader(
@@ -218,7 +222,10 @@ def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
     """Yield the batches; raise an error that a dataset reported (from a worker, perhaps) here."""
     for batch in batches:
         if isinstance(batch, RunError):
-            raise batch
+            try:
+                raise batch
+            finally:
+                del batch  # its traceback holds this frame: a cycle, which would put off the end of the workers
         yield batch
 
 
