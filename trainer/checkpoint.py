@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -235,7 +236,8 @@ def _match_layout(optimizer: torch.optim.Optimizer) -> None:
     """Give the state tensors their parameter's strides (channels_last), which fused kernels take for granted."""
     for parameter, entry in optimizer.state.items():
         for key, value in entry.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            # A count of steps has no dimensions, nor have some parameters; it may have to stay on the CPU.
+            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                 entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
@@ -243,7 +245,7 @@ def _damage(path: Path) -> str | None:
     """Return what is wrong with a checkpoint folder, or None."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        hashes = manifest["sha256"]
+        hashes = dict(manifest["sha256"])
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, this version reads {FORMAT}"
     except (OSError, ValueError, KeyError, TypeError):
@@ -253,6 +255,12 @@ def _damage(path: Path) -> str | None:
             return f"{name} is missing"
         if _sha256(path / name) != hashes[name]:
             return f"{name} does not match its SHA-256"
+        if name.endswith(".safetensors"):
+            try:
+                with safe_open(path / name, "pt"):
+                    pass
+            except SafetensorError:
+                return f"{name} is no safetensors file"
     return None
 
 

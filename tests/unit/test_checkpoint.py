@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import copied, same_bits
+from trainer import checkpoint
+from trainer.checkpoint import Checkpoint
+from trainer.errors import NonFiniteError, UserError
+from trainer.optimizer import Optimizer
+
+CPU = torch.device("cpu")
+FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
+
+
+class Net(nn.Module):
+    """A convolution in channels_last, batch norm's buffers, a tied weight, a number without dimensions, an integer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.temperature = nn.Parameter(torch.tensor(0.5 + seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).mean((2, 3))) * self.temperature
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer("AdamW", weight_decay=0.1, options={"betas": [0.9, 0.95]}),
+    "adamw unfused": Optimizer("AdamW", fused=False),
+    "sgd": Optimizer("SGD", lr=0.1, options={"momentum": 0.9, "nesterov": True}),
+    "rmsprop": Optimizer("RMSprop", options={"momentum": 0.9}),
+    "rprop": Optimizer("Rprop"),
+    "adafactor": Optimizer("Adafactor"),
+    "nadam": Optimizer("NAdam"),
+}
+
+
+def steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(5, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def write(folder: Path, step: int = 1, net: nn.Module | None = None, **progress: Any) -> Path:
+    net = net or Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 1)
+    return checkpoint.save(folder, step, net, optimizer, progress, checkpoint.random_state(CPU))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_optimizer_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    net = Net(0)
+    optimizer = OPTIMIZERS[name].build(net, CPU)
+    steps(net, optimizer, 3)
+    progress = {"best": None, "losses": [0.1, 1 / 3], "infinite": float("inf")}
+    path = checkpoint.save(tmp_path, 3, net, optimizer, progress, checkpoint.random_state(CPU))
+    assert path == tmp_path / "step-00000003"
+
+    other = Net(1)
+    other_optimizer = OPTIMIZERS[name].build(other, CPU)
+    saved = checkpoint.load(tmp_path)
+    saved.restore(other, other_optimizer)
+    assert (saved.step, saved.progress) == (3, progress)
+    assert same_bits(dict(other.state_dict()), dict(net.state_dict()))
+    assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
+    steps(net, optimizer, 3, seed=1)
+    steps(other, other_optimizer, 3, seed=1)
+    assert same_bits(dict(other.state_dict()), dict(net.state_dict()))
+    assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizer_state_keeps_the_layout_of_its_parameter(name: str, tmp_path: Path) -> None:
+    """Fused kernels walk parameter, gradient and state in the same order of memory."""
+    net = Net(0)
+    optimizer = OPTIMIZERS[name].build(net, CPU)
+    steps(net, optimizer, 2)
+    checkpoint.save(tmp_path, 2, net, optimizer, {}, checkpoint.random_state(CPU))
+    other = Net(1)
+    other_optimizer = OPTIMIZERS[name].build(other, CPU)
+    checkpoint.load(tmp_path).restore(other, other_optimizer)
+    assert other.conv.weight.stride() == net.conv.weight.stride() != net.conv.weight.contiguous().stride()
+    for key, value in optimizer.state[net.conv.weight].items():
+        restored = other_optimizer.state[other.conv.weight][key]
+        assert restored.stride() == value.stride()
+        assert restored.data_ptr() != value.data_ptr()
+
+
+def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    path = write(tmp_path)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert len({"embedding.weight", "head.weight"} & names) == 1
+    saved = checkpoint.load(tmp_path)
+    assert saved.weights["head.weight"] is saved.weights["embedding.weight"]
+    net = Net(5)
+    saved.restore(net, None)
+    assert net.head.weight is net.embedding.weight
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> list[Any]:
+        return [
+            torch.rand(3),
+            torch.randn(3),
+            np.random.rand(3).tolist(),
+            np.random.randn(),
+            random.random(),
+            random.gauss(0, 1),
+        ]
+
+    torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
+    draw()  # leaves half a pair of normal numbers behind in numpy's and Python's generators
+    net = Net(0)
+    checkpoint.save(tmp_path, 1, net, OPTIMIZERS["sgd"].build(net, CPU), {}, checkpoint.random_state(CPU))
+    state = checkpoint.load(tmp_path).rng
+    checkpoint.set_random_state(state, CPU)
+    expected = draw()
+    draw()
+    checkpoint.set_random_state(state, CPU)
+    assert same_bits(draw(), expected)
+
+
+def damage(path: Path, how: str, name: str) -> None:
+    file = path / name
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif how == "flipped":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(bytes(content))
+    elif how == "emptied":
+        file.write_bytes(b"")
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["truncated", "flipped", "emptied", "removed"])
+def test_damage_is_named_and_the_newest_whole_one_offered(how: str, name: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    damage(tmp_path / "step-00000003", how, name)
+    what = "is missing" if how == "removed" else "does not match its SHA-256"
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(tmp_path)
+    message = str(caught.value)
+    assert f"step-00000003 is damaged: {name} {what}" in message
+    assert f"step 2 is whole: remove the folder {tmp_path}/step-00000003 and resume again" in message
+    damage(tmp_path / "step-00000002", how, name)
+    with pytest.raises(UserError, match=r"step 1 is whole"):
+        checkpoint.load(tmp_path)
+    damage(tmp_path / "step-00000001", how, name)
+    with pytest.raises(UserError, match=r"no older one is whole: start again without resume="):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 1, "sha256": 3}', '{"format": 1, "sha256": {}}'])
+def test_a_bad_manifest_is_damage(content: str, tmp_path: Path) -> None:
+    (write(tmp_path) / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"step-00000001 is damaged: "):
+        checkpoint.load(tmp_path)
+
+
+def test_another_format_is_told(tmp_path: Path) -> None:
+    manifest = write(tmp_path) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    with pytest.raises(UserError, match=r"it has format 99, this version reads 1"):
+        checkpoint.load(tmp_path)
+
+
+def test_nothing_to_load_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no checkpoint to resume from"):
+        checkpoint.load(tmp_path / "nowhere")
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return (open, (str(self.target), "w"))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("safetensors")])
+def test_a_planted_pickle_is_refused_without_running(name: str, tmp_path: Path) -> None:
+    """Even with its hash in the manifest: nothing here can load a pickle."""
+    path, mark = write(tmp_path), tmp_path / "it ran"
+    pickle.loads(pickle.dumps(Bomb(mark))).close()
+    assert mark.exists()  # the bomb works
+    mark.unlink()
+    (path / name).write_bytes(pickle.dumps(Bomb(mark)))
+    with pytest.raises(UserError, match=rf"{name} does not match its SHA-256"):
+        checkpoint.load(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"is damaged: .*{name}"):
+        checkpoint.load(tmp_path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["conv.weight", "norm.running_var"])
+def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_path: Path) -> None:
+    net = Net(0)
+    optimizer = OPTIMIZERS["sgd"].build(net, CPU)
+    net.state_dict()[name][1] = value
+    with pytest.raises(NonFiniteError, match=rf"{name} is not finite after step 4; no checkpoint was written"):
+        checkpoint.save(tmp_path / "checkpoints", 4, net, optimizer, {}, {})
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    for broken in ("_sha256", "_flush"):
+
+        def pull_the_plug(path: Path) -> str:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, broken, pull_the_plug)
+            with pytest.raises(KeyboardInterrupt):
+                write(tmp_path, 2)
+        assert checkpoint.steps(tmp_path) == [1]
+        assert checkpoint.load(tmp_path).step == 1
+    write(tmp_path, 2)  # the rest of the attempt before does not stand in the way
+    assert checkpoint.steps(tmp_path) == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, 1, note="first")
+    write(tmp_path, 1, note="second")
+    assert checkpoint.load(tmp_path).progress == {"note": "second"}
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"), [(1, None, [5]), (2, None, [4, 5]), (1, 2, [2, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])]
+)
+def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: list[int], tmp_path: Path) -> None:
+    for step in range(1, 6):
+        write(tmp_path, step)
+    (tmp_path / ".step-00000009.partial").mkdir()
+    checkpoint.prune(tmp_path, keep, best)
+    assert checkpoint.steps(tmp_path) == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in left]
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(UserError, match=r"the checkpoint does not fit this model: .*conv.weight"):
+        checkpoint.load(tmp_path).restore(nn.Linear(2, 2), None)
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    net = Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 2)
+    before = copied(net.state_dict()), copied(optimizer.state_dict()), checkpoint.random_state(CPU)
+    checkpoint.save(tmp_path, 2, net, optimizer, {}, checkpoint.random_state(CPU))
+    assert same_bits(
+        (dict(net.state_dict()), optimizer.state_dict(), checkpoint.random_state(CPU)), (dict(before[0]), *before[1:])
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "key"), [({"every": "often"}, "every=often"), ({"every": 0}, "every=0"), ({"keep": 0}, "keep=0")]
+)
+def test_values_that_cannot_work_are_named(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=f"checkpoint.{key}"):
+        Checkpoint(**options)
