@@ -94,7 +94,13 @@ class Monitor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep what runs inside (evaluation, saving) out of the step time and the throughput."""
+        """Keep what runs inside (evaluation, saving) out of the step time and the throughput.
+
+        Raises:
+            NonFiniteError: see ``collect``.
+
+        """
+        self.collect()  # steps still queued on the device belong to the time before
         began = time.perf_counter()
         yield
         self._clock += time.perf_counter() - began

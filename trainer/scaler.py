@@ -185,7 +185,7 @@ class DynamicScaler(Scaler):
 
     @property
     def floor(self) -> float:
-        return self.floor_scale
+        return torch.tensor(self.floor_scale, dtype=torch.float32).item()  # as the scale, which it is compared with
 
     @property
     def skip_limit(self) -> int | None:

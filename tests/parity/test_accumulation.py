@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Arrays, NoData, start
 from torch import Tensor, nn
 
+from tests.helpers import Arrays, NoData, start
 from trainer.config import Config
 from trainer.hardware import Hardware
 from trainer.optimizer import Optimizer

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start
 from torch import Tensor, nn
 
+from tests.helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start
 from trainer.config import Config
 from trainer.loop import Trainer
 from trainer.memory import MemoryLedger

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import copied, same_bits, trainer_of
 
+from tests.helpers import copied, same_bits, trainer_of
 from trainer.errors import NonFiniteError
 from trainer.loop import StepRecord, Trainer
 from trainer.monitor import Monitor

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compose, same_bits
 
+from tests.helpers import compose, same_bits
 from trainer import checkpoint
 from trainer.errors import Interrupted
 from trainer.loop import StepRecord, Trainer
