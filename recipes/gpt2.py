@@ -148,7 +148,7 @@ class GPT2(Recipe):
 
     def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
         """Report the loss in nats per token, and its exponential."""
-        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+        return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, the tokenizer beside the weights."""
@@ -170,6 +170,8 @@ class GPT2(Recipe):
         for _ in range(length):  # a cache would be faster; a hundred tokens do not need one
             hidden = model.gpt2.transformer(prompt, use_cache=False).last_hidden_state[:, -1]
             logits = model.gpt2.lm_head(hidden)[:, : tokenizer.vocab_size].float()
+            if not logits.isfinite().all():
+                return "no sample of text: the model's outputs are not finite"
             top, ids = logits.topk(min(40, logits.shape[-1]))
             prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
         written = prompt[0, len(start) :].tolist()

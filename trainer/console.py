@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import textwrap
 import time
 from collections.abc import Iterable
 
 from rich.console import Console
 from rich.live import Live
-from rich.logging import RichHandler
-from rich.table import Table
 from rich.text import Text
 
 Rows = Iterable[tuple[str, str]]
@@ -21,35 +20,35 @@ class Terminal:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
-        if not self.console.is_terminal:
-            self.console.width = 160  # a log file has no edge to fold at
         self._live: Live | None = None
         self._shown = -math.inf
         # A refresh costs about a millisecond, which a tiny model's step would feel.
         self._interval_s = 0.2 if self.console.is_terminal else 2.0
-        handler = RichHandler(console=self.console, show_time=False, show_path=False, show_level=False, markup=False)
         logger = logging.getLogger("mantissa")
-        logger.handlers[:] = [handler]
+        logger.handlers[:] = [_Shown(self)]
         logger.setLevel(logging.INFO)
         logger.propagate = False
 
     def block(self, title: str, rows: Rows) -> None:
-        """Show aligned ``name  value`` rows under a title."""
-        self.console.print(Text(title, style="bold"))
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(overflow="fold")
+        """Show aligned ``name  value`` rows under a title; long values go on below their beginning."""
+        self.note(title, style="bold")
+        rows = list(rows)
+        widest = max((len(name) for name, _ in rows), default=0)
+        # A file has no edge to fold at.
+        room = max(24, self.console.width - widest - 5) if self.console.is_terminal else 10_000
         for name, value in rows:
-            table.add_row(f"  {name}", Text(value))
-        self.console.print(table)
+            first, *others = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
+            self.note(Text.assemble("  ", (f"{name:<{widest}}", "cyan"), f"  {first}"))
+            for line in others:
+                self.note(" " * (widest + 4) + line)
 
     def warn(self, message: str) -> None:
         """Show a warning."""
-        self.console.print(Text.assemble(("warning: ", "bold yellow"), message), soft_wrap=True)
+        self.note(Text.assemble(("warning: ", "bold yellow"), message))
 
-    def note(self, message: str = "") -> None:
+    def note(self, message: str | Text = "", style: str = "") -> None:
         """Show a line as it is, above the progress line."""
-        self.console.print(Text(message), soft_wrap=True)
+        self.console.print(message if isinstance(message, Text) else Text(message, style), soft_wrap=True)
 
     def progress(self, step: int, steps: int, metrics: dict[str, float], unit: str) -> None:
         """Show where training is; called once per log interval, redrawn a few times a second at most."""
@@ -59,7 +58,7 @@ class Terminal:
         self._shown = now
         line = progress_line(step, steps, metrics, unit)
         if not self.console.is_terminal:
-            self.console.print(Text(line))
+            self.note(line)
             return
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
@@ -71,6 +70,17 @@ class Terminal:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+class _Shown(logging.Handler):
+    """Shows what other parts log, such as an MLflow that does not answer."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (self.terminal.warn if record.levelno >= logging.WARNING else self.terminal.note)(record.getMessage())
 
 
 def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -> str:

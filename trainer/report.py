@@ -46,7 +46,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         (
             "batch",
             f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}; "
-            f"{plan.steps} steps = {epochs:.3g} epochs",
+            f"{plan.steps} steps = {_epochs(epochs)}",
         ),
         (
             "optimizer",
@@ -96,11 +96,15 @@ def summary_rows(summary: dict[str, Any], unit: str) -> Rows:
         rows.append(("best loss", f"{summary['best']['value']:.4f} at step {summary['best']['step']:.0f}"))
     if summary["units_per_s"]:
         rows.append(("throughput", f"{quantity(summary['units_per_s'])} {unit}/s"))
-        rows.append(("step time", f"{1e3 * summary['step_time_s']:.3g} ms"))
+        rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
     rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
     rows.append(("time", duration(summary["wall_time_s"])))
     return rows
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
 
 
 def _number(value: float | None) -> str:
