@@ -70,7 +70,7 @@ def _task(codes: list[int]) -> Callable[[], None]:
         except OmegaConfBaseException as error:
             codes.append(_report(UserError(explain(error))))
         except KeyboardInterrupt:
-            stop = Interrupted("interrupted; training was not under way, so there was nothing to save", signal.SIGINT)
+            stop = Interrupted("interrupted outside of training; what was saved before is untouched", signal.SIGINT)
             codes.append(_report(stop))
             interrupted = True
         except torch.OutOfMemoryError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
@@ -28,9 +29,9 @@ def versions() -> dict[str, str]:
 
 
 def resume_command(overrides: list[str], folder: Path) -> str:
-    """Return the command line that continues the run in ``folder``."""
+    """Return the command line that continues the run in ``folder``, from the folder this one was typed in."""
     kept = [part for part in overrides if not part.startswith("resume=")]
-    return shlex.join(["python", "scripts/train.py", *kept, f"resume={folder}"])
+    return shlex.join(["python", sys.argv[0], *kept, f"resume={folder}"])
 
 
 def _git(*arguments: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,8 @@ class Run:
         signal = self.stop.received
         if signal is None or self.trainer.step == self.plan.steps:
             return self._close("FINISHED")
-        self._close("KILLED")
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C while MLflow is waited for
+            self._close("KILLED")
         saved = "saved" if self.config.checkpoint.enabled else "not saved (checkpoint=none)"
         raise Interrupted(
             f"stopped by {signal.name} after step {self.trainer.step}, {saved}. Go on with:\n  {self.command}", signal
