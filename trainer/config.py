@@ -190,7 +190,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     for entry in dataclasses.fields(config):
         value = getattr(config, entry.name)
         if dataclasses.is_dataclass(value):
-            kind = getattr(value, "kind", None) or getattr(type(value), "name", None)
+            kind = getattr(value, "kind", None) or getattr(value, "name", None)
             if isinstance(kind, str):
                 flat[f"{prefix}{entry.name}"] = kind
             flat |= flatten(value, f"{prefix}{entry.name}.")

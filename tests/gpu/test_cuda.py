@@ -1,0 +1,287 @@
+"""What only a GPU can show: no waiting of the host, fused updates on the device, TF32, and the same bits there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.gpt2_model import SHAPES, Shape
+from tests.helpers import Recorder, copied, same_bits, trainer_of
+from trainer.data import to_device
+from trainer.errors import NonFiniteError
+from trainer.hardware import NATIVE, detect
+from trainer.loop import Trainer
+from trainer.monitor import Monitor
+from trainer.precision import Precision
+from trainer.recipe import Batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+STEPS = 9
+MODES = ["fp32", "tf32", "bf16", "fp16"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GPT2 = ["recipe=gpt2", "recipe.size=small", "recipe.context=64", "data=synthetic", "data.vocab_size=500", "clip=norm"]
+RESNET = ["recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10"]
+BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=64", "profiler=none"]
+
+
+@pytest.fixture(autouse=True)
+def small_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(SHAPES, "small", Shape(2, 4, 128, 64))
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+    torch.use_deterministic_algorithms(False)
+    Precision("fp32").apply()
+
+
+@pytest.fixture
+def mode(request: pytest.FixtureRequest) -> str:
+    if detect("cuda").support(request.param) != NATIVE:
+        pytest.skip(f"this GPU has no {request.param}")
+    return str(request.param)
+
+
+def on_gpu(*overrides: str) -> Trainer:
+    return trainer_of(f"steps={STEPS}", "batch_size=8", "micro_batch_size=4", *overrides, device="cuda")
+
+
+def on_device(trainer: Trainer) -> list[list[Batch]]:
+    """Every step's microbatches, copied beforehand."""
+    steps = [[to_device(batch, trainer.device) for batch in step] for step in trainer.batches()]
+    torch.cuda.synchronize()
+    return steps
+
+
+def monitor_of(trainer: Trainer, log_every: int) -> Monitor:
+    return Monitor(
+        log_every=log_every,
+        last_step=STEPS,
+        unit="samples",
+        scaler=trainer.config.scaler,
+        recovers=trainer.loss_scale.recovers,
+        device=trainer.device,
+        emit=lambda step, metrics: None,
+    )
+
+
+@pytest.mark.parametrize("recipe", [GPT2, RESNET, BIGNET], ids=["gpt2", "resnet", "bignet"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("clip", ["none", "norm", "value"])
+@pytest.mark.parametrize("mode", MODES, indirect=True)
+def test_the_host_never_waits_between_log_steps(mode: str, clip: str, optimizer: str, recipe: list[str]) -> None:
+    """The copies included, from pinned memory as loader=pinned gives it."""
+    trainer = on_gpu(*recipe, f"precision={mode}", f"clip={clip}", f"optimizer={optimizer}", "optimizer.lr=0.001")
+    assert trainer.update._takes_flag
+    monitor = monitor_of(trainer, log_every=100)
+    steps = list(trainer.batches())
+    assert all(tensor.is_pinned() for step in steps for batch in step for tensor in batch.values())
+    trainer.model.train()
+    for step in steps[:3]:  # kernels are chosen and state is made
+        monitor.add(trainer.train_step(step))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    for step in steps[3:8]:
+        monitor.add(trainer.train_step(step))
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        monitor.collect()  # so the mode does see a wait
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_skipped_fused_step_leaves_weights_and_state(optimizer: str) -> None:
+    trainer = on_gpu(*BIGNET, "precision=fp16", "scaler.init=1024", f"optimizer={optimizer}", "optimizer.lr=0.001")
+    steps = on_device(trainer)
+    for step in steps[:2]:
+        trainer.train_step(step)
+    before = copied(trainer.model.state_dict()), copied(trainer.optimizer.state_dict()["state"])
+    steps[2][1]["y"][0, 3] = float("inf")
+    record = trainer.train_step(steps[2])
+    assert bool(record.skipped)
+    assert same_bits((trainer.model.state_dict(), trainer.optimizer.state_dict()["state"]), before)
+    assert trainer.loss_scale.scale.item() == 512
+    assert not trainer.train_step(steps[3]).skipped
+    assert not same_bits(copied(trainer.model.state_dict()), before[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_first_step_that_overflows_leaves_no_trace(optimizer: str) -> None:
+    """Fused SGD of torch would leave its momentum uninitialised."""
+    options = [*BIGNET, "precision=fp16", "scaler.init=1024", f"optimizer={optimizer}", "optimizer.lr=0.001"]
+    overflown, clean = on_gpu(*options), on_gpu(*options)
+    steps = on_device(clean)
+    bad = [{name: tensor.clone() for name, tensor in batch.items()} for batch in steps[0]]
+    bad[0]["y"][0, 0] = float("nan")
+    overflown.train_step(bad)
+    clean.step = 1
+    clean.loss_scale.scale.fill_(512.0)
+    for step in steps[1:4]:
+        overflown.train_step(step)
+        clean.train_step(step)
+    assert same_bits(overflown.model.state_dict(), clean.model.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"], indirect=True)
+def test_a_bad_step_without_a_scaler_blocks_all_later_ones(mode: str) -> None:
+    trainer = on_gpu(*BIGNET, f"precision={mode}")
+    monitor = monitor_of(trainer, log_every=6)
+    steps = on_device(trainer)
+    for step in steps[:2]:
+        monitor.add(trainer.train_step(step))
+    before = copied(trainer.model.state_dict())
+    steps[2][0]["y"][0, 0] = float("nan")
+    for step in steps[2:5]:
+        monitor.add(trainer.train_step(step))
+    with pytest.raises(NonFiniteError, match="step 3"):
+        monitor.add(trainer.train_step(steps[5]))
+    assert same_bits(copied(trainer.model.state_dict()), before)
+
+
+def bare_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    mode: str,
+    microbatches: list[Batch],
+    lr: float,
+) -> Tensor:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    targets = sum(batch["tokens"].numel() - len(batch["tokens"]) for batch in microbatches)
+    total = torch.zeros((), device="cuda")
+    for batch in microbatches:
+        tokens = batch["tokens"].to("cuda", non_blocking=True)
+        with torch.autocast("cuda", dtype=DTYPES[mode]) if mode in DTYPES else nullcontext():
+            logits = model.gpt2(tokens[:, :-1], use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / targets
+        scaler.scale(loss).backward()
+        total += loss.detach()
+    if scaler.is_enabled():
+        scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def bare_of(trainer: Trainer, mode: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+    torch.manual_seed(trainer.config.seed)
+    model = trainer.recipe.build_model().cuda().train()
+    groups = [
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": trainer.config.optimizer.weight_decay,
+        },
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24, growth_interval=4, enabled=mode == "fp16")
+    return model, optimizer, scaler
+
+
+@pytest.mark.parametrize("mode", MODES, indirect=True)
+def test_bitwise_the_bare_loop(mode: str) -> None:
+    options = ["recipe.chunked_loss=false", f"scaler.init={2.0**24}", "scaler.interval=4", "deterministic=true"]
+    trainer = on_gpu(*GPT2, *options, f"precision={mode}")
+    model, optimizer, scaler = bare_of(trainer, mode)
+    steps = list(trainer.batches())
+    lrs = [trainer.config.optimizer.lr * trainer.config.schedule.factor(step, STEPS) for step in range(STEPS)]
+    recorder = Recorder()
+    trainer.fit(recorder)
+    losses = [bare_step(model, optimizer, scaler, mode, step, lr) for step, lr in zip(steps, lrs, strict=True)]
+    assert same_bits([record.loss for record in recorder.records], losses)
+    assert same_bits(dict(trainer.model.state_dict()), dict(model.state_dict()))
+    assert same_bits(trainer.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+    if mode == "fp16":
+        assert trainer.loss_scale.scale.item() == scaler.get_scale()
+        skipped = [bool(record.skipped) for record in recorder.records]
+        assert skipped[0]
+        assert not all(skipped)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"], indirect=True)
+def test_no_more_memory_than_the_bare_loop(mode: str) -> None:
+    """Of tensors that the allocator gave, at the highest, after the optimizer's state exists."""
+    trainer = on_gpu(*GPT2, "recipe.chunked_loss=false", f"precision={mode}")
+    steps = list(trainer.batches())
+    trainer.model.train()
+    for step in steps[:3]:
+        trainer.train_step(step)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train_step(steps[3])
+    own = torch.cuda.max_memory_allocated()
+    recipe_trainer = trainer  # its model builds the bare one; then it goes
+    model, optimizer, scaler = bare_of(recipe_trainer, mode)
+    del trainer, recipe_trainer
+    torch.cuda.empty_cache()
+    for step in steps[:3]:
+        bare_step(model, optimizer, scaler, mode, step, 1e-3)
+    torch.cuda.reset_peak_memory_stats()
+    bare_step(model, optimizer, scaler, mode, steps[3], 1e-3)
+    assert own <= 1.02 * torch.cuda.max_memory_allocated()
+
+
+def error_of(compute: str) -> float:
+    """The relative error of an fp32 product or convolution against fp64."""
+    torch.manual_seed(0)
+    if compute == "matmul":
+        a, b = torch.randn(2, 512, 512, device="cuda")
+        exact, found = a.double() @ b.double(), a @ b
+    else:
+        image, kernel = torch.randn(8, 64, 32, 32, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
+        exact, found = F.conv2d(image.double(), kernel.double()), F.conv2d(image, kernel)
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("compute", ["matmul", "convolution"])
+def test_fp32_is_fp32_and_tf32_is_tf32(compute: str) -> None:
+    Precision("fp32").apply()
+    assert error_of(compute) < 2e-6
+    if detect("cuda").support("tf32") == NATIVE:
+        Precision("tf32").apply()
+        assert 5e-5 < error_of(compute) < 2e-3
+        Precision("fp32").apply()
+        assert error_of(compute) < 2e-6
+
+
+@pytest.mark.parametrize("mode", MODES, indirect=True)
+def test_the_manifest_of_a_gpu(mode: str) -> None:
+    precision, hardware = Precision(mode), detect("cuda")
+    precision.check(hardware)
+    precision.apply()
+    effective = precision.manifest(hardware, [])["effective"]
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mode, "float32")
+    assert effective["matmul_dtype"] == dtype
+    assert effective["fp32_in_cuda_matmul"] == effective["fp32_in_cudnn_conv"] == ("tf32" if mode == "tf32" else "ieee")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_loader_pins_and_plain_does_not(workers: int) -> None:
+    for loader, pinned in (("pinned", True), ("plain", False)):
+        trainer = on_gpu(*BIGNET, f"loader={loader}", f"loader.workers={workers}", "steps=2")
+        for step in trainer.batches():
+            assert {tensor.is_pinned() for batch in step for tensor in batch.values()} == {pinned}
+
+
+def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
+    trainer = on_gpu(*BIGNET[:-1], "profiler=memory")
+    session = trainer.config.profiler.start(tmp_path, trainer.model, trainer.optimizer, trainer.device)
+    trainer.model.train()
+    for index, step in enumerate(trainer.batches()):
+        with session.step(index):
+            trainer.train_step(step)
+    names = {path.name for path in session.finish()}
+    assert names == {"ledger.json", "ledger.txt", "memory_snapshot.pickle"}
+    assert (tmp_path / "profile" / "memory_snapshot.pickle").stat().st_size > 1000
+    ledger = session.ledger
+    assert ledger is not None
+    weights = sum(parameter.numel() * 4 for parameter in trainer.model.parameters())
+    assert ledger.at_peak["weights"] == weights
