@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import hydra
 import torch
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -28,6 +28,9 @@ _USAGE = """\
 python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
 python scripts/train.py -m key=a,b ...      runs every combination
 """
+
+# What Hydra reads as something other than text.
+_NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)
 
 
 def main() -> int:
@@ -92,15 +95,8 @@ def _check_arguments(arguments: list[str]) -> None:
         if argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
-        if choices and typed and isinstance(_parsed(typed), int | float | None):
+        if choices and _NO_NAME.fullmatch(typed):
             raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")
-
-
-def _parsed(text: str) -> object:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _choices() -> str:
