@@ -127,7 +127,7 @@ class Run:
 
     def step(self) -> AbstractContextManager[object]:
         """Return the profiler's context of the next step."""
-        return self.profiler.step(self.trainer.step)
+        return self.profiler.step(self.trainer.step + 1)
 
     def trained(self, record: StepRecord) -> None:
         """Hand a step's record to the monitor."""
