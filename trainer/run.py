@@ -120,10 +120,10 @@ class Run:
             return self._close("FINISHED")
         with suppress(KeyboardInterrupt):  # a second Ctrl-C while MLflow is waited for
             self._close("KILLED")
-        saved = "saved" if self.config.checkpoint.enabled else "not saved (checkpoint=none)"
-        raise Interrupted(
-            f"stopped by {signal.name} after step {self.trainer.step}, {saved}. Go on with:\n  {self.command}", signal
-        )
+        stopped = f"stopped by {signal.name} after step {self.trainer.step}"
+        if not self.config.checkpoint.enabled:
+            raise Interrupted(f"{stopped}; nothing was saved (checkpoint=none)", signal)
+        raise Interrupted(f"{stopped}, saved. Go on with:\n  {self.command}", signal)
 
     def step(self) -> AbstractContextManager[object]:
         """Return the profiler's context of the next step."""
