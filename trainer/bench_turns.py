@@ -1,0 +1,186 @@
+"""How loops are compared: in turns, repeat by repeat, and what is printed about it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Times = dict[str, list[float]]
+"""Seconds of each loop, one number per repeat."""
+Block = Callable[[int], float]
+"""Takes that many optimizer steps and returns their seconds."""
+Clock = Callable[[], float]
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch's operators use ``count`` threads (None: no change) in what runs inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:
+    """Return the loop as a block that tells its seconds, all of the device's work included."""
+
+    def block(steps: int) -> float:
+        synchronise(device)
+        began = clock()
+        loop(steps)
+        synchronise(device)
+        return clock() - began
+
+    return block
+
+
+@dataclass
+class Row:
+    """One line of the report."""
+
+    name: str
+    unit: str
+    """``x``, ``%``, ``ms`` or ``s``."""
+    values: list[float]
+    """One per repeat; empty: not measured."""
+    measured: str
+    """The command or config, and how."""
+    target: float | None = None
+    at_most: bool = True
+    """Whether the target is an upper limit of the median."""
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median reaches the target; None without a target or a measurement."""
+        if self.target is None or not self.values:
+            return None
+        return self.median <= self.target if self.at_most else self.median >= self.target
+
+    def text(self) -> str:
+        """Return two lines: the figure with its range and verdict, and below it what was measured."""
+        if not self.values:
+            return f"  {self.name:<52} {'–':>10}\n      {self.measured}"
+        low, high = self._number(min(self.values)), self._number(max(self.values))
+        figure = f"{self._number(self.median)} {self.unit}".replace(" x", "x")
+        verdict = ""
+        if self.target is not None:
+            sign = "≤" if self.at_most else "≥"
+            verdict = f"target {sign} {self.target:g} {self.unit}: ".replace(" x", "x") + (
+                "met" if self.met else "MISSED"
+            )
+        return (
+            f"  {self.name:<52} {figure:>10}  {f'({low} to {high})':<20} {verdict}".rstrip()
+            + f"\n      {self.measured}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "median": self.median if self.values else None,
+            "values": self.values,
+            "target": self.target,
+            "target_is": "at most" if self.at_most else "at least",
+            "met": self.met,
+            "measured": self.measured,
+        }
+
+    def _number(self, value: float) -> str:
+        return f"{value:.{ {'x': 3, '%': 2, 'ms': 3, 's': 2}[self.unit] }f}"
+
+
+def ratios(times: Times, above: str, below: str) -> list[float]:
+    """Return one quotient per repeat, of two loops that took turns within it."""
+    return [a / b for a, b in zip(times[above], times[below], strict=True)]
+
+
+def overheads(times: Times, name: str, unit: str, steps: int) -> list[float]:
+    """Return what a loop costs over ``bare``, per repeat of ``steps`` steps: in ``%``, or ``ms`` a step."""
+    if unit == "%":
+        return [100 * (ratio - 1) for ratio in ratios(times, name, "bare")]
+    return [1e3 * (a - b) / steps for a, b in zip(times[name], times["bare"], strict=True)]
+
+
+def interleave(blocks: dict[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Times:
+    """Call the blocks in turn, every other time in reverse, and return the seconds that they tell.
+
+    ``warm_up`` repeats more are made at first and not kept.
+    """
+    times: Times = {name: [] for name in blocks}
+    for repeat in range(warm_up + repeats):
+        for name in list(blocks)[:: -1 if repeat % 2 else 1]:
+            times[name].append(blocks[name]())
+    return {name: seconds[warm_up:] for name, seconds in times.items()}
+
+
+class Turns:
+    """Lets other loops take turns with a trainer's fit, which nobody can call block by block.
+
+    In each of a repeat's rounds the fit takes ``steps`` optimizer steps and then each of ``others`` as many;
+    at the end of a repeat, each of ``fits`` takes as many as all its rounds together. One repeat more is made at
+    first, which warms everything up and is not kept.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        rounds: int,
+        repeats: int,
+        others: dict[str, Block],
+        fits: dict[str, Block],
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.steps = steps
+        self.steps_per_repeat = steps * rounds
+        self.last_step = self.steps_per_repeat * (repeats + 1)
+        self.others = others
+        self.fits = fits
+        self.clock = clock
+        self._times: Times = {name: [0.0] * (repeats + 1) for name in ("trainer", *others, *fits)}
+        self._began = 0.0
+
+    @property
+    def times(self) -> Times:
+        """Seconds per repeat, by name; the fit is called ``trainer``."""
+        return {name: seconds[1:] for name, seconds in self._times.items()}
+
+    def start(self) -> None:
+        """Start the clock of the fit's next block."""
+        self._began = self.clock()
+
+    def due(self, step: int) -> bool:
+        """Tell whether the fit's optimizer step ``step`` (from 1) ends a block."""
+        return step % self.steps == 0 and step <= self.last_step
+
+    def take(self, step: int) -> None:
+        """End the fit's block, let the others have theirs, and start the clock of the next one."""
+        repeat = (step - 1) // self.steps_per_repeat
+        self._times["trainer"][repeat] += self.clock() - self._began
+        for name, block in self.others.items():
+            self._times[name][repeat] += block(self.steps)
+        if step % self.steps_per_repeat == 0:
+            for name, block in self.fits.items():
+                self._times[name][repeat] += block(self.steps_per_repeat)
+        self.start()
