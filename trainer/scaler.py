@@ -58,9 +58,7 @@ class StaticLossScale(LossScale):
         return loss * self.scale
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        # In double, as torch.amp.GradScaler does it, so that both give the same bits; MPS has no double.
-        exact = self.scale if self.scale.device.type == "mps" else self.scale.double()
-        inverse = exact.reciprocal().float()
+        inverse = self.scale.to(self._wide).reciprocal().float()
         torch._foreach_mul_(list(gradients), inverse)
 
 

@@ -12,6 +12,7 @@ from recipes.gpt2_model import SHAPES, Shape
 def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """``recipe.size=tiny``: two layers, small enough to be trained some hundred times."""
     monkeypatch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
+    monkeypatch.setitem(SHAPES, "wide", Shape(2, 2, 128, 16))  # its memory is weights, not activations
 
 
 @pytest.fixture(autouse=True)

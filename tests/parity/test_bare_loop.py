@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.gpt2 import GPT2
 from tests.helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start
 from trainer.config import Config
 from trainer.loop import Trainer
@@ -172,10 +173,16 @@ def test_a_convnet_with_sgd_is_bitwise_the_bare_loop(mode: str, clip: str, accum
     assert skipped.count(False) >= 4
 
 
+@pytest.mark.parametrize("size", ["tiny", "wide"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_the_step_takes_no_more_memory_than_the_bare_loop(mode: str, accumulation: int) -> None:
-    trainer = start(gpt2_config(mode, "norm", accumulation))
+def test_the_step_takes_no_more_memory_than_the_bare_loop(mode: str, accumulation: int, size: str) -> None:
+    config = gpt2_config(mode, "norm", accumulation)
+    assert isinstance(config.recipe, GPT2)
+    config.recipe.size = size
+    if size == "wide":
+        config.batch_size, config.micro_batch_size = 4, 4 // accumulation
+    trainer = start(config)
     bare = bare_of(trainer, gpt2_loss, mode, "norm")
     peaks = []
     first, second, third = [step for step, _ in zip(trainer.batches(), range(3), strict=False)]
@@ -189,4 +196,7 @@ def test_the_step_takes_no_more_memory_than_the_bare_loop(mode: str, accumulatio
         with MemoryLedger(model, optimizer) as ledger:
             step(third)
         peaks.append(ledger.report().peak_bytes)
+        if size == "wide":
+            weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+            assert peaks[-1] < 4.9 * weights  # so that a copy of the gradients, kept anywhere in the step, would show
     assert peaks[1] <= 1.02 * peaks[0], f"bare {peaks[0]} bytes, trainer {peaks[1]}"

@@ -22,9 +22,9 @@ RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
 def choices() -> list[str]:
-    """Every choice of every group, as typed."""
+    """Every choice of every group, as typed; an experiment chooses several."""
     found = []
-    for path in sorted(CONF.glob("*/*.yaml")):
+    for path in sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"):
         needs = {"text": f"data.path={CONF}", "idx": f"data.path={CONF}", "imagefolder": f"data.path={CONF}"}
         extra = [needs[path.stem]] if path.parent.name == "data" and path.stem in needs else []
         extra += ["data.name=some/data"] if path.stem == "hub" else []
@@ -45,6 +45,16 @@ def test_every_yaml_becomes_typed_objects(overrides: str) -> None:
     kind = getattr(part, "kind", None) or (part.name if group == "recipe" else None)
     if kind:
         assert flatten(composed)[group] == kind == choice
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str) -> None:
+    of_the_hub = "data: hub" in (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    own_data = [] if of_the_hub else [f"data.path={CONF}"]
+    composed = compose(f"experiment={experiment}", *own_data, "steps=3", "seed=5")
+    assert (composed.steps, composed.seed) == (3, 5)
+    plan, _ = composed.resolve(H100)
+    assert plan.steps == 3
 
 
 def test_yaml_repeats_no_other_default_than_the_class() -> None:
