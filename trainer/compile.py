@@ -36,7 +36,7 @@ class Compile:
             return
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
-        if torch.__version__ < (2, 14):
+        if torch.__version__ < "2.14":  # compared as versions, not as text
             # Compiled LayerNorm can give wrong gradients from 2.10 to 2.13: pytorch issue 193061.
             os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
         model.compile(mode=None if self.mode == "default" else self.mode)
