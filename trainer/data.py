@@ -33,28 +33,38 @@ class DataOrder:
 
     def __getitem__(self, position: int) -> SampleId:
         """Return the sample at this position of the stream."""
-        epoch, index = divmod(position, self.length)
-        if epoch != self._epoch:
-            self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.length)
-            self._epoch = epoch
-        sample = int(self._permutation[index])
-        return SampleId(sample, _mix(self.seed, epoch, sample))
+        return self.samples(position, 1)[0]
+
+    def samples(self, first: int, count: int) -> list[SampleId]:
+        """Return the ``count`` samples from position ``first`` on."""
+        samples: list[SampleId] = []
+        while count:
+            epoch, index = divmod(first, self.length)
+            if epoch != self._epoch:
+                self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.length)
+                self._epoch = epoch
+            chosen = self._permutation[index : index + count]
+            seeds = _mixed(_mixed(_mixed(np.zeros(1, np.uint64), self.seed), epoch), chosen.astype(np.uint64)) >> 1
+            samples += map(SampleId, chosen.tolist(), seeds.tolist())
+            first += len(chosen)
+            count -= len(chosen)
+        return samples
 
     def batches(self, first: int, size: int, count: int) -> Iterator[list[SampleId]]:
         """Yield ``count`` lists of ``size`` consecutive samples, from position ``first`` on."""
-        for start in range(first, first + count * size, size):
-            yield [self[position] for position in range(start, start + size)]
+        ahead = max(1, 1024 // size)  # batches worked out at once: numpy's calls cost more than their arithmetic
+        for batch in range(0, count, ahead):
+            samples = self.samples(first + batch * size, min(ahead, count - batch) * size)
+            for start in range(0, len(samples), size):
+                yield samples[start : start + size]
 
 
-def _mix(*values: int) -> int:
-    """Hash integers into 63 bits with the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
-    state = 0
-    for value in values:
-        state = (state + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
+def _mixed(state: np.ndarray, value: np.ndarray | int) -> np.ndarray:
+    """Add ``value`` to a hash of 64 bits, with the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    state = state + np.asarray(value, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> 27)) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> 31)
 
 
 @dataclass(frozen=True)

@@ -115,14 +115,15 @@ class Trainer:
         lr = self._set_lr()
         targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
         units = sum(self.recipe.count_units(batch) for batch in microbatches)
-        loss = torch.zeros((), device=self.device)
+        loss: Tensor | None = None
         for microbatch in microbatches:
             batch = to_device(microbatch, self.device)
             with self.config.precision.autocast(self.device):
                 output = self.recipe.loss(self.model, batch)
             share = output.loss_sum / max(1, targets)
             self.update.backward(share)
-            loss += share.detach()
+            loss = share.detach() if loss is None else loss + share.detach()
+        assert loss is not None, "an optimizer step has at least one microbatch"
         grad_norm, skipped, scale = self.update.step()
         self.step += 1
         return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)

@@ -44,6 +44,8 @@ class Monitor:
         self.emit = emit
         self.skipped_steps = 0
         self.peak_memory_bytes = 0
+        self._memory = 0
+        self._memory_read = -math.inf
         self._skipped_in_a_row = 0
         self._on_device: list[StepRecord] = []
         self._losses: list[float] = []
@@ -131,8 +133,7 @@ class Monitor:
         self.collect()
         now = time.perf_counter()
         seconds = now - self._clock
-        memory = self._memory_bytes()
-        self.peak_memory_bytes = max(self.peak_memory_bytes, memory)
+        memory = self._memory_bytes(now)
         self._measured.append((self._window_units, self._window_steps, seconds))
         metrics = {
             "loss": math.fsum(self._losses) / len(self._losses) if all(map(math.isfinite, self._losses)) else math.nan,
@@ -170,7 +171,10 @@ class Monitor:
                 f"(scaler.max_consecutive_skips={limit}, loss {loss:g}); lower the learning rate or use precision=bf16"
             )
 
-    def _memory_bytes(self) -> int:
+    def _memory_bytes(self, now: float) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return int(self._process.memory_info().rss)
+            self._memory = torch.cuda.max_memory_allocated(self.device)
+        elif now > self._memory_read + 0.25:  # asking the system costs as much as a tiny model's step
+            self._memory, self._memory_read = int(self._process.memory_info().rss), now
+        self.peak_memory_bytes = max(self.peak_memory_bytes, self._memory)
+        return self._memory

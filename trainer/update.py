@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -100,14 +101,14 @@ class Update:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.loss_scale.unscale(gradients)
         norm = torch.nn.utils.get_total_norm(gradients)
-        finite = torch.isfinite(norm)
-        skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite)
+        finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
+        skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
         self.clip.apply(parameters, norm)
         self._step_unless(skipped)
         scale = self.loss_scale.scale
         self.loss_scale.update(finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return UpdateResult(norm, skipped.clone(), scale)
+        return UpdateResult(norm, skipped, scale)
 
     def _step_unless(self, skipped: Tensor) -> None:
         if self._takes_flag:

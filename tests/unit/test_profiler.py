@@ -78,9 +78,7 @@ def test_torch_writes_what_a_short_run_left(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_torch_warns_when_nothing_was_profiled(
-    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torch_warns_when_nothing_was_profiled(steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session = run(TorchProfiler(wait=1, warmup=2, active=1), tmp_path, steps)
     with caplog.at_level(logging.WARNING, "mantissa"):
         assert session.finish() == []
@@ -103,9 +101,7 @@ def test_torch_profiler_can_be_finished_after_a_failed_step(
 
 def test_torch_steps_outside_the_window_are_untouched(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    session = TorchProfiler(wait=2, warmup=1, active=1).start(
-        tmp_path, model, torch.optim.SGD(model.parameters()), CPU
-    )
+    session = TorchProfiler(wait=2, warmup=1, active=1).start(tmp_path, model, torch.optim.SGD(model.parameters()), CPU)
     assert session.step(0) is session.step(1)
 
 
@@ -140,9 +136,7 @@ def test_memory_warns_when_the_run_was_too_short(tmp_path: Path, caplog: pytest.
         (MemoryProfiler, {"at_step": 0}, "profiler.at_step=0"),
     ],
 )
-def test_impossible_step_counts_are_refused(
-    profiler: type[Profiler], options: dict[str, int], key: str
-) -> None:
+def test_impossible_step_counts_are_refused(profiler: type[Profiler], options: dict[str, int], key: str) -> None:
     with pytest.raises(UserError, match=key):
         profiler(**options)
 
