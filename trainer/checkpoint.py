@@ -175,6 +175,8 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -188,6 +190,8 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
 
 
 def _untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

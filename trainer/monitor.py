@@ -72,6 +72,7 @@ class Monitor:
         self._on_device.append(record)
         # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
         if record.step == 1 or record.step % self.log_every == 0 or record.step == self.last_step:
+            self.collect()
             self._log(record.step)
 
     def collect(self) -> None:
@@ -92,7 +93,11 @@ class Monitor:
             self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
             self._window_units += record.units
             self._window_steps += 1
-            self._judge(record.step, bool(skipped), loss, norm, scale)
+            try:
+                self._judge(record.step, bool(skipped), loss, norm, scale)
+            except NonFiniteError:
+                self._log(record.step)  # the last line shows what went wrong
+                raise
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,7 +135,6 @@ class Monitor:
         self._last = dict(state["last"])
 
     def _log(self, step: int) -> None:
-        self.collect()
         now = time.perf_counter()
         seconds = now - self._clock
         memory = self._memory_bytes(now)

@@ -41,7 +41,7 @@ class Schedule:
 
 @dataclass
 class Cosine(Schedule):
-    """``schedule=cosine``: half a cosine from the peak down to ``final`` (Loshchilov and Hutter, SGDR, 2017)."""
+    """``schedule=cosine``: half a cosine from the peak down toward ``final`` (Loshchilov and Hutter, SGDR, 2017)."""
 
     kind: ClassVar[str] = "cosine"
     final: float = 0.1

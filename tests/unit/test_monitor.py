@@ -181,3 +181,13 @@ def test_state_goes_on_within_a_window() -> None:
     ]
     assert strip[0] == strip[1]
     assert second.skipped_steps == 2
+
+
+def test_the_last_line_of_a_run_that_diverges_is_written() -> None:
+    lines: list[tuple[int, dict[str, float]]] = []
+    monitor = watch(lines, log_every=10, scaler=Scaler())
+    with pytest.raises(NonFiniteError, match="step 4"):
+        for step in range(1, 11):
+            monitor.add(record(step, loss=float("nan") if step == 4 else 1.0, skipped=step >= 4))
+    assert lines[-1][0] == 4
+    assert lines[-1][1]["skipped_steps"] == 1
