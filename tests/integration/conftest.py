@@ -48,7 +48,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow store that has been through its migrations, which take seconds, to be copied."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    connect(f"sqlite:///{path}")
+    with warnings.catch_warnings():
+        _bear_with_mlflow()
+        connect(f"sqlite:///{path}")
     return path
 
 
@@ -65,6 +67,11 @@ def train(folder: Path) -> Iterator[Callable[..., Result]]:
     logger.propagate = True
 
 
+def _bear_with_mlflow() -> None:
+    # SQLAlchemy 2.1 deprecates an option of MLflow's models.
+    warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
+
+
 def _command(*overrides: str) -> Result:
     from trainer.cli import main
 
@@ -72,8 +79,7 @@ def _command(*overrides: str) -> Result:
     argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
-            # MLflow's own, raised inside the feed's thread: SQLAlchemy 2.1 deprecates an option of its models.
-            warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
+            _bear_with_mlflow()
             code = main()
     finally:
         sys.argv = argv

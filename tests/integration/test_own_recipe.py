@@ -1,0 +1,78 @@
+"""The recipe of docs/own-recipe.md, put into a copy of the project as a reader would do it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def blocks() -> dict[str, str]:
+    """The page's two files by their path, as their first comments name it."""
+    page = (PROJECT / "docs" / "own-recipe.md").read_text()
+    found = {}
+    for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        path = re.search(r"^# ((?:recipes|conf)/\S+\.(?:py|yaml))", block, re.MULTILINE)
+        assert path, block
+        found[path[1]] = block
+    return found
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The project as it is tracked, and the two files."""
+    root = tmp_path / "project"
+    for name in ("trainer", "recipes", "conf", "scripts"):
+        shutil.copytree(PROJECT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, text in blocks().items():
+        assert not (root / path).exists()
+        (root / path).write_text(text)
+    return root
+
+
+def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
+    assert {Path(path).suffix for path in blocks()} == {".py", ".yaml"}
+    assert len(blocks()) == 2
+    assert sum(text.count("\n") for text in blocks().values()) < 60
+
+
+def test_runs_and_learns(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    script = copy / "scripts" / "train.py"
+    process = start("recipe=tumour", "precision=bf16", "recipe.width=32", "tracking=local", script=script)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "569 tumours, 30 numbers each" in out
+    run = folder / "outputs" / "tumour-bf16-s0"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["step"] == 200
+    assert summary["final"]["valid/accuracy"] > 0.94
+    assert (run / "best" / "model.safetensors").exists()
+    config = json.loads((run / "config.json").read_text())
+    assert (config["recipe"], config["recipe.width"], config["data"]) == ("tumour", 32, "own")
+
+
+def test_its_options_are_checked_like_all_others(
+    copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start("recipe=tumour", "recipe.widht=32", script=copy / "scripts" / "train.py")
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert "did you mean 'recipe.width'?" in err
+    assert not list(folder.iterdir())
+
+
+def test_says_which_accuracy_to_expect(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    page = (PROJECT / "docs" / "own-recipe.md").read_text()
+    said = re.search(r"After 200 steps it is right about (\d+) of 100", page)
+    assert said
+    process = start("recipe=tumour", "precision=bf16", "tracking=local", script=copy / "scripts" / "train.py")
+    assert process.wait() == 0
+    summary = json.loads((folder / "outputs" / "tumour-bf16-s0" / "summary.json").read_text())
+    assert 100 * summary["final"]["valid/accuracy"] == pytest.approx(int(said[1]), abs=2)

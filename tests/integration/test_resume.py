@@ -1,0 +1,242 @@
+"""Stopped, killed and resumed through real processes: the result is that of a run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Steps of some ten milliseconds, with dropout and accumulation, and log lines that a stop falls between.
+RUN = [
+    "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.dropout=0.1", "data=synthetic",
+    "data.vocab_size=300", "batch_size=2", "micro_batch_size=1", "eval_samples=4", "steps=60", "eval_every=20",
+    "checkpoint.every=5", "log_every=3", "precision=bf16", "deterministic=true",
+]  # fmt: skip
+LOCAL = "tracking=local"
+NAME = "gpt2-bf16-s0"
+MEASURED = {"time", "step_time_s", "tokens_per_s", "memory_bytes"}
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    """The metric log without what a clock or the machine decides."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    points = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{key: value for key, value in point.items() if key not in MEASURED} for point in points]
+
+
+def wait_for(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_step(step: int, run: Path, process: subprocess.Popen[str]) -> None:
+    wait_for(lambda: any(point["step"] >= step for point in logged(run)), process)
+
+
+def newest_checkpoint(run: Path) -> dict[str, bytes]:
+    folder = max((run / "checkpoints").glob("step-*"))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights, optimizer, generators and progress byte for byte; every logged number; the best weights."""
+    assert logged(one) == logged(other)
+    assert newest_checkpoint(one) == newest_checkpoint(other)
+    assert {path.name for path in (one / "checkpoints").iterdir()} == {
+        path.name for path in (other / "checkpoints").iterdir()
+    }
+    weights = "best/model.safetensors"
+    assert (one / weights).read_bytes() == (other / weights).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("never_stopped")
+    command = [sys.executable, str(Path(__file__).resolve().parents[2] / "scripts/train.py"), *RUN, LOCAL]
+    subprocess.run(command, cwd=folder, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    return folder / "outputs" / NAME
+
+
+@pytest.fixture
+def store(folder: Path, empty_store: Path) -> Path:
+    return Path(shutil.copy(empty_store, folder / "mlflow.db"))
+
+
+def runs_and_doubles(store: Path) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    with sqlite3.connect(store) as database:
+        runs = database.execute("select run_uuid, name, status from runs").fetchall()
+        doubles = database.execute(
+            "select key, step, count(*) from metrics where key not like 'system/%'"
+            " group by key, step having count(*) > 1"
+        ).fetchall()
+    return runs, doubles
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_printed_command_goes_on(
+    number: signal.Signals,
+    code: int,
+    start: Callable[..., subprocess.Popen[str]],
+    folder: Path,
+    never_stopped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = folder / "outputs" / NAME
+    process = start(*RUN, LOCAL)
+    wait_for_step(12, run, process)
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert process.returncode == code, err
+    stopped, command = err.splitlines()
+    step = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step-"))
+    assert 12 <= step < 60
+    assert stopped == f"stopped by {number.name} after step {step}, saved. Go on with:"
+    assert "summary\n" not in out
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("KILLED", step)
+
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{NAME}, resumed after step {step}\n" in done.stdout
+    assert_same_run(run, never_stopped)
+    assert json.loads((run / "summary.json").read_text())["status"] == "FINISHED"
+    assert [path.name for path in (folder / "outputs").iterdir()] == [NAME]
+
+
+def test_killed_and_resumed_is_the_same_run_in_mlflow_too(
+    start: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., Any],
+    folder: Path,
+    never_stopped: Path,
+    store: Path,
+) -> None:
+    run = folder / "outputs" / NAME
+    process = start(*RUN, "tracking.flush_every_s=0.1")
+    wait_for(lambda: (run / "mlflow.json").exists(), process)
+    wait_for_step(12, run, process)
+    wait_for(lambda: sqlite3.connect(store).execute("select count(*) from metrics").fetchone()[0] > 20, process)
+    process.kill()
+    process.wait()
+    reached = logged(run)[-1]["step"]
+    saved = int(max(path.name for path in (run / "checkpoints").glob("step-*")).removeprefix("step-"))
+    assert 10 <= saved <= reached < 60
+    run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
+
+    done = train(*RUN, "resume=auto")
+    assert done.code == 0, done.err
+    assert f"resumed after step {saved}\n" in done.out
+    assert_same_run(run, never_stopped)
+    runs, doubles = runs_and_doubles(store)
+    assert runs == [(run_id, NAME, "FINISHED")]
+    assert doubles == []
+    with sqlite3.connect(store) as database:
+        losses = database.execute("select step, value from metrics where key = 'loss' order by step").fetchall()
+    assert losses == [(point["step"], point["loss"]) for point in logged(run) if "loss" in point]
+
+
+@pytest.mark.parametrize("moment", [1, 20])
+def test_killed_at_other_moments(
+    moment: int,
+    start: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., Any],
+    folder: Path,
+    never_stopped: Path,
+) -> None:
+    run = folder / "outputs" / NAME
+    process = start(*RUN, LOCAL)
+    wait_for_step(moment, run, process)
+    process.kill()
+    process.wait()
+    done = train(*RUN, LOCAL, "resume=auto")
+    assert done.code == 0, done.err
+    if not (run / "summary.json").exists():  # killed before the first checkpoint: a new run, in a folder of its own
+        run = run.with_name(f"{NAME}-2")
+    assert_same_run(run, never_stopped)
+
+
+def test_resume_auto_without_an_earlier_run_starts_one(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*RUN, LOCAL, "steps=2", "resume=auto")
+    assert done.code == 0, done.err
+    assert "resumed" not in done.out
+    assert [path.name for path in (folder / "outputs").iterdir()] == [NAME]
+
+
+def test_resume_auto_takes_the_newest_run_of_that_name(train: Callable[..., Any], folder: Path) -> None:
+    for _ in range(2):
+        assert train(*RUN, LOCAL, "steps=2").code == 0
+    assert train(*RUN, LOCAL, "steps=2", "seed=1").code == 0
+    done = train(*RUN, LOCAL, "steps=3", "resume=auto")
+    assert f"{NAME}-2, resumed after step 2\n" in done.out
+    assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-bf16-s1"]
+
+
+def test_a_finished_run_says_so(train: Callable[..., Any], folder: Path) -> None:
+    assert train(*RUN, LOCAL, "steps=2").code == 0
+    run = folder / "outputs" / NAME
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for resume in ("auto", f"outputs/{NAME}"):
+        done = train(*RUN, LOCAL, "steps=2", f"resume={resume}")
+        assert (done.code, done.err) == (0, "")
+        assert done.out == f"outputs/{NAME} has done its 2 steps; steps=4 would go on\n"
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    done = train(*RUN, LOCAL, "steps=4", "resume=auto")
+    assert done.code == 0, done.err
+    assert [point["step"] for point in logged(run) if "loss" in point] == [1, 2, 3, 4]
+
+
+def test_a_second_interrupt_leaves_at_once(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+    process = start(
+        "recipe=bignet", "recipe.width=512", "batch_size=8192", "micro_batch_size=512", "eval_samples=2", "steps=50",
+        "profiler=none", LOCAL,
+    )  # fmt: skip
+    run = folder / "outputs" / "bignet-fp32-s0"
+    wait_for_step(1, run, process)  # the second step takes seconds
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err == "a second signal: left at once, without saving\n"
+    assert not (run / "checkpoints").exists()
+    assert not (run / "summary.json").exists()
+
+
+def test_without_checkpoints_no_resume_is_promised(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+    process = start(*RUN, LOCAL, "checkpoint=none", "steps=100000", "schedule=constant")
+    wait_for_step(4, folder / "outputs" / NAME, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.endswith("; nothing was saved (checkpoint=none)\n")
+
+
+def test_an_interrupt_before_training_leaves_no_traceback(
+    start: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
+    text = folder / "large.txt"
+    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(400_000)))
+    process = start("recipe=gpt2", "data=text", f"data.path={text}", LOCAL)
+    assert process.stdout
+    assert "preparing text" in process.stdout.readline()  # training a tokenizer takes seconds
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.strip() == "interrupted outside of training; what was saved before is untouched"
+    assert not (folder / "outputs").exists()
