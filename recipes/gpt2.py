@@ -74,6 +74,7 @@ class GPT2(Recipe):
 
     def __post_init__(self) -> None:
         self._tokens: TokenData  # set by datasets()
+        self._label = ""  # the size of a pretrained model
 
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Choose the size, the context and the form of the loss."""
@@ -130,7 +131,7 @@ class GPT2(Recipe):
         vocabulary = math.ceil(self._tokens.tokenizer.vocab_size / 64) * 64
         if self.pretrained:
             gpt2 = open_pretrained(self.pretrained, vocabulary, self._context, self.dropout)
-            self.size = f"{sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6:.0f}M pretrained"
+            self._label = f"{sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6:.0f}M pretrained"
         else:
             gpt2 = new_gpt2(SHAPES[self.size], vocabulary, self._context, self.dropout)
         gpt2.lm_head = LossHead(gpt2.transformer.wte.weight, self.chunked_loss is True)
@@ -179,7 +180,7 @@ class GPT2(Recipe):
 
     def facts(self) -> dict[str, Any]:
         """Return the size."""
-        return {"size": self.size}
+        return {"size": self._label or self.size}
 
     @property
     def _context(self) -> int:

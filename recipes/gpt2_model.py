@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.text_pretrained import first_line, hub_reachable, in_hub_cache
 from trainer.errors import UserError
 
 
@@ -53,7 +55,7 @@ class LossHead(nn.Linear):
         if targets is None:
             return super().forward(hidden)
         hidden, targets = hidden.flatten(0, -2), targets.flatten()
-        if not self.chunked or not torch.is_grad_enabled():
+        if not self.chunked:
             return F.cross_entropy(super().forward(hidden), targets, reduction="sum")
         device = hidden.device.type
         weight = self.weight
@@ -113,15 +115,25 @@ def open_pretrained(source: str, vocabulary: int, context: int, dropout: float) 
     """
     from transformers import GPT2LMHeadModel
 
+    remedy = "give a folder written by save_pretrained, or leave it out to train from random weights"
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if source.startswith(("/", ".", "~")) or source.count("/") > 1:
+            raise UserError(f"recipe.pretrained={source}: there is no such folder; {remedy}")
+        if not hub_reachable() and not in_hub_cache(source):
+            raise UserError(f"recipe.pretrained={source}: the Hugging Face hub cannot be reached; {remedy}")
     try:
         # Transformers would load the weights in whatever dtype they were saved.
         gpt2 = GPT2LMHeadModel.from_pretrained(
-            source, dtype=torch.float32, attn_implementation="sdpa", **_dropouts(dropout)
+            str(folder) if folder.is_dir() else source,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=folder.is_dir() or in_hub_cache(source),
+            **_dropouts(dropout),
         )
     except (OSError, ValueError) as error:
         raise UserError(
-            f"recipe.pretrained={source} cannot be opened as a GPT-2 ({str(error).splitlines()[0]}); "
-            "give a folder written by save_pretrained, or leave it out to train from random weights"
+            f"recipe.pretrained={source} cannot be opened as a GPT-2 ({first_line(error)}); {remedy}"
         ) from error
     if gpt2.config.n_positions < context:
         raise UserError(

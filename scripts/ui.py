@@ -54,6 +54,8 @@ def main() -> int:
     parser.add_argument("--experiment", help="default: the one with the newest run")
     parser.add_argument("--runs", type=int, default=6, help="how many to show side by side (default: 6)")
     options = parser.parse_args()
+    if options.runs < 1:
+        parser.error("--runs must be at least 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         uri = tracking_uri(options.uri, "--uri")
@@ -64,7 +66,7 @@ def main() -> int:
         else:
             serve(uri, options.port, newest)
     except RunError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\nstopped")

@@ -77,7 +77,9 @@ def _task(codes: list[int]) -> Callable[[], None]:
             codes.append(_report(stop))
             interrupted = True
         except torch.OutOfMemoryError as error:
-            codes.append(_report(RunError(f"out of memory: {str(error).splitlines()[0]}")))
+            codes.append(
+                _report(RunError(f"out of memory ({str(error).splitlines()[0]}); try half the micro_batch_size"))
+            )
 
     run: Callable[[], None] = task
     return run

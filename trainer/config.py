@@ -116,8 +116,10 @@ class Config:
             eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
         )
         self.run_name = self.run_name or f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
-        if "/" in self.run_name:
-            raise UserError(f"run_name={self.run_name} must be a single folder name, without a slash")
+        if "/" in self.run_name or self.run_name in (".", ".."):
+            raise UserError(f"run_name={self.run_name} must be the name of a folder, without a slash")
+        if not self.output_dir:
+            raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
         return plan, choices
 
 

@@ -119,7 +119,7 @@ def _as_fetched(batch: Batch) -> Batch:
 
 @dataclass
 class Loader:
-    """The ``loader`` config group; this base is ``loader=plain``: no workers' memory kept, no pinning."""
+    """The ``loader`` config group; this base is ``loader=plain``: pageable memory, workers are not kept."""
 
     kind: ClassVar[str] = "plain"
     workers: int | str = "auto"

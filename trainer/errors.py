@@ -16,13 +16,13 @@ class UserError(RunError):
 
 
 class NonFiniteError(RunError):
-    """Training left the finite numbers, and the update that would have kept the damage was not made."""
+    """Training turned non-finite, and the update that would have kept the damage was not made."""
 
     exit_code = 3
 
 
 class Interrupted(RunError):
-    """A signal asked the run to stop; a checkpoint was saved first."""
+    """A signal asked the run to stop."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

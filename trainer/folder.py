@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from trainer import checkpoint
+from trainer.data import OnDeviceLoader
 from trainer.errors import UserError
 
-# What may differ between a run and its continuation: none of it changes which numbers a step computes,
-# but ``steps``, which makes the run longer (and with it the schedule), as the user asked.
+# What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
+# makes the run longer (and with it the schedule), as the user asked.
 _FREE = (
     "steps",
     "eval_every",
@@ -22,7 +23,7 @@ _FREE = (
     "resume",
     "output_dir",
     "run_name",
-    "micro_batch_size",
+    "device",
 )
 _FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking")
 
@@ -108,7 +109,9 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
         keys = [
-            key for key in dict.fromkeys([*before, *flat]) if not _free(key) and _differ(before.get(key), flat.get(key))
+            key
+            for key in dict.fromkeys([*before, *flat])
+            if before.get(key) != flat.get(key) and not _free(key, before, flat)
         ]
         if not keys:
             return
@@ -145,10 +148,10 @@ def _is_run(path: Path, run_name: str) -> bool:
     return suffix == "" or (suffix.startswith("-") and suffix[1:].isdigit())
 
 
-def _free(key: str) -> bool:
+def _free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Tell whether this key may differ between a run and its continuation."""
+    if key == "loader":  # one that repeats a single batch is other training data
+        return OnDeviceLoader.kind not in (before.get(key), now.get(key))
+    if key == "micro_batch_size":  # rounding, and what batch norm sees
+        return not now.get("deterministic")
     return key in _FREE or key.partition(".")[0] in _FREE_GROUPS
-
-
-def _differ(before: Any, now: Any) -> bool:
-    # What is still auto will be resolved from the same data in the same way.
-    return before != now and "auto" not in (before, now)

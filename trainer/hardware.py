@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,29 @@ def detect(device: str) -> Hardware:
     if chosen.type not in ("cpu", "mps"):
         raise UserError(f"device={device} is not supported; use auto, cpu, cuda or mps")
     return Hardware(chosen, _cpu_name(), _ram_bytes(), cores, None, _cpu_flags())
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak so far, so that runs one after another in a process each have their own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # Linux only; elsewhere the peak is that of the process
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak since the last reset: allocated on a CUDA device, else the resident set of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import psutil
+
+    memory = psutil.Process().memory_info()
+    return int(getattr(memory, "peak_wset", memory.rss))  # Windows knows its peak, macOS only the present
 
 
 def _ram_bytes() -> int:

@@ -6,11 +6,13 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
@@ -131,14 +133,11 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return the recipe's metrics over the validation samples, in the precision of training."""
-        dataset = self.datasets.valid
-        size = self.plan.batching.micro_batch_size
-        samples = evaluation_samples(len(dataset), self.plan.eval_samples, size)
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # sums of thousands of batches
         targets = 0
         sums: dict[str, Tensor] = {}
         self.model.eval()
-        for microbatch in checked(self.config.loader.loader(dataset, samples, self.hardware)):
+        for microbatch in checked(self._validation):
             targets += self.recipe.count_targets(microbatch)
             batch = to_device(microbatch, self.device)
             with self.config.precision.autocast(self.device):
@@ -149,6 +148,13 @@ class Trainer:
         values = {name: value.item() for name, value in sums.items()}
         loss = values.pop("loss") / max(1, targets)
         return self.recipe.metrics(loss, values, max(1, targets))
+
+    @cached_property
+    def _validation(self) -> DataLoader[Batch]:
+        # Kept, so that persistent workers are.
+        dataset = self.datasets.valid
+        samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)
+        return self.config.loader.loader(dataset, samples, self.hardware)
 
     def _set_lr(self) -> float:
         lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)

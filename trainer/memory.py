@@ -329,21 +329,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Iterable) and not isinstance(value, str):
         for item in value:
             yield from _tensors(item)
-
-
-def device_memory(device: torch.device) -> dict[str, int]:
-    """Return what the device's allocator, or this process, holds: bytes by name.
-
-    On CUDA the highest values since the process began (``allocated_peak``, ``reserved_peak``), on MPS what
-    is allocated now (``allocated``), on CPU the process's resident set (``rss``).
-    """
-    if device.type == "cuda":
-        return {
-            "allocated_peak": torch.cuda.max_memory_allocated(device),
-            "reserved_peak": torch.cuda.max_memory_reserved(device),
-        }
-    if device.type == "mps":
-        return {"allocated": torch.mps.current_allocated_memory()}
-    import psutil
-
-    return {"rss": int(psutil.Process().memory_info().rss)}

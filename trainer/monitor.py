@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 
 from trainer.errors import NonFiniteError
+from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.loop import StepRecord
 from trainer.scaler import Scaler
 
@@ -43,7 +43,6 @@ class Monitor:
         self.device = device
         self.emit = emit
         self.skipped_steps = 0
-        self.peak_memory_bytes = 0
         self._memory = 0
         self._memory_read = -math.inf
         self._skipped_in_a_row = 0
@@ -54,9 +53,7 @@ class Monitor:
         self._window_steps = 0
         self._clock = time.perf_counter()
         self._measured = [(0, 0, 0.0)]  # units, steps, seconds of every window
-        self._process = psutil.Process()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peak_memory(device)
 
     def start(self) -> None:
         """Start the clock of the first window."""
@@ -176,9 +173,6 @@ class Monitor:
             )
 
     def _memory_bytes(self, now: float) -> int:
-        if self.device.type == "cuda":
-            self._memory = torch.cuda.max_memory_allocated(self.device)
-        elif now > self._memory_read + 0.25:  # asking the system costs as much as a tiny model's step
-            self._memory, self._memory_read = int(self._process.memory_info().rss), now
-        self.peak_memory_bytes = max(self.peak_memory_bytes, self._memory)
+        if now > self._memory_read + 0.25:  # asking the system costs as much as a tiny model's step
+            self._memory, self._memory_read = peak_memory_bytes(self.device), now
         return self._memory

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.console import Rows, duration, quantity, size
+from trainer.hardware import peak_memory_bytes
 from trainer.loop import Trainer
-from trainer.provenance import git_facts, versions
+from trainer.provenance import versions
 from trainer.recipe import Choice
 
 if TYPE_CHECKING:
@@ -78,14 +79,14 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
         "unit": run.config.recipe.unit,
         "units_per_s": throughput[0] if throughput else None,
         "step_time_s": throughput[1] if throughput else None,
-        "peak_memory_bytes": run.monitor.peak_memory_bytes,
-        "memory_is": "allocated on the GPU" if run.hardware.is_gpu else "resident set of the process",
+        "peak_memory_bytes": peak_memory_bytes(run.trainer.device),
+        "memory_is": "allocated on the GPU" if run.hardware.is_gpu else "resident in memory, the whole process",
         "skipped_steps": run.monitor.skipped_steps,
         "wall_time_s": time.time() - run.began,
         "resume": run.command,
         "hardware": run.hardware.facts(),
         "versions": versions(),
-        "git": git_facts(),
+        "git": run.git,
     }
 
 

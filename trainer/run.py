@@ -34,7 +34,7 @@ def train(config: Config, overrides: list[str] | None = None) -> dict[str, Any]:
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
-        NonFiniteError: training left the finite numbers.
+        NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
 
     """
@@ -91,6 +91,7 @@ class Run:
         )
         if saved is not None:
             self._restore(saved)
+        self.git = git_facts()
         self.manifest = self.config.precision.manifest(self.hardware, trainer.fp32_modules)
         flat = flatten(self.config)
         flat["tracking.uri"] = flat["tracking.uri"] and without_password(flat["tracking.uri"])
@@ -189,7 +190,6 @@ class Run:
 
     def _open_tracker(self, flat: dict[str, Any], resume_step: int | None) -> Tracker:
         hardware = {f"hardware.{name}": value for name, value in self.hardware.facts().items()}
-        git = git_facts()
         tags = {
             "recipe": self.config.recipe.name,
             "precision": self.config.precision.mode,
@@ -198,8 +198,8 @@ class Run:
             "mlflow.source.name": "scripts/train.py",
         }
         tags |= {name: str(value) for name, value in self.config.recipe.facts().items()}
-        if git:
-            tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
+        if self.git:
+            tags |= {"mlflow.source.git.commit": self.git["commit"], "git.dirty": self.git["dirty"]}
         return Tracker(
             self.config.tracking,
             self.folder.path,

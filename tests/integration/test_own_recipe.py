@@ -1,4 +1,4 @@
-"""The recipe of docs/own-recipe.md, put into a copy of the project as a reader would do it."""
+"""The recipe of the README, put into a copy of the project as a reader would do it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 def blocks() -> dict[str, str]:
     """The page's two files by their path, as their first comments name it."""
-    page = (PROJECT / "docs" / "own-recipe.md").read_text()
+    page = (PROJECT / "README.md").read_text()
     found = {}
     for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         path = re.search(r"^# ((?:recipes|conf)/\S+\.(?:py|yaml))", block, re.MULTILINE)
@@ -69,7 +69,7 @@ def test_its_options_are_checked_like_all_others(
 
 
 def test_says_which_accuracy_to_expect(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    page = (PROJECT / "docs" / "own-recipe.md").read_text()
+    page = (PROJECT / "README.md").read_text()
     said = re.search(r"After 200 steps it is right about (\d+) of 100", page)
     assert said
     process = start("recipe=tumour", "precision=bf16", "tracking=local", script=copy / "scripts" / "train.py")

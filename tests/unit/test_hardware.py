@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.errors import UserError
-from trainer.hardware import Hardware, detect
+from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
 
@@ -86,3 +86,14 @@ def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match=r"device=cuda:2: this machine has 2 GPU"):
         detect("cuda:2")
+
+
+def test_the_peak_of_the_process_is_remembered_after_the_memory_is_given_back_and_forgotten_on_reset() -> None:
+    cpu = torch.device("cpu")
+    reset_peak_memory(cpu)
+    before = peak_memory_bytes(cpu)
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    del block
+    assert peak_memory_bytes(cpu) - before > 48 * 2**20
+    reset_peak_memory(cpu)
+    assert peak_memory_bytes(cpu) - before < 48 * 2**20

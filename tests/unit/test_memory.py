@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.memory import CATEGORIES, STEADY, Ledger, MemoryLedger, device_memory
+from trainer.memory import CATEGORIES, STEADY, Ledger, MemoryLedger
 
 WIDE, HIDDEN, OUT, BATCH = 64, 128, 32, 1024
 W1, W2 = 4 * WIDE * HIDDEN, 4 * HIDDEN * OUT  # bytes of the two weight matrices in fp32
@@ -342,10 +342,3 @@ def test_a_ledger_is_for_one_step() -> None:
         pass
     with pytest.raises(RuntimeError, match="one step"), recorder:
         pass
-
-
-def test_device_memory_of_the_cpu_is_the_process() -> None:
-    before = device_memory(torch.device("cpu"))["rss"]
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert device_memory(torch.device("cpu"))["rss"] - before > 48 * 2**20
-    del block

@@ -186,8 +186,9 @@ def test_state_goes_on_within_a_window() -> None:
 def test_the_last_line_of_a_run_that_diverges_is_written() -> None:
     lines: list[tuple[int, dict[str, float]]] = []
     monitor = watch(lines, log_every=10, scaler=Scaler())
+    for step in range(1, 10):
+        monitor.add(record(step, loss=float("nan") if step == 4 else 1.0, skipped=step >= 4))
     with pytest.raises(NonFiniteError, match="step 4"):
-        for step in range(1, 11):
-            monitor.add(record(step, loss=float("nan") if step == 4 else 1.0, skipped=step >= 4))
+        monitor.add(record(10, skipped=True))
     assert lines[-1][0] == 4
     assert lines[-1][1]["skipped_steps"] == 1
