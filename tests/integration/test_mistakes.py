@@ -168,7 +168,7 @@ print(sorted(heavy & set(sys.modules)))
 
 def test_the_process_ends_with_the_code(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     process = start("precision=bf61")
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert out == ""
     assert err == "error: precision=bf61 is not a choice; did you mean 'bf16'? (bf16, fp16, fp32, tf32)\n"
@@ -340,7 +340,7 @@ class TestDivergence:
 
     def test_gives_the_process_its_exit_code(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         process = start(*f"{self.SGD} checkpoint=none".split())
-        _, err = process.communicate()
+        _, err = process.communicate(timeout=120)
         assert process.returncode == 3
         assert err.startswith("error: step ")
 

@@ -39,7 +39,7 @@ def logged(run: Path) -> list[dict[str, float]]:
 def wait_for(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 90
     while not happened():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(timeout=120)
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -100,7 +100,7 @@ def test_a_signal_saves_and_the_printed_command_goes_on(
     process = start(*RUN, LOCAL)
     wait_for_step(12, run, process)
     process.send_signal(number)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=120)
     assert process.returncode == code, err
     stopped, command = err.splitlines()
     step = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step-"))
@@ -211,7 +211,7 @@ def test_a_second_interrupt_leaves_at_once(start: Callable[..., subprocess.Popen
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err == "a second signal: left at once, without saving\n"
     assert not (run / "checkpoints").exists()
@@ -222,7 +222,7 @@ def test_without_checkpoints_no_resume_is_promised(start: Callable[..., subproce
     process = start(*RUN, LOCAL, "checkpoint=none", "steps=100000", "schedule=constant")
     wait_for_step(4, folder / "outputs" / NAME, process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err.endswith("; nothing was saved (checkpoint=none)\n")
 
@@ -236,7 +236,7 @@ def test_an_interrupt_before_training_leaves_no_traceback(
     assert process.stdout
     assert "preparing text" in process.stdout.readline()  # training a tokenizer takes seconds
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err.strip() == "interrupted outside of training; what was saved before is untouched"
     assert not (folder / "outputs").exists()

@@ -113,7 +113,7 @@ def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Go on with:" in err
     assert " -m " not in err
