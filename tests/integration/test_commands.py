@@ -225,7 +225,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[.
         "perplexity (validation) ",
         "tokens/s",
         " ms\n",
-        "resident set",
+        "resident in memory",
         "a sample after",
     ):
         assert words in after
