@@ -130,7 +130,10 @@ class Saved:
             lines = str(error).splitlines()
             raise UserError(f"the checkpoint does not fit this model: {' '.join(lines[1:3]).strip()}") from error
         if optimizer is not None:
+            here = [{key: group.get(key) for key in ("fused", "foreach")} for group in optimizer.param_groups]
             optimizer.load_state_dict(self.optimizer)
+            for group, kernels in zip(optimizer.param_groups, here, strict=True):  # they belong to the device
+                group.update({key: value for key, value in kernels.items() if key in group})
             _match_layout(optimizer)
 
 

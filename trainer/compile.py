@@ -39,4 +39,6 @@ class Compile:
         if torch.__version__ < "2.14":  # compared as versions, not as text
             # Compiled LayerNorm can give wrong gradients from 2.10 to 2.13: pytorch issue 193061.
             os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
-        model.compile(mode=None if self.mode == "default" else self.mode)
+        # Without CUDA graphs: their memory is used again at the next replay, and with gradient accumulation the
+        # gradients of the first microbatch still stand in it (pytorch issue 169545).
+        model.compile(mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")

@@ -106,6 +106,11 @@ class Config:
 
         suits = f"suits {'a GPU' if hardware.is_gpu else 'this CPU'}"
         steps = number("steps", sizes.steps, suits)
+        if self.schedule.warmup(steps) >= max(2, steps):
+            raise UserError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} leaves nothing of steps={steps}; "
+                "use schedule.warmup_steps=auto or a longer run"
+            )
         batch_size = number("batch_size", sizes.batch_size, suits)
         fitting = max(s for s in range(1, min(batch_size, sizes.micro_batch_size) + 1) if batch_size % s == 0)
         micro_batch_size = number("micro_batch_size", fitting, suits)

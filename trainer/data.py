@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Dataset, SampleId
+from trainer.recipe import Batch, Dataset, Datasets, SampleId
 
 
 class DataOrder:
@@ -243,6 +244,19 @@ def evaluation_samples(length: int, limit: int | None, size: int) -> list[list[S
     """Return the evaluation batches: ``limit`` samples (None: all) spread evenly, in order, never augmented."""
     chosen = np.arange(length) if limit is None or limit >= length else np.linspace(0, length - 1, limit).astype(int)
     return [[SampleId(int(i), None) for i in chosen[start : start + size]] for start in range(0, len(chosen), size)]
+
+
+def fingerprint(datasets: Datasets) -> str:
+    """Return a hash of the sizes and of a few samples of both parts: another corpus, split or tokenizer shows."""
+    digest = hashlib.sha256()
+    for dataset in (datasets.train, datasets.valid):
+        length = len(dataset)
+        digest.update(str(length).encode())
+        chosen = [SampleId(index, None) for index in sorted({0, length // 3, 2 * length // 3, length - 1})]
+        for name, tensor in sorted(dataset.batch(chosen).items()):
+            digest.update(name.encode() + str((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -18,7 +18,6 @@ from trainer.errors import UserError
 _FREE = (
     "steps",
     "eval_every",
-    "eval_samples",
     "log_every",
     "resume",
     "output_dir",

@@ -53,7 +53,7 @@ class Hardware:
         arm = platform.machine().lower() in ("arm64", "aarch64")
         wanted = {"bf16": {"amx_bf16", "avx512_bf16", "bf16"}, "fp16": {"amx_fp16", "avx512_fp16"}}[mode]
         if arm and mode == "fp16":
-            wanted = {"fp16"}
+            wanted = {"fp16", "fp16_arith"}
         return NATIVE if self.cpu_flags & wanted else EMULATED
 
     def _support_on_cuda(self, mode: str) -> str:
@@ -138,16 +138,21 @@ def _ram_bytes() -> int:
 
 
 def _cpu_name() -> str:
-    try:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(key: str) -> str:
+    """Return the first such line of Linux's /proc/cpuinfo, or an empty string."""
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(key):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def _cpu_flags() -> frozenset[str]:
+    if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.11 may lack it
+        return frozenset(_cpuinfo("flags").split()) & {"amx_bf16", "avx512_bf16", "amx_fp16", "avx512_fp16"}
     capabilities = torch.cpu.get_capabilities()
-    flags = ("amx_bf16", "avx512_bf16", "amx_fp16", "avx512_fp16", "bf16", "fp16")
+    flags = ("amx_bf16", "avx512_bf16", "amx_fp16", "avx512_fp16", "bf16", "fp16", "fp16_arith")
     return frozenset(flag for flag in flags if capabilities.get(flag))

@@ -43,6 +43,7 @@ class Monitor:
         self.device = device
         self.emit = emit
         self.skipped_steps = 0
+        self._disturbed = False
         self._memory = 0
         self._memory_read = -math.inf
         self._skipped_in_a_row = 0
@@ -109,6 +110,10 @@ class Monitor:
         yield
         self._clock += time.perf_counter() - began
 
+    def leave_out(self) -> None:
+        """Keep the window under way out of ``throughput``: something other than training slows it."""
+        self._disturbed = True
+
     def throughput(self) -> tuple[float, float] | None:
         """Return units per second and seconds per step over the run, without the first window when there are more."""
         windows = self._measured[2:] or self._measured[1:]
@@ -135,7 +140,9 @@ class Monitor:
         now = time.perf_counter()
         seconds = now - self._clock
         memory = self._memory_bytes(now)
-        self._measured.append((self._window_units, self._window_steps, seconds))
+        if not self._disturbed:
+            self._measured.append((self._window_units, self._window_steps, seconds))
+        self._disturbed = False
         metrics = {
             "loss": math.fsum(self._losses) / len(self._losses) if all(map(math.isfinite, self._losses)) else math.nan,
             **self._last,

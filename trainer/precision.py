@@ -25,6 +25,7 @@ MODES = ("fp32", "tf32", "bf16", "fp16")
 _LOWERING_ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": {"1"},
     "ONEDNN_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
+    "DNNL_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
 }
 _NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
 
@@ -135,7 +136,16 @@ class Precision:
                 hint = f"near it: {', '.join(near)}" if near else f"names are such as {', '.join([*modules][:4])}"
                 raise UserError(f"precision.fp32_modules: {pattern!r} matches no submodule; {hint}")
             kept |= {name: modules[name] for name in matches}
-        for module in kept.values():
+        for name in kept:
+            parent = name.rpartition(".")[0]
+            if isinstance(modules.get(parent), nn.MultiheadAttention) and parent not in kept:
+                raise UserError(
+                    f"precision.fp32_modules: {name} is never called by itself, torch's attention takes its weights; "
+                    f"name the whole of it: {parent}"
+                )
+        # A container may be passed by: its children are called directly. So they are taken out with it.
+        inside = {id(module): module for match in kept.values() for module in match.modules()}
+        for module in inside.values():
             module.forward = _in_fp32(module.forward, device.type)
         return sorted(kept)
 

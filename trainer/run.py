@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from trainer import checkpoint, report
 from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal
-from trainer.errors import Interrupted, NonFiniteError
+from trainer.data import fingerprint
+from trainer.errors import Interrupted, NonFiniteError, UserError
 from trainer.folder import RunFolder, check_writable
 from trainer.hardware import Hardware, detect
 from trainer.loop import StepRecord, Trainer
@@ -89,6 +90,7 @@ class Run:
             device=trainer.device,
             emit=self._emit,
         )
+        self.fingerprint = fingerprint(trainer.datasets)
         if saved is not None:
             self._restore(saved)
         self.git = git_facts()
@@ -128,7 +130,10 @@ class Run:
 
     def step(self) -> AbstractContextManager[object]:
         """Return the profiler's context of the next step."""
-        return self.profiler.step(self.trainer.step + 1)
+        context = self.profiler.step(self.trainer.step + 1)
+        if not isinstance(context, nullcontext):
+            self.monitor.leave_out()
+        return context
 
     def trained(self, record: StepRecord) -> None:
         """Hand a step's record to the monitor."""
@@ -169,6 +174,7 @@ class Run:
             "final": self.final,
             "loss_scale": trainer.loss_scale.state_dict(),
             "monitor": self.monitor.state_dict(),
+            "data": self.fingerprint,
         }
         folder = self.folder.checkpoints
         rng = checkpoint.random_state(trainer.device)
@@ -176,6 +182,11 @@ class Run:
         checkpoint.prune(folder, self.config.checkpoint.keep, int(self.best["step"]) if self.best else None)
 
     def _restore(self, saved: checkpoint.Saved) -> None:
+        if saved.progress["data"] != self.fingerprint:
+            raise UserError(
+                f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
+                "put the files back as they were, or start a new run without resume="
+            )
         saved.restore(self.trainer.model, self.trainer.optimizer)
         self.trainer.loss_scale.load_state_dict(saved.progress["loss_scale"])
         self.trainer.step = saved.step

@@ -45,7 +45,7 @@ class Cosine(Schedule):
 
     kind: ClassVar[str] = "cosine"
     final: float = 0.1
-    """The last multiple, as a share of the peak."""
+    """The multiple at the very end, one step after the last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,11 +9,15 @@ import sqlite3
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from trainer import run as run_module
+from trainer.loop import Trainer
 
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
 NAMES = ["bignet-bf16-s0", "bignet-bf16-s1", "bignet-fp32-s0", "bignet-fp32-s1"]
@@ -85,6 +89,23 @@ def test_a_refused_run_does_not_lose_the_others(train: Callable[..., Any], folde
     assert "precision=tf32 is not available" in done.err
     assert done.err.count("\n") == 1
     assert outputs(folder) == ["bignet-bf16-s0"]
+
+
+def test_each_run_is_freed_before_the_next_begins(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Trainer]] = []
+    alive: list[int] = []
+
+    class Watched(Trainer):
+        def __init__(self, *arguments: Any) -> None:
+            alive.append(sum(trainer() is not None for trainer in made))
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(run_module, "Trainer", Watched)
+    assert train("-m", *BIGNET, "seed=0,1,2", "steps=2", "tracking=local").code == 0
+    assert alive == [0, 0, 0]  # a run that stays counts as the next one's memory
 
 
 def test_a_crash_of_one_run_is_not_hidden(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import CPU
-from trainer.data import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader, evaluation_samples
+from tests.helpers import CPU, Arrays
+from trainer.data import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader, evaluation_samples, fingerprint
 from trainer.errors import UserError
-from trainer.recipe import Batch, SampleId
+from trainer.recipe import Batch, Datasets, SampleId
 
 LENGTH = 23
 
@@ -218,3 +218,14 @@ def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(
 def test_values_that_cannot_work_are_named(make: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_the_fingerprint_tells_other_data_from_the_same() -> None:
+    def of(x: torch.Tensor) -> str:
+        return fingerprint(Datasets(Arrays(x=x), Arrays(x=x[:3]), ""))
+
+    x = torch.arange(12.0)
+    assert of(x) == of(x.clone())
+    changed = x.clone()
+    changed[-1] = 0
+    assert len({of(x), of(changed), of(x[:-1]), of(x.double())}) == 4

@@ -267,3 +267,23 @@ def test_patterns_match_whole_names_and_last_parts() -> None:
 
 def test_the_test_environment_lowers_nothing() -> None:
     assert os.environ.get("NVIDIA_TF32_OVERRIDE") != "1"
+
+
+def test_a_container_takes_its_children_along_and_what_is_never_called_is_refused() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](x)  # passes the container by
+
+    net = Net()
+    precision = Precision("bf16", ["blocks"])
+    assert precision.keep_fp32(net, CPU) == ["blocks"]
+    with precision.autocast(CPU):
+        assert net(torch.ones(2, 4)).dtype == torch.float32
+    with pytest.raises(UserError, match="name the whole of it: attention"):
+        Precision("bf16", ["out_proj"]).keep_fp32(Net(), CPU)
+    assert "attention" in Precision("bf16", ["attention"]).keep_fp32(Net(), CPU)
