@@ -19,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainer.loop import Trainer
+
 PROJECT = Path(__file__).resolve().parents[2]
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=16 batch_size=2 eval_samples=2 steps=2 tracking=local"
 TOKENS = f"{GPT2} data=synthetic data.vocab_size=300"
@@ -133,6 +135,7 @@ def test_a_mistake_gets_one_sentence_and_leaves_nothing(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(Trainer, "fit", lambda *_: pytest.fail("training began"))
     before = everything(files)
     done = train(*shlex.split(command))
     assert done.code == 2

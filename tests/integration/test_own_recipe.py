@@ -53,6 +53,7 @@ def test_runs_and_learns(copy: Path, folder: Path, start: Callable[..., subproce
     summary = json.loads((run / "summary.json").read_text())
     assert summary["step"] == 200
     assert summary["final"]["valid/accuracy"] > 0.94
+    assert 0.05 < summary["final"]["valid/loss"] < 0.3  # a mean over the microbatch would be divided twice
     assert (run / "best" / "model.safetensors").exists()
     config = json.loads((run / "config.json").read_text())
     assert (config["recipe"], config["recipe.width"], config["data"]) == ("tumour", 32, "own")
