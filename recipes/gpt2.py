@@ -108,7 +108,7 @@ class GPT2(Recipe):
     def sizes(self, hardware: Hardware) -> Sizes:
         """A few minutes of a CPU, or the published half a million tokens a step on a GPU."""
         if not hardware.is_gpu:
-            return Sizes(steps=240, batch_size=16, micro_batch_size=16)
+            return Sizes(steps=200, batch_size=16, micro_batch_size=16)
         return Sizes(steps=2000, batch_size=480, micro_batch_size=16)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
