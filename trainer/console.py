@@ -34,7 +34,6 @@ class Terminal:
         self.note(title, style="bold")
         rows = list(rows)
         widest = max((len(name) for name, _ in rows), default=0)
-        # A file has no edge to fold at.
         room = max(24, self.console.width - widest - 5) if self.console.is_terminal else 10_000
         for name, value in rows:
             first, *others = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
@@ -48,7 +47,8 @@ class Terminal:
 
     def note(self, message: str | Text = "", style: str = "") -> None:
         """Show a line as it is, above the progress line."""
-        self.console.print(message if isinstance(message, Text) else Text(message, style), soft_wrap=True)
+        text = message if isinstance(message, Text) else Text(message, style)
+        self.console.print(text, soft_wrap=not self.console.is_terminal)  # a file has no edge to fold at
 
     def progress(self, step: int, steps: int, metrics: dict[str, float], unit: str) -> None:
         """Show where training is; called once per log interval, redrawn a few times a second at most."""
@@ -92,7 +92,8 @@ def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -
         parts.append(f"scale {metrics['loss_scale']:g}")
     if metrics["skipped_steps"]:
         parts.append(f"skipped {metrics['skipped_steps']:g}")
-    parts.append(f"eta {duration((steps - step) * metrics['step_time_s'])}")
+    if step > 1:  # the first step takes longer than any other
+        parts.append(f"eta {duration((steps - step) * metrics['step_time_s'])}")
     return "  ".join(parts)
 
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def mlflow_runs(store: Path) -> list[tuple[str, str, str]]:
     query = """select experiments.name, runs.name, runs.status from runs
         join experiments on runs.experiment_id = experiments.experiment_id order by runs.name"""
-    with sqlite3.connect(store) as database:
+    with closing(sqlite3.connect(store)) as database:
         return database.execute(query).fetchall()
 
 
@@ -60,7 +61,7 @@ def test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each(
         config = json.loads((folder / "outputs" / name / "config.json").read_text())
         assert (config["precision.mode"], f"s{config['seed']}") == (precision, seed)
         assert done.out.count(f"{name}\n") == 2  # the title and the start block's last line
-    with sqlite3.connect(store) as database:
+    with closing(sqlite3.connect(store)) as database:
         losses = database.execute("select run_uuid from metrics where key = 'valid/loss'").fetchall()
     assert len(set(losses)) == 4
     # What Hydra writes about a sweep is gone, and nothing of it is in the current folder.
