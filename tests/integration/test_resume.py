@@ -133,9 +133,8 @@ def test_killed_and_resumed_is_the_same_run_in_mlflow_too(
     wait_for(lambda: query(store, "select count(*) from metrics")[0][0] > 20, process)
     process.kill()
     process.wait()
-    reached = logged(run)[-1]["step"]
     saved = int(max(path.name for path in (run / "checkpoints").glob("step-*")).removeprefix("step-"))
-    assert 0 < saved <= reached < 400
+    assert 0 < saved < 400
     run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
 
     done = train(*longer, "resume=auto")
