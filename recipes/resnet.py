@@ -57,7 +57,7 @@ class ResNet(Recipe):
         return [Choice("recipe.arch", self.arch, why)]
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        """Return about a minute of digits on two CPU cores; on a GPU, the published batch of 256."""
+        """Return some minutes of digits, at most, on two CPU cores; on a GPU, the published batch of 256."""
         if hardware.is_gpu:
             return Sizes(steps=2000, batch_size=256, micro_batch_size=256)
         return Sizes(steps=200, batch_size=64, micro_batch_size=64)
