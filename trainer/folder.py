@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 from trainer import checkpoint
 from trainer.data import OnDeviceLoader
 from trainer.errors import UserError
+from trainer.files import write_json, write_text
 
 # What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
 # makes the run longer (and with it the schedule), as the user asked.
@@ -83,18 +86,39 @@ class RunFolder:
             )
         return folder
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other process from working on this run; the lock ends with the process, however it ends.
+
+        Raises:
+            UserError: another process has it.
+
+        """
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"{self.path} is being worked on by another process; wait until that one ends") from None
+        except NotImplementedError:  # a file system without locks
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
     def write(self, name: str, content: dict[str, Any]) -> Path:
         """Write a JSON file whole or not at all."""
         path = self.path / name
-        temporary = path.with_name(f".{name}.partial")
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        temporary.replace(path)
+        write_json(path, content)
         return path
 
     def write_config(self, flat: dict[str, Any]) -> None:
         """Record the resolved config, as JSON and, for people, as YAML."""
         self.write("config.json", flat)
-        (self.path / "config.yaml").write_text(yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
+        write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
 
     def check_same(self, flat: dict[str, Any]) -> None:
         """Refuse to continue a run under a config that would make it another run.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.files import write_json
 from trainer.mlflow_store import (
     connect,
     create_run,
@@ -190,10 +191,7 @@ class Feed(threading.Thread):
             "experiment_id": experiment_id,
             "tracking_uri": without_password(self._uri),
         }
-        path = self._path.with_name(RECORD_FILE)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_json(self._path.with_name(RECORD_FILE), record)
 
     def _describe(self, client: MlflowClient, run: Any) -> None:
         """Log params and tags. A param cannot be changed, so what a resumed run changed goes into a tag."""

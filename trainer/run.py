@@ -55,7 +55,8 @@ def train(config: Config, overrides: list[str] | None = None) -> dict[str, Any]:
     trainer = Trainer(config, plan, hardware)
     if folder is None:
         folder = RunFolder.create(config.output_dir, config.run_name)
-    return Run(trainer, folder, saved, terminal, choices, overrides or []).execute()
+    with folder.locked():
+        return Run(trainer, folder, saved, terminal, choices, overrides or []).execute()
 
 
 class Run:

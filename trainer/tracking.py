@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import UserError
+from trainer.files import write_json, write_text
 from trainer.mlflow_feed import Feed, RunInfo, read_run_record
 from trainer.mlflow_store import explicit_uri, tracking_uri
 
@@ -135,7 +136,7 @@ class Tracker:
         self._file.close()
         plots: list[Path] = []
         try:
-            write_json(self.folder / SUMMARY_FILE, summary)
+            write_json(self.folder / SUMMARY_FILE, _countable(summary))
             plots = plot_run(self.folder / METRICS_FILE, self.folder / "plots", self._run_name)
         finally:
             if self._feed:
@@ -143,13 +144,6 @@ class Tracker:
                 missing = self._feed.conclude(status, [*own, *artifacts], patience_s)
                 if missing:
                     log.warning("%s. The files in %s have it all.", missing, self.folder)
-
-
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Replace a JSON file as a whole; numbers that are not finite are written as in ``Tracker.log``."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(_countable(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def truncate(path: Path, step: int) -> None:
@@ -171,9 +165,7 @@ def truncate(path: Path, step: int) -> None:
         if keep:
             kept.append(line + "\n")
     if torn or len(kept) < len(lines):
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(path)
+        write_text(path, "".join(kept))
 
 
 def _countable(values: Mapping[str, object]) -> dict[str, object]:

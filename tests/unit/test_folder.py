@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.folder import RunFolder
 
+PROJECT = Path(__file__).resolve().parents[2]
 RUN: dict[str, Any] = {
     "recipe": "resnet",
     "recipe.image_size": "auto",
@@ -73,3 +76,19 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_second_run_of_a_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     names = [RunFolder.create(str(tmp_path), "gpt2-bf16-s0").path.name for _ in range(3)]
     assert names == ["gpt2-bf16-s0", "gpt2-bf16-s0-2", "gpt2-bf16-s0-3"]
+
+
+def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:
+    hold = "import sys; from trainer.folder import RunFolder; from pathlib import Path\n"
+    hold += "with RunFolder(Path(sys.argv[1])).locked(): print('held', flush=True); sys.stdin.read()"
+    run = RunFolder(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=PROJECT
+    ) as process:
+        assert process.stdout and process.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another process"), run.locked():
+            pass
+        process.kill()  # no goodbye
+        process.wait()
+    with run.locked(), pytest.raises(UserError, match="another process"), RunFolder(tmp_path).locked():
+        pass

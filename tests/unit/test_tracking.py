@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from trainer.errors import UserError
+from trainer.files import write_json
 from trainer.mlflow_store import cut, database_file, tracking_uri, valid_key, without_password
 from trainer.plots import plot_run, read_series, running_mean
-from trainer.tracking import Tracker, Tracking, truncate, write_json
+from trainer.tracking import Tracker, Tracking, truncate
 from trainer.ui import comparison_address, curves_address, experiment_address, free_port
 
 INF, NAN = float("inf"), float("nan")

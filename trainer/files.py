@@ -1,0 +1,29 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a kill."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace a JSON file as a whole."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def flush(path: Path) -> None:
+    """Bring a file's content, or a folder's list of names, to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
