@@ -85,7 +85,8 @@ def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=PROJECT
     ) as process:
-        assert process.stdout and process.stdout.readline() == b"held\n"
+        assert process.stdout
+        assert process.stdout.readline() == b"held\n"
         with pytest.raises(UserError, match="another process"), run.locked():
             pass
         process.kill()  # no goodbye
