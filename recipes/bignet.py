@@ -53,6 +53,10 @@ class BigNet(Recipe):
             layers += [linear] if last else [linear, nn.ReLU()]
         return nn.Sequential(*layers)
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the linear layers."""
+        return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
     def count_targets(self, batch: Batch) -> int:
         """One target vector per sample."""
         return len(batch["x"])

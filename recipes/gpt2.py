@@ -137,6 +137,11 @@ class GPT2(Recipe):
         gpt2.lm_head = LossHead(gpt2.transformer.wte.weight, self.chunked_loss is True)
         return LanguageModel(gpt2)
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the transformer blocks."""
+        assert isinstance(model, LanguageModel)
+        return list(model.gpt2.transformer.h)
+
     def count_targets(self, batch: Batch) -> int:
         """Every token but each sample's first is predicted."""
         tokens = batch["tokens"]

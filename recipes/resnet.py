@@ -15,6 +15,11 @@ from trainer.recipe import Batch, Choice, Datasets, DataSource, ImageSource, Los
 from trainer.suggest import nearest
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
+_BLOCKS = {
+    *("BasicBlock", "Bottleneck", "ResBottleneckBlock"),  # ResNet and its kin, RegNet
+    *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitBlock", "CNBlock"),
+    *("MBConv", "FusedMBConv", "InvertedResidual", "Fire", "Inception"),
+}
 TOP5_FROM = 10
 """With fewer classes, a guess is in the first five too often for top-5 to say anything."""
 
@@ -80,6 +85,16 @@ class ResNet(Recipe):
         """Build the classifier with random weights."""
         model = _build(self.arch, self._size, self._outputs)
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the outermost modules whose class is one of torchvision's building blocks."""
+        blocks: list[nn.Module] = []
+        inside: set[int] = set()
+        for module in model.modules():
+            if type(module).__name__ in _BLOCKS and id(module) not in inside:
+                blocks.append(module)
+                inside |= {id(child) for child in module.modules()}
+        return blocks
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of labels, which is the number of images."""

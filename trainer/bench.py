@@ -29,6 +29,7 @@ from trainer.loop import Trainer
 from trainer.memory import MemoryLedger
 from trainer.precision import MODES
 from trainer.run import Run
+from trainer.signals import Requests
 
 PROJECT = Path(__file__).resolve().parents[1]
 Variants = dict[str, tuple[str, ...]]
@@ -64,6 +65,7 @@ class MeasuredRun(Run):
     def _wait_for_mlflow(self) -> None:
         # Its import and first connection are a cost of starting, not of stepping.
         deadline = time.monotonic() + MLFLOW_PATIENCE_S
+        assert self.tracker is not None
         while self.config.tracking.mlflow and self.tracker.run_id is None:
             if time.monotonic() > deadline:
                 raise RunError(f"MLflow has not begun within {MLFLOW_PATIENCE_S:g} s: not everything would be measured")
@@ -160,7 +162,7 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
             (fits if framework.whole_fit else others)[framework.name] = framework.block(material, folder)
     assert config.run_name is not None
     run_folder = RunFolder.create(config.output_dir, config.run_name)
-    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), [], [])
+    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Requests(), [], [])
     run.turns = turns = Turns(job.steps, job.rounds, repeats, others, fits)
     with threads(job.threads):
         turns.start()

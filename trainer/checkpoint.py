@@ -1,30 +1,35 @@
-"""Checkpoints: everything needed to go on as if nothing had happened, in safetensors and JSON only.
+"""Checkpoints on the disk: everything needed to go on as if nothing had happened, in safetensors and JSON only.
 
-A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``
-and ``state.json``, and ``manifest.json`` that holds the SHA-256 of the others. It is written to a temporary folder,
-flushed to the disk and renamed, so a folder under its final name is whole.
+A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``,
+``state.json``, and ``manifest.json`` that holds the SHA-256 of the others. Where the weights are cut into rows
+(``parallel=fsdp``) each rank writes its own, ``model-00002-of-00004.safetensors``: the rows of a tensor follow one
+another in the order of the files, so any number of ranks can read what any other number wrote. It is written to a
+temporary folder, flushed to the disk and renamed, so a folder under its final name is whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
 import shutil
-from dataclasses import dataclass
+import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.errors import NonFiniteError, UserError
+from trainer.errors import UserError
+from trainer.files import flush, write_json
+from trainer.parallel import is_cut, own_part
+from trainer.world import World
 
-FORMAT = 1
+FORMAT = 2
+SPARE_BYTES = 1 << 20
+"""Left free beside a checkpoint's tensors, for the JSON files and the metric log."""
 
 
 @dataclass
@@ -36,6 +41,10 @@ class Checkpoint:
     """Optimizer steps between two checkpoints; auto: at every evaluation."""
     keep: int = 1
     """How many of the newest are kept, besides the best."""
+    background: bool = True
+    """Copy to host memory (as much again as weights and optimizer take) and write while training goes on."""
+    save_on_signal: list[str] = field(default_factory=list)
+    """Signals, such as USR1, after which the step is finished, a checkpoint saved, and training goes on."""
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str) and self.every != "auto":
@@ -44,52 +53,124 @@ class Checkpoint:
             raise UserError(f"checkpoint.every={self.every} must be at least 1; use checkpoint=none to save nothing")
         if self.keep < 1:
             raise UserError(f"checkpoint.keep={self.keep} must be at least 1; use checkpoint=none to save nothing")
+        usable = ("USR1", "USR2", "HUP", "ALRM", "XCPU")
+        for name in self.save_on_signal:
+            if name not in usable or not hasattr(signal, f"SIG{name}"):
+                raise UserError(f"checkpoint.save_on_signal: {name} is not one of {', '.join(usable)}; use [USR1]")
+        if self.save_on_signal and not self.enabled:
+            raise UserError("checkpoint.save_on_signal has no effect with checkpoint=none; drop one of them")
 
 
-def save(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: dict[str, Any],
-    rng: dict[str, Tensor],
-) -> Path:
-    """Write the checkpoint of ``step`` below ``folder`` and return its path.
+class NotWritten(Exception):
+    """A checkpoint could not be written (a full disk, for example); earlier ones are untouched."""
+
+
+@dataclass
+class Contents:
+    """What one rank has to write."""
+
+    step: int
+    files: dict[str, dict[str, Tensor]]
+    """Named contiguous tensors by the name of their file."""
+    state: str
+    """JSON; only rank 0 writes it."""
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: dict[str, Any],
+        rng: dict[str, Tensor],
+        world: World,
+    ) -> Contents:
+        """Collect this rank's part, mostly without copying.
+
+        Args:
+            step: optimizer steps done.
+            model: its state dict is saved; tied weights are saved once.
+            optimizer: its state is saved under the names of the parameters.
+            progress: JSON types; what else the loop needs to go on.
+            rng: the states of this rank's generators, see ``trainer.rng``.
+            world: the processes that save together.
+
+        """
+        weights, ties = _untie(model.state_dict())
+        tensors, rest = _optimizer_tensors(model, optimizer)
+        cut = any(map(is_cut, weights.values()))
+        files = {_part("rng", world.rank, world.size): rng}
+        if cut or world.first:
+            own = (world.rank, world.size) if cut else (0, 1)
+            files[_part("model", *own)] = _local(weights, world)
+            files[_part("optimizer", *own)] = _local(tensors, world)
+        state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
+        return cls(step, files, json.dumps(state))
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+
+
+def write(folder: Path, contents: Contents, score: float | None, world: World) -> Path:
+    """Write a checkpoint below ``folder``, every rank its part, and return its path.
 
     Args:
-        folder: the run's checkpoint folder.
-        step: optimizer steps done.
-        model: its state dict is saved; tied weights are saved once.
-        optimizer: its state dict is saved.
-        progress: JSON types; what else the loop needs to go on.
-        rng: the random number generators' states, see ``random_state``.
+        folder: the run's checkpoint folder, the same for all ranks.
+        contents: this rank's part.
+        score: what the weights were judged by at this step (the lowest is the best), if they were.
+        world: the processes that save together.
 
     Raises:
-        NonFiniteError: a weight is not finite; nothing is written.
+        NotWritten: on every rank, where one of them could not; nothing is left behind.
 
     """
-    weights, ties = _untie(model.state_dict())
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise NonFiniteError(f"{name} is not finite after step {step}; no checkpoint was written")
-    tensors, scalars = _flatten(optimizer.state_dict())
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step-{step:08d}"
+    target = folder / f"step-{contents.step:08d}"
     temporary = folder / f".{target.name}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    save_file(weights, temporary / "model.safetensors")
-    save_file(tensors, temporary / "optimizer.safetensors")
-    save_file(rng, temporary / "rng.safetensors")
-    state = {"step": step, "ties": ties, "optimizer": scalars, "progress": progress}
-    (temporary / "state.json").write_text(json.dumps(state))
-    hashes = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
-    (temporary / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": step, "sha256": hashes}))
-    for path in [*temporary.iterdir(), temporary]:
-        _flush(path)
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
-    _flush(folder)
+    hashes: dict[str, str] = {}
+
+    def prepare() -> None:
+        for partial in folder.glob(".step-*.partial"):  # of a process that was killed
+            shutil.rmtree(partial)
+        temporary.mkdir(parents=True)
+
+    def write_part() -> None:
+        _check_space(folder, contents.bytes)
+        for name, tensors in contents.files.items():
+            save_file(tensors, temporary / name)
+            flush(temporary / name)
+            hashes[name] = _sha256(temporary / name)
+
+    def conclude() -> None:
+        (temporary / "state.json").write_text(contents.state, encoding="utf-8")
+        everything = {"state.json": _sha256(temporary / "state.json")}
+        for part in parts:
+            everything |= part["sha256"]
+        manifest = {"format": FORMAT, "step": contents.step, "score": score, "sha256": everything}
+        write_json(temporary / "manifest.json", manifest)
+        for path in (temporary / "state.json", temporary / "manifest.json", temporary):
+            flush(path)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        flush(folder)
+        if json.loads((target / "manifest.json").read_text()) != manifest:
+            raise OSError(f"{target}/manifest.json does not read back as it was written")
+
+    parts: list[dict[str, Any]] = []
+    for duty, only_first in ((prepare, True), (write_part, False), (conclude, True)):
+        problem = None
+        try:
+            if world.first or not only_first:
+                duty()
+        except (OSError, SafetensorError) as error:
+            problem = str(error) if world.size == 1 else f"rank {world.rank}: {error}"
+        parts = world.gather({"sha256": hashes, "problem": problem})
+        problems = [part["problem"] for part in parts if part["problem"]]
+        if problems:
+            if world.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise NotWritten("; ".join(problems))
     return target
 
 
@@ -98,47 +179,33 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in folder.glob("step-????????/manifest.json"))
 
 
-def prune(folder: Path, keep: int, best: int | None) -> None:
+def best_step(folder: Path) -> int | None:
+    """Return the step of the checkpoint with the lowest score below ``folder``, the earliest of equals."""
+    scores = []
+    for step in steps(folder):
+        try:
+            score = json.loads((path_of(folder, step) / "manifest.json").read_text())["score"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged: what reads it says so
+        if score is not None:
+            scores.append((score, step))
+    return min(scores)[1] if scores else None
+
+
+def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` checkpoints and the best one."""
     saved = steps(folder)
-    for step in set(saved[:-keep]) - {best}:
-        shutil.rmtree(folder / f"step-{step:08d}")
-    for partial in folder.glob(".step-*.partial"):
-        shutil.rmtree(partial)
+    for step in set(saved[:-keep]) - {best_step(folder)}:
+        shutil.rmtree(path_of(folder, step))
 
 
-@dataclass
-class Saved:
-    """A checkpoint read back and verified, on the CPU."""
-
-    step: int
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    progress: dict[str, Any]
-    rng: dict[str, Tensor]
-
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Load the weights and the optimizer's state in place.
-
-        Raises:
-            UserError: the weights do not fit the model.
-
-        """
-        try:
-            model.load_state_dict(self.weights)
-        except RuntimeError as error:
-            lines = str(error).splitlines()
-            raise UserError(f"the checkpoint does not fit this model: {' '.join(lines[1:3]).strip()}") from error
-        if optimizer is not None:
-            here = [{key: group.get(key) for key in ("fused", "foreach")} for group in optimizer.param_groups]
-            optimizer.load_state_dict(self.optimizer)
-            for group, kernels in zip(optimizer.param_groups, here, strict=True):  # they belong to the device
-                group.update({key: value for key, value in kernels.items() if key in group})
-            _match_layout(optimizer)
+def path_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of ``step`` is."""
+    return folder / f"step-{step:08d}"
 
 
-def load(folder: Path, step: int | None = None) -> Saved:
-    """Read and verify the checkpoint of ``step`` (None: the newest) below ``folder``.
+def find(folder: Path, step: int | None = None) -> Path:
+    """Return the checkpoint of ``step`` (None: the newest) below ``folder``, verified.
 
     Raises:
         UserError: there is none, or it is damaged; the message names the newest older one that is whole.
@@ -148,53 +215,33 @@ def load(folder: Path, step: int | None = None) -> Saved:
     if not saved:
         raise UserError(f"{folder} holds no checkpoint to resume from; start without resume=")
     step = saved[-1] if step is None else step
-    path = folder / f"step-{step:08d}"
+    path = path_of(folder, step)
     if damage := _damage(path):
         older = [candidate for candidate in saved if candidate < step]
-        whole = next((s for s in reversed(older) if not _damage(folder / f"step-{s:08d}")), None)
+        whole = next((s for s in reversed(older) if not _damage(path_of(folder, s))), None)
         remedy = (
             f"step {whole} is whole: remove the folder {path} and resume again"
             if whole is not None
             else "no older one is whole: start again without resume="
         )
         raise UserError(f"the checkpoint {path} is damaged: {damage}; {remedy}")
-    state = json.loads((path / "state.json").read_text())
-    weights = load_file(path / "model.safetensors")
-    weights |= {alias: weights[name] for alias, name in state["ties"].items()}
-    optimizer = _unflatten(load_file(path / "optimizer.safetensors"), state["optimizer"])
-    return Saved(state["step"], weights, optimizer, state["progress"], load_file(path / "rng.safetensors"))
+    return path
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of every generator a run may use: torch's on the CPU and the device, numpy's, Python's."""
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    _, words, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE_BYTES:
+        raise OSError(f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free in {folder}")
 
 
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what ``random_state`` returned."""
-    torch.set_rng_state(state["torch"])
-    position, has_gauss, cached = state["numpy_rest"].tolist()
-    keys = state["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
-    gauss = state["python_gauss"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
+def _part(name: str, rank: int, ranks: int) -> str:
+    return f"{name}.safetensors" if ranks == 1 else f"{name}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+
+
+def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return this rank's rows of what is cut, and on rank 0 also what is not."""
+    mine = {name: tensor for name, tensor in tensors.items() if world.first or is_cut(tensor)}
+    return {name: own_part(tensor).contiguous() for name, tensor in mine.items()}
 
 
 def _untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -202,50 +249,37 @@ def _untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]
     unique: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     owner: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
+    for name, whole in state.items():
+        tensor = own_part(whole)
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and key in owner:
             ties[name] = owner[key]
         else:
             owner[key] = name
-            unique[name] = tensor.detach().contiguous()
+            unique[name] = whole.detach()
     return unique, ties
 
 
-def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split an optimizer's state dict into tensors named ``index.key`` and JSON types."""
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split an optimizer's state into tensors named ``parameter.key``, and JSON types."""
+    names = parameter_names(model, optimizer)
+    state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for index, entry in state["state"].items():
         for key, value in entry.items():
             if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.detach().contiguous()
+                tensors[f"{names[index]}.{key}"] = value.detach()
             else:
-                scalars.setdefault(str(index), {})[key] = value
-    return tensors, {"param_groups": state["param_groups"], "scalars": scalars}
+                scalars.setdefault(names[index], {})[key] = value
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    return tensors, {"names": names, "groups": groups, "scalars": scalars}
 
 
-def _unflatten(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = tensor
-    for index, entry in rest["scalars"].items():
-        state.setdefault(int(index), {}).update(entry)
-    groups = [
-        {key: tuple(value) if key == "betas" else value for key, value in group.items()}
-        for group in rest["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def _match_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state tensors their parameter's strides (channels_last), which fused kernels take for granted."""
-    for parameter, entry in optimizer.state.items():
-        for key, value in entry.items():
-            # A count of steps has no dimensions, nor have some parameters; it may have to stay on the CPU.
-            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters in its own order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _damage(path: Path) -> str | None:
@@ -257,10 +291,13 @@ def _damage(path: Path) -> str | None:
             return f"it has format {manifest['format']}, this version reads {FORMAT}"
     except (OSError, ValueError, KeyError, TypeError):
         return "manifest.json cannot be read"
-    for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"):
-        if name not in hashes or not (path / name).is_file():
+    found = {name.partition("-")[0].partition(".")[0] for name in hashes}
+    for name in sorted({"model", "optimizer", "rng", "state"} - found):
+        return f"{name} is missing"
+    for name, expected in sorted(hashes.items()):
+        if Path(name).name != name or not (path / name).is_file():
             return f"{name} is missing"
-        if _sha256(path / name) != hashes[name]:
+        if _sha256(path / name) != expected:
             return f"{name} does not match its SHA-256"
         if name.endswith(".safetensors"):
             try:
@@ -274,11 +311,3 @@ def _damage(path: Path) -> str | None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,8 +25,8 @@ class Compile:
         if self.mode not in MODES:
             raise UserError(f"compile.mode={self.mode} is unknown{nearest(self.mode, MODES)} ({', '.join(MODES)})")
 
-    def apply(self, model: nn.Module, device: torch.device) -> None:
-        """Compile the model in place, so that its parameters keep their names.
+    def apply(self, modules: list[nn.Module], device: torch.device) -> None:
+        """Compile the modules in place, so that their parameters keep their names.
 
         Raises:
             UserError: on a CPU without a C++ compiler, which torch.compile needs there.
@@ -41,4 +41,5 @@ class Compile:
             os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
         # Without CUDA graphs: their memory is used again at the next replay, and with gradient accumulation the
         # gradients of the first microbatch still stand in it (pytorch issue 169545).
-        model.compile(mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")
+        for module in modules:
+            module.compile(mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")

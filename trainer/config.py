@@ -12,12 +12,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 import recipes
+from trainer.activation import ActivationCheckpointing
 from trainer.checkpoint import Checkpoint
 from trainer.compile import Compile
 from trainer.data import Batching, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.optimizer import Optimizer
+from trainer.parallel import DDP, FSDP, Parallel
 from trainer.precision import Precision
 from trainer.profiler import MemoryProfiler, Profiler, TorchProfiler
 from trainer.recipe import Choice, DataSource, Recipe
@@ -26,6 +28,7 @@ from trainer.schedule import Cosine, Schedule, WarmupStableDecay
 from trainer.suggest import nearest
 from trainer.tracking import Tracking
 from trainer.update import Clip, ClipNorm, ClipValue
+from trainer.world import World
 
 _GROUPS: dict[str, dict[str, type]] = {
     "precision": {"precision": Precision},
@@ -35,7 +38,9 @@ _GROUPS: dict[str, dict[str, type]] = {
     "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
     "optimizer": {"optimizer": Optimizer},
     "schedule": {cls.kind: cls for cls in (Schedule, Cosine, WarmupStableDecay)},
+    "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing},
     "compile": {"compile": Compile},
+    "parallel": {cls.kind: cls for cls in (Parallel, DDP, FSDP)},
     "checkpoint": {"checkpoint": Checkpoint},
     "tracking": {"tracking": Tracking},
 }
@@ -56,7 +61,9 @@ class Config:
     profiler: Profiler = field(default_factory=Profiler)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     compile: Compile = field(default_factory=Compile)
+    parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracking: Tracking = field(default_factory=Tracking)
     device: str = "auto"
@@ -85,14 +92,19 @@ class Config:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.scaler.check(self.precision.mode)
 
-    def resolve(self, hardware: Hardware) -> tuple[Plan, list[Choice]]:
+    def resolve(self, hardware: Hardware, world: World | None = None) -> tuple[Plan, list[Choice]]:
         """Replace every ``auto`` by a number, check what depends on the hardware, and say what was chosen.
+
+        Args:
+            hardware: of this process.
+            world: the processes that train together; None: this one alone.
 
         Raises:
             UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
 
         """
         self.precision.check(hardware)
+        self.parallel.check(self.precision)
         choices = self.recipe.resolve(hardware, self.data)
         sizes = self.recipe.sizes(hardware)
 
@@ -112,11 +124,13 @@ class Config:
                 "use schedule.warmup_steps=auto or a longer run"
             )
         batch_size = number("batch_size", sizes.batch_size, suits)
-        fitting = max(s for s in range(1, min(batch_size, sizes.micro_batch_size) + 1) if batch_size % s == 0)
+        world = world or World()
+        most = min(batch_size, sizes.micro_batch_size)
+        fitting = max((s for s in range(1, most + 1) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, suits)
         plan = Plan(
             steps,
-            Batching(batch_size, micro_batch_size),
+            Batching(batch_size, micro_batch_size, world.size, world.rank),
             eval_every=number("eval_every", max(steps // 10, min(steps, 25)), "ten evaluations a run, or fewer"),
             eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
         )

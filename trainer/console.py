@@ -18,8 +18,9 @@ Rows = Iterable[tuple[str, str]]
 class Terminal:
     """Writes to standard output; on a terminal the progress is one line that stays in place, elsewhere plain lines."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, shown: bool = True) -> None:
+        """Write to ``console`` (None: standard output), or nothing at all where another process does."""
+        self.console = console or Console(highlight=False, quiet=not shown)
         self._live: Live | None = None
         self._shown = -math.inf
         # A refresh costs about a millisecond, which a tiny model's step would feel.

@@ -70,30 +70,44 @@ def _mixed(state: np.ndarray, value: np.ndarray | int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batching:
-    """How the global batch of one optimizer step is cut into microbatches."""
+    """How the global batch of one optimizer step is cut into microbatches and dealt out to the ranks."""
 
     batch_size: int
     micro_batch_size: int
+    ranks: int = 1
+    rank: int = 0
 
     def __post_init__(self) -> None:
         for key, value in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size)):
             if value < 1:
                 raise UserError(f"{key}={value} must be at least 1")
-        if self.batch_size % self.micro_batch_size == 0:
+        at_once = self.micro_batch_size * self.ranks
+        if self.batch_size % at_once == 0:
             return
-        sizes = [size for size in range(1, self.batch_size + 1) if self.batch_size % size == 0]
+        sizes = [size for size in range(1, self.batch_size + 1) if self.batch_size % (size * self.ranks) == 0]
         near = sorted(sizes, key=lambda size: abs(size - self.micro_batch_size))[:2]
-        below = self.batch_size // self.micro_batch_size * self.micro_batch_size
-        batches = [str(size) for size in (below, below + self.micro_batch_size) if size]
+        below = self.batch_size // at_once * at_once
+        batches = " or ".join(str(size) for size in (below, below + at_once) if size)
+        remedies = [f"micro_batch_size={' or '.join(map(str, sorted(near)))}"] if near else []
+        processes = f" × {self.ranks} processes" if self.ranks > 1 else ""
         raise UserError(
-            f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}; "
-            f"use micro_batch_size={' or '.join(map(str, sorted(near)))}, or batch_size={' or '.join(batches)}"
+            f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}{processes}; "
+            f"use {', or '.join([*remedies, f'batch_size={batches}'])}"
         )
 
     @property
     def accumulation(self) -> int:
-        """Microbatches per optimizer step."""
-        return self.batch_size // self.micro_batch_size
+        """Microbatches per optimizer step on each rank."""
+        return self.batch_size // (self.micro_batch_size * self.ranks)
+
+    def deal(self, order: DataOrder, first_step: int, count: int) -> Iterator[list[SampleId]]:
+        """Yield this rank's microbatches of ``count`` optimizer steps from ``first_step`` on.
+
+        A step takes the same samples of the stream whatever the number of ranks: they are dealt out like cards.
+        """
+        in_a_step = self.accumulation * self.ranks
+        microbatches = order.batches(first_step * self.batch_size, self.micro_batch_size, count * in_a_step)
+        return islice(microbatches, self.rank, None, self.ranks)
 
 
 class _Fetch(torch.utils.data.Dataset[Batch]):
@@ -109,9 +123,11 @@ class _Fetch(torch.utils.data.Dataset[Batch]):
             return error
 
 
-def _leave_interrupts_to_the_main_process(worker: int) -> None:
-    # A terminal sends Ctrl-C to every process; a worker that died of it would take the unfinished step with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    # A terminal, torchrun and SLURM signal every process; a worker that died of it would take the unfinished step
+    # with it. A worker notices by itself when its main process is gone.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_fetched(batch: Batch) -> Batch:
@@ -158,7 +174,7 @@ class Loader:
             options |= {
                 "num_workers": self.workers,
                 "multiprocessing_context": context,
-                "worker_init_fn": _leave_interrupts_to_the_main_process,
+                "worker_init_fn": _leave_signals_to_the_main_process,
             }
         return DataLoader(
             _Fetch(dataset),
@@ -178,10 +194,7 @@ class Loader:
         hardware: Hardware,
     ) -> Iterator[list[Batch]]:
         """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
-        samples = order.batches(
-            first_step * batching.batch_size, batching.micro_batch_size, count * batching.accumulation
-        )
-        microbatches = checked(self.loader(dataset, samples, hardware))
+        microbatches = checked(self.loader(dataset, batching.deal(order, first_step, count), hardware))
         while step := list(islice(microbatches, batching.accumulation)):
             yield step
 

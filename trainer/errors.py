@@ -7,6 +7,8 @@ class RunError(Exception):
     """A run that ends early for a known reason; the message is shown without a traceback."""
 
     exit_code = 1
+    told = False
+    """Whether another process of the same job tells the user."""
 
 
 class UserError(RunError):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -15,6 +15,10 @@ from trainer import checkpoint
 from trainer.data import OnDeviceLoader
 from trainer.errors import UserError
 from trainer.files import write_json, write_text
+from trainer.world import launch_id, launched_processes, restarted
+
+if TYPE_CHECKING:
+    from trainer.config import Config
 
 # What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
 # makes the run longer (and with it the schedule), as the user asked.
@@ -27,7 +31,7 @@ _FREE = (
     "run_name",
     "device",
 )
-_FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking")
+_FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking", "parallel", "activation_checkpointing")
 
 
 class RunFolder:
@@ -109,6 +113,11 @@ class RunFolder:
         finally:
             lock.release()
 
+    def mark_launch(self) -> None:
+        """Note by which torchrun the run was started, so that its restart finds the run again."""
+        if launched_processes():
+            self.write(_LAUNCH_FILE, {"launch": launch_id()})
+
     def write(self, name: str, content: dict[str, Any]) -> Path:
         """Write a JSON file whole or not at all."""
         path = self.path / name
@@ -147,6 +156,27 @@ class RunFolder:
         raise UserError(f"resume: {self.path} was another run: {differences}; type its values, or start a new run")
 
 
+def earlier_folder(config: Config) -> RunFolder | None:
+    """Return the folder of the run to go on with, if any: ``resume``, or what torchrun's restart interrupted.
+
+    Raises:
+        UserError: ``resume`` names no run, or the output folder cannot be written.
+
+    """
+    assert config.run_name is not None
+    check_writable(config.output_dir)
+    if restarted():
+        marks = Path(config.output_dir).expanduser().glob(f"{config.run_name}*/{_LAUNCH_FILE}")
+        ours = [mark for mark in marks if json.loads(mark.read_text()).get("launch") == launch_id()]
+        saved = [mark for mark in ours if checkpoint.steps(mark.parent / "checkpoints")]
+        if saved:
+            return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
+    if not config.resume:
+        return None
+    return RunFolder.find(config.resume, config.output_dir, config.run_name)
+
+
+_LAUNCH_FILE = "launch.json"
 _ELSEWHERE = "choose another with output_dir=…"
 
 
@@ -175,6 +205,8 @@ def _free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Tell whether this key may differ between a run and its continuation."""
     if key == "loader":  # one that repeats a single batch is other training data
         return OnDeviceLoader.kind not in (before.get(key), now.get(key))
+    if key == "parallel.param_dtype":  # a precision of its own
+        return False
     if key == "micro_batch_size":  # rounding, and what batch norm sees
         return not now.get("deterministic")
     return key in _FREE or key.partition(".")[0] in _FREE_GROUPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
 from trainer.recipe import Batch
 from trainer.update import Update
+from trainer.world import World
+
+_RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
 
 
 class StepRecord(NamedTuple):
@@ -27,7 +31,7 @@ class StepRecord(NamedTuple):
     step: int
     """Counted from 1."""
     loss: Tensor
-    """Mean over the step's valid targets, before the update, fp32."""
+    """Sum over this rank's valid targets, over the count of all ranks' (alone: the mean), before the update, fp32."""
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
@@ -58,13 +62,15 @@ class Trainer:
         config: resolved, see ``Config.resolve``.
         plan: the resolved numbers.
         hardware: where it runs.
+        world: the processes that train together; None: this one alone.
 
     Raises:
         UserError: data or model that the config asks for cannot be had.
 
     """
 
-    def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
+    def __init__(self, config: Config, plan: Plan, hardware: Hardware, world: World | None = None) -> None:
+        self.world = world or World()
         self.config = config
         self.recipe = config.recipe
         self.plan = plan
@@ -72,12 +78,19 @@ class Trainer:
         self.device = hardware.device
         config.precision.apply()
         set_determinism(config.deterministic)
-        self.datasets = self.recipe.datasets(config.data, config.seed)
+        self.datasets = self.world.first_then_others(lambda: self.recipe.datasets(config.data, config.seed))
         config.loader.resolve(self.datasets.decodes, hardware)
         seed_everything(config.seed)
         self.model = self.recipe.build_model().to(self.device)
+        # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.keep_fp32(self.model, self.device)
-        config.compile.apply(self.model, self.device)
+        blocks = self.recipe.blocks(self.model)
+        config.activation_checkpointing.apply(blocks, compiled=config.compile.mode != "off")
+        config.compile.apply(config.parallel.compiled(self.model, blocks), self.device)
+        self.replica = config.parallel.wrap(self.model, blocks, self.device)
+        """The model as training's forward passes call it."""
+        if self.world.rank:
+            seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
         self.optimizer = config.optimizer.build(self.model, self.device)
         self.loss_scale = config.scaler.build(config.precision.mode, self.device)
         self.update = Update(self.optimizer, self.model.parameters(), self.loss_scale, config.clip)
@@ -115,15 +128,18 @@ class Trainer:
         microbatches nor how the targets fall among them changes the gradient.
         """
         lr = self._set_lr()
-        targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
-        units = sum(self.recipe.count_units(batch) for batch in microbatches)
+        targets, units = self.world.sums(
+            sum(self.recipe.count_targets(batch) for batch in microbatches),
+            sum(self.recipe.count_units(batch) for batch in microbatches),
+        )
         loss: Tensor | None = None
-        for microbatch in microbatches:
+        for number, microbatch in enumerate(microbatches, 1):
             batch = to_device(microbatch, self.device)
-            with self.config.precision.autocast(self.device):
-                output = self.recipe.loss(self.model, batch)
-            share = output.loss_sum / max(1, targets)
-            self.update.backward(share)
+            with self.config.parallel.microbatch(self.replica, last=number == len(microbatches)):
+                with self.config.precision.autocast(self.device):
+                    output = self.recipe.loss(self.replica, batch)
+                share = output.loss_sum / max(1, targets)
+                self.update.backward(share)
             loss = share.detach() if loss is None else loss + share.detach()
         assert loss is not None, "an optimizer step has at least one microbatch"
         grad_norm, skipped, scale = self.update.step()
@@ -132,29 +148,46 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the recipe's metrics over the validation samples, in the precision of training."""
+        """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
         wide = torch.float32 if self.device.type == "mps" else torch.float64  # sums of thousands of batches
         targets = 0
         sums: dict[str, Tensor] = {}
+        self.synchronise_buffers()
         self.model.eval()
-        for microbatch in checked(self._validation):
-            targets += self.recipe.count_targets(microbatch)
+        own, loader = self._validation
+        for number, microbatch in enumerate(checked(loader)):
             batch = to_device(microbatch, self.device)
             with self.config.precision.autocast(self.device):
                 output = self.recipe.loss(self.model, batch)
+            counts = number < own  # else a forward pass for the other ranks, which gather their weights from this one
+            targets += counts * self.recipe.count_targets(microbatch)
             for name, value in {"loss": output.loss_sum, **output.metric_sums}.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=wide, device=self.device)) + value.to(wide)
+                total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self.device))
+                if counts:
+                    total += value
         self.model.train()
-        values = {name: value.item() for name, value in sums.items()}
+        return self._metrics(targets, sums)
+
+    def synchronise_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
+        self.world.copy_from_first(list(self.model.buffers()))
+
+    def _metrics(self, targets: int, sums: dict[str, Tensor]) -> dict[str, float]:
+        names = sorted(sums)
+        totals = self.world.add(torch.stack([sums[name] for name in names])).tolist()
+        (targets,) = self.world.sums(targets)
+        values = dict(zip(names, totals, strict=True))
         loss = values.pop("loss") / max(1, targets)
-        return self.recipe.metrics(loss, values, max(1, targets))
+        return self.recipe.metrics(loss, {name: values[name] for name in sums if name != "loss"}, max(1, targets))
 
     @cached_property
-    def _validation(self) -> DataLoader[Batch]:
-        # Kept, so that persistent workers are.
-        dataset = self.datasets.valid
+    def _validation(self) -> tuple[int, DataLoader[Batch]]:
+        """How many batches are this rank's, and the loader, which repeats one where other ranks have more."""
+        dataset, ranks = self.datasets.valid, self.world.size
         samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)
-        return self.config.loader.loader(dataset, samples, self.hardware)
+        own = samples[self.world.rank :: ranks]
+        others = samples[:1] * (math.ceil(len(samples) / ranks) - len(own))
+        return len(own), self.config.loader.loader(dataset, own + others, self.hardware)  # kept: so are its workers
 
     def _set_lr(self) -> float:
         lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)

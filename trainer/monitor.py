@@ -14,6 +14,7 @@ from trainer.errors import NonFiniteError
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.loop import StepRecord
 from trainer.scaler import Scaler
+from trainer.world import World
 
 Emit = Callable[[int, dict[str, float]], None]
 
@@ -34,6 +35,7 @@ class Monitor:
         recovers: bool,
         device: torch.device,
         emit: Emit,
+        world: World | None = None,
     ) -> None:
         self.log_every = log_every
         self.last_step = last_step
@@ -42,6 +44,7 @@ class Monitor:
         self.recovers = recovers
         self.device = device
         self.emit = emit
+        self.world = world or World()
         self.skipped_steps = 0
         self._disturbed = False
         self._memory = 0
@@ -84,8 +87,10 @@ class Monitor:
             return
         records, self._on_device = self._on_device, []
         columns = [torch.stack([getattr(r, name) for r in records]) for name in ("loss", "grad_norm", "loss_scale")]
-        skips = torch.stack([record.skipped for record in records])
-        rows = torch.stack([*(column.float() for column in columns), skips.float()], dim=1).cpu().tolist()
+        columns.append(torch.stack([record.skipped for record in records]))
+        numbers = torch.stack([column.float() for column in columns]).cpu()
+        numbers[0] = self.world.add(numbers[0])  # each rank knows its own share of the loss
+        rows = numbers.T.tolist()
         for record, (loss, norm, scale, skipped) in zip(records, rows, strict=True):
             self._losses.append(loss)
             self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}

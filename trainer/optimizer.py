@@ -79,7 +79,11 @@ class Optimizer:
         keywords: dict[str, object] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
         }
-        auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not self._dampened
+        # Of torch's fused kernels, only Adam's take weights that are cut into rows (FSDP2's DTensors).
+        sharded = hasattr(parameters[0], "full_tensor") and self.name not in ("Adam", "AdamW")
+        if sharded and self.fused is True:
+            raise UserError(f"optimizer.fused=true: {self.name} has none for parallel=fsdp; use optimizer.fused=auto")
+        auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not (self._dampened or sharded)
         if "fused" in accepted and (self.fused is True or auto):
             keywords["fused"] = True
         try:

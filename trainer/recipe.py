@@ -192,6 +192,12 @@ class Recipe:
         """Build the model in fp32 on the CPU, from torch's global RNG. ``datasets`` was called before."""
         raise NotImplementedError
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the model's repeated blocks, none inside another: what activation checkpointing recomputes and
+        ``parallel=fsdp`` shards one at a time.
+        """
+        return []
+
     def count_targets(self, batch: Batch) -> int:
         """Return the number of valid targets of a CPU microbatch: what the loss is averaged over."""
         raise NotImplementedError

@@ -32,6 +32,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     precision += f", {manifest['support']} on this hardware; weights and optimizer in fp32"
     if trainer.fp32_modules:
         precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
+    processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     epochs = plan.steps * batching.batch_size / len(trainer.datasets.train)
     return [
         (
@@ -46,7 +47,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         (
             "batch",
-            f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}; "
+            f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}{processes}; "
             f"{plan.steps} steps = {_epochs(epochs)}",
         ),
         (
@@ -81,6 +82,9 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
         "step_time_s": throughput[1] if throughput else None,
         "peak_memory_bytes": peak_memory_bytes(run.trainer.device),
         "memory_is": "allocated on the GPU" if run.hardware.is_gpu else "resident in memory, the whole process",
+        "parallel": run.config.parallel.kind,
+        "processes": run.world.size,
+        "checkpoints": run.saver.facts(),
         "skipped_steps": run.monitor.skipped_steps,
         "wall_time_s": time.time() - run.began,
         "resume": run.command,

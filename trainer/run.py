@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from trainer import checkpoint, report
 from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal
 from trainer.data import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, UserError
-from trainer.folder import RunFolder, check_writable
+from trainer.folder import RunFolder, earlier_folder
 from trainer.hardware import Hardware, detect
 from trainer.loop import StepRecord, Trainer
 from trainer.mlflow_store import without_password
 from trainer.monitor import Monitor
+from trainer.profiler import Profiler
 from trainer.provenance import git_facts, resume_command
 from trainer.recipe import Choice
-from trainer.signals import StopRequest
+from trainer.restore import Saved, load
+from trainer.rng import random_state, set_random_state
+from trainer.saver import Saver
+from trainer.signals import Requests
 from trainer.tracking import Tracker
+from trainer.world import World
 
 
-def train(config: Config, overrides: list[str] | None = None) -> dict[str, Any]:
+def train(config: Config, overrides: list[str] | None = None, run_class: type[Run] | None = None) -> dict[str, Any]:
     """Train what the config describes and return the summary that is also in summary.json.
 
     Args:
         config: as composed; its ``auto`` fields are resolved in place.
         overrides: the command line's overrides, for the command that resumes this run.
+        run_class: what watches over the trainer, for those who measure; None: ``Run``.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
@@ -39,49 +48,64 @@ def train(config: Config, overrides: list[str] | None = None) -> dict[str, Any]:
         Interrupted: a signal stopped the run after saving a checkpoint.
 
     """
-    terminal = Terminal()
-    hardware = detect(config.device)
-    plan, choices = config.resolve(hardware)
-    assert config.run_name is not None
-    check_writable(config.output_dir)
-    folder = RunFolder.find(config.resume, config.output_dir, config.run_name) if config.resume else None
-    saved = None
-    if folder is not None:
-        folder.check_same(flatten(config))
-        saved = checkpoint.load(folder.checkpoints)
-        if saved.step >= plan.steps:
-            terminal.note(f"{folder.path} has done its {saved.step} steps; steps={2 * saved.step} would go on")
-            return {}
-    trainer = Trainer(config, plan, hardware)
-    if folder is None:
-        folder = RunFolder.create(config.output_dir, config.run_name)
-    with folder.locked():
-        return Run(trainer, folder, saved, terminal, choices, overrides or []).execute()
+    with Requests(config.checkpoint.save_on_signal) as requests, ExitStack() as stack:
+        world = config.parallel.world(config.device)
+        terminal = Terminal(shown=world.first)
+        hardware = detect(config.device)
+        plan, choices = config.resolve(hardware, world)
+        folder = world.on_first(lambda: earlier_folder(config))
+        saved = None
+        if folder is not None:
+            if world.first:
+                stack.enter_context(folder.locked())
+            saved = Saved(world.on_first(partial(_verified, folder, config)))
+            if saved.step >= plan.steps:
+                done = f"{folder.path} has done its {saved.step} steps"
+                terminal.note(f"{done}; steps={2 * saved.step} would go on")
+                return {}
+        trainer = Trainer(config, plan, hardware, world)
+        if folder is None:
+            folder = world.on_first(lambda: RunFolder.create(config.output_dir, str(config.run_name)))
+            if world.first:
+                stack.enter_context(folder.locked())
+        return (run_class or Run)(trainer, folder, saved, terminal, requests, choices, overrides or []).execute()
+
+
+def _verified(folder: RunFolder, config: Config) -> Path:
+    folder.check_same(flatten(config))
+    return checkpoint.find(folder.checkpoints)
 
 
 class Run:
-    """Watches over a Trainer: profiles, logs, evaluates, saves, stops. The loop calls it; it never calls the loop."""
+    """Watches over a Trainer: profiles, logs, evaluates, saves, stops. The loop calls it; it never calls the loop.
+
+    Every rank has one, because all of them have to stop for evaluation and saving at the same steps. Only rank 0's
+    prints, logs and profiles.
+    """
 
     def __init__(
         self,
         trainer: Trainer,
         folder: RunFolder,
-        saved: checkpoint.Saved | None,
+        saved: Saved | None,
         terminal: Terminal,
+        requests: Requests,
         choices: list[Choice],
         overrides: list[str],
     ) -> None:
         self.trainer = trainer
+        self.world: World = trainer.world
         self.config: Config = trainer.config
         self.plan: Plan = trainer.plan
         self.hardware: Hardware = trainer.hardware
         self.folder = folder
         self.terminal = terminal
+        self.requests = requests
         self.command = resume_command(overrides, folder.path)
         self.best: dict[str, float] | None = None
         self.final: dict[str, float] = {}
-        self.stop = StopRequest()
         self.began = time.time()
+        self.saver = Saver(self.config.checkpoint, folder.checkpoints, self.world)
         self.monitor = Monitor(
             log_every=self.config.log_every,
             last_step=self.plan.steps,
@@ -90,27 +114,39 @@ class Run:
             recovers=trainer.loss_scale.recovers,
             device=trainer.device,
             emit=self._emit,
+            world=self.world,
         )
         self.fingerprint = fingerprint(trainer.datasets)
         if saved is not None:
             self._restore(saved)
         self.git = git_facts()
         self.manifest = self.config.precision.manifest(self.hardware, trainer.fp32_modules)
+        self.manifest["effective"] |= self.config.parallel.effective()
+        self.profiler = Profiler().start(folder.path, trainer.model, trainer.optimizer, trainer.device)
+        self.tracker: Tracker | None = None
+        if self.world.first:
+            self._open(saved.step if saved else None, choices)
+
+    def _open(self, resume_step: int | None, choices: list[Choice]) -> None:
+        """Write down what this run is, show it, and start what watches it."""
         flat = flatten(self.config)
         flat["tracking.uri"] = flat["tracking.uri"] and without_password(flat["tracking.uri"])
-        folder.write_config(flat)
-        folder.write("precision.json", self.manifest)
+        self.folder.write_config(flat)
+        self.folder.write("precision.json", self.manifest)
+        self.folder.mark_launch()
         self._show_start(choices)
-        self.tracker = self._open_tracker(flat, resume_step=saved.step if saved else None)
-        self.profiler = self.config.profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device)
+        self.tracker = self._open_tracker(flat, resume_step)
+        trainer = self.trainer
+        self.profiler = self.config.profiler.start(self.folder.path, trainer.model, trainer.optimizer, trainer.device)
 
     def execute(self) -> dict[str, Any]:
         """Train to the end of the plan and return the summary."""
+        self.requests.training = True
         try:
-            with self.stop:
-                self.monitor.start()
-                self.trainer.fit(self)
-                self.monitor.collect()
+            self.monitor.start()
+            self.trainer.fit(self)
+            self.monitor.collect()
+            self.saver.finish()
         except Interrupted:  # a second signal: nothing that takes time any more
             self.terminal.end_progress()
             raise
@@ -119,15 +155,17 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {self._last_good()}") from error
             raise
-        signal = self.stop.received
-        if signal is None or self.trainer.step == self.plan.steps:
+        if self.requests.stop is None or self.trainer.step == self.plan.steps:
             return self._close("FINISHED")
-        with suppress(KeyboardInterrupt):  # a second Ctrl-C while MLflow is waited for
+        with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
             self._close("KILLED")
-        stopped = f"stopped by {signal.name} after step {self.trainer.step}"
+        name = signal.Signals(self.requests.stop).name
+        stopped = f"stopped by {name} after step {self.trainer.step}"
         if not self.config.checkpoint.enabled:
-            raise Interrupted(f"{stopped}; nothing was saved (checkpoint=none)", signal)
-        raise Interrupted(f"{stopped}, saved. Go on with:\n  {self.command}", signal)
+            raise Interrupted(f"{stopped}; nothing was saved (checkpoint=none)", self.requests.stop)
+        saved = checkpoint.steps(self.folder.checkpoints)[-1:] == [self.trainer.step]
+        kept = "saved" if saved else f"not saved. {self._last_good()}"
+        raise Interrupted(f"{stopped}, {kept}. Go on with:\n  {self.command}", self.requests.stop)
 
     def step(self) -> AbstractContextManager[object]:
         """Return the profiler's context of the next step."""
@@ -144,32 +182,47 @@ class Run:
         """Evaluate and save when due; stop when asked."""
         step = trainer.step
         last = step == self.plan.steps
+        self._agree()
+        score = None
         improved = False
         if last or step % self.plan.eval_every == 0:
             with self.monitor.paused():
-                improved = self._evaluate(step)
+                score, improved = self._evaluate(step)
         every = self.config.checkpoint.every
         due = last or step % (self.plan.eval_every if isinstance(every, str) else every) == 0
-        if self.config.checkpoint.enabled and (due or improved or self.stop.received):
+        if self.config.checkpoint.enabled and (due or improved or self.requests.stop or self.requests.save):
             with self.monitor.paused():
-                self._save(step)
-        return self.stop.received is None
+                self._save(step, score)
+            if self.requests.save:
+                self.requests.save = False
+                self.terminal.note(f"step {step}/{self.plan.steps}  saved, as a signal asked")
+        return self.requests.stop is None
 
-    def _evaluate(self, step: int) -> bool:
+    def _agree(self) -> None:
+        """Take over what a signal to another rank asked for, so that all ranks stop, or save, at this step."""
+        if self.world.size > 1:
+            asked = self.world.largest(2 * (self.requests.stop or 0) + self.requests.save)
+            self.requests.stop = asked // 2 or None
+            self.requests.save = bool(asked % 2)
+
+    def _evaluate(self, step: int) -> tuple[float | None, bool]:
+        """Evaluate; return the score if it is finite, and whether it is the best so far."""
         self.monitor.collect()
         self.final = {f"valid/{name}": value for name, value in self.trainer.evaluate().items()}
-        self.tracker.log(step, self.final)
-        loss = self.final[self.config.recipe.best_metric]
-        improved = math.isfinite(loss) and (self.best is None or loss < self.best["value"])
+        if self.tracker:
+            self.tracker.log(step, self.final)
+        score = self.final[self.config.recipe.best_metric]
+        improved = math.isfinite(score) and (self.best is None or score < self.best["value"])
         if improved:
-            self.best = {"step": step, "value": loss}
+            self.best = {"step": step, "value": score}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self.final.items())
         self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{'  (best)' if improved else ''}")
-        return improved
+        return score if math.isfinite(score) else None, improved
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, score: float | None) -> None:
         self.monitor.collect()
         trainer = self.trainer
+        trainer.synchronise_buffers()
         progress = {
             "best": self.best,
             "final": self.final,
@@ -177,12 +230,11 @@ class Run:
             "monitor": self.monitor.state_dict(),
             "data": self.fingerprint,
         }
-        folder = self.folder.checkpoints
-        rng = checkpoint.random_state(trainer.device)
-        checkpoint.save(folder, step, trainer.model, trainer.optimizer, progress, rng)
-        checkpoint.prune(folder, self.config.checkpoint.keep, int(self.best["step"]) if self.best else None)
+        stall_s = self.saver.save(step, trainer.model, trainer.optimizer, progress, random_state(trainer.device), score)
+        if self.tracker:
+            self.tracker.log(step, {"checkpoint_stall_s": stall_s})
 
-    def _restore(self, saved: checkpoint.Saved) -> None:
+    def _restore(self, saved: Saved) -> None:
         if saved.progress["data"] != self.fingerprint:
             raise UserError(
                 f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
@@ -194,10 +246,13 @@ class Run:
         self.monitor.load_state_dict(saved.progress["monitor"])
         self.best = saved.progress["best"]
         self.final = saved.progress["final"]
-        checkpoint.set_random_state(saved.rng, self.trainer.device)
+        rng = saved.rng(self.world.rank)
+        if rng is not None:  # a rank that was not there before goes on with a seed of its own
+            set_random_state(rng, self.trainer.device)
 
     def _emit(self, step: int, metrics: dict[str, float]) -> None:
-        self.tracker.log(step, metrics)
+        if self.tracker:
+            self.tracker.log(step, metrics)
         self.terminal.progress(step, self.plan.steps, metrics, self.config.recipe.unit)
 
     def _open_tracker(self, flat: dict[str, Any], resume_step: int | None) -> Tracker:
@@ -207,6 +262,8 @@ class Run:
             "precision": self.config.precision.mode,
             "precision.support": self.manifest["support"],
             "hardware": self.hardware.name,
+            "parallel": self.config.parallel.kind,
+            "processes": str(self.world.size),
             "mlflow.source.name": "scripts/train.py",
         }
         tags |= {name: str(value) for name, value in self.config.recipe.facts().items()}
@@ -239,6 +296,9 @@ class Run:
     def _close(self, status: str) -> dict[str, Any]:
         """Write the summary, finish the profile and the tracking; with a finished run, export and show the result."""
         self.terminal.end_progress()
+        if status != "FINISHED":
+            with suppress(Exception):  # what ended the run is told already
+                self.saver.finish()
         artifacts: list[Path | tuple[Path, str]] = [
             self.folder.path / name for name in ("config.yaml", "config.json", "precision.json")
         ]
@@ -251,18 +311,31 @@ class Run:
             profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
             for text in filter(None, [profile, last_word]):
                 self.terminal.note(text)
-        self.tracker.finish(status, artifacts, summary)
+        if self.tracker:
+            self.tracker.finish(status, artifacts, summary)
         if status == "FINISHED":
             self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
         return summary
 
     def _finish_model(self, artifacts: list[Path | tuple[Path, str]]) -> str | None:
         """Load the best weights, export them, and let the recipe have its last word."""
-        model = self.trainer.model
-        if self.config.checkpoint.enabled and self.best is not None:
-            checkpoint.load(self.folder.checkpoints, int(self.best["step"])).restore(model, None)
-            self.config.recipe.export(model, self.folder.path / "best")
-            artifacts.append((self.folder.path / "best", "best"))
+        trainer, path = self.trainer, self.folder.path
+        best = checkpoint.best_step(self.folder.checkpoints) if self.best is not None else None
+        if best is not None:
+            load(self.folder.checkpoints, best).restore(trainer.model, None)
+        model = self.config.parallel.whole(trainer.model, self.config.recipe.build_model)
+        if not self.world.first:
+            return None
+        if best is not None:
+            if self.best is not None and best != self.best["step"]:
+                self.terminal.warn(
+                    f"the best weights (step {self.best['step']}) were not saved; step {best} is exported"
+                )
+            try:
+                self.config.recipe.export(model, path / "best")
+                artifacts.append((path / "best", "best"))
+            except (OSError, SafetensorError) as error:
+                self.terminal.warn(f"the best weights could not be exported to {path / 'best'} ({error})")
         model.eval()
-        with torch.no_grad(), self.config.precision.autocast(self.trainer.device):
-            return self.config.recipe.epilogue(model, self.trainer.device)
+        with torch.no_grad(), self.config.precision.autocast(trainer.device):
+            return self.config.recipe.epilogue(model, trainer.device)

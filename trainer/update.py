@@ -101,6 +101,8 @@ class Update:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.loss_scale.unscale(gradients)
         norm = torch.nn.utils.get_total_norm(gradients)
+        if hasattr(norm, "full_tensor"):  # a DTensor: of rows that lie on other ranks too
+            norm = norm.full_tensor()
         finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
         skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
         self.clip.apply(parameters, norm)
