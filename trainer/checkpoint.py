@@ -155,6 +155,7 @@ def write(folder: Path, contents: Contents, score: float | None, world: World) -
         temporary.rename(target)
         flush(folder)
         if json.loads((target / "manifest.json").read_text()) != manifest:
+            shutil.rmtree(target)
             raise OSError(f"{target}/manifest.json does not read back as it was written")
 
     parts: list[dict[str, Any]] = []

@@ -9,21 +9,25 @@ import re
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import hydra
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import config
-from trainer.errors import Interrupted, RunError, UserError
+from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
 from trainer.explain import explain
 from trainer.run import train
+from trainer.world import launched_processes
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -53,6 +57,8 @@ def main() -> int:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
         return _report(UserError(explain(error)))
+    if dist.is_initialized() and not any(codes):  # after a failure the others may not be there to say goodbye to
+        dist.destroy_process_group()
     return max(codes, default=0)
 
 
@@ -83,6 +89,11 @@ def _task(codes: list[int]) -> Callable[[], None]:
             codes.append(
                 _report(RunError(f"out of memory ({str(error).splitlines()[0]}); try half the micro_batch_size"))
             )
+        except Exception as error:
+            if launched_processes() < 2:
+                raise
+            codes.append(_report_of_rank(error))
+            interrupted = True  # the ranks are no longer in step
         finally:
             _release_memory()
 
@@ -104,8 +115,32 @@ def _release_memory() -> None:
 
 
 def _report(error: RunError) -> int:
-    print(f"error: {error}" if not isinstance(error, Interrupted) else str(error), file=sys.stderr, flush=True)
+    """Tell the user, once for all ranks, and return the exit code."""
+    rank = os.environ.get("RANK", "0")
+    several = launched_processes() > 1 and dist.is_initialized()
+    everywhere = error.told or not several or isinstance(error, Interrupted | NonFiniteError)
+    if rank == "0" or not launched_processes() or not everywhere:
+        prefix = "" if isinstance(error, Interrupted) else "error: "
+        where = f"rank {rank}: " if several and not everywhere else ""
+        print(f"{where}{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+
+
+def _report_of_rank(error: Exception) -> int:
+    """Name the rank that failed; one that only lost its connection to it gets no traceback, which would hide the cause."""
+    rank = os.environ["RANK"]
+    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _GONE):
+        print(f"rank {rank}: lost contact with another rank, whose own message says why", file=sys.stderr, flush=True)
+        return 1
+    traceback.print_exception(error)
+    print(f"rank {rank}: error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    handler = get_error_handler()  # torchrun shows what it writes as the root cause
+    handler.initialize()
+    handler.record_exception(error)
+    return 1
 
 
 def _check_arguments(arguments: list[str]) -> None:

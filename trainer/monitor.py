@@ -47,6 +47,7 @@ class Monitor:
         self.world = world or World()
         self.skipped_steps = 0
         self._disturbed = False
+        self._stall_s = 0.0
         self._memory = 0
         self._memory_read = -math.inf
         self._skipped_in_a_row = 0
@@ -115,6 +116,10 @@ class Monitor:
         yield
         self._clock += time.perf_counter() - began
 
+    def stalled(self, seconds: float) -> None:
+        """Put the seconds that a checkpoint has cost into the next line."""
+        self._stall_s += seconds
+
     def leave_out(self) -> None:
         """Keep the window under way out of ``throughput``: something other than training slows it."""
         self._disturbed = True
@@ -156,6 +161,9 @@ class Monitor:
             "step_time_s": seconds / self._window_steps,
             "memory_bytes": float(memory),
         }
+        if self._stall_s:
+            metrics["checkpoint_stall_s"] = self._stall_s
+        self._stall_s = 0.0
         self._losses = []
         self._window_units = self._window_steps = 0
         self.emit(step, metrics)

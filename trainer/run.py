@@ -52,7 +52,11 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.first)
         hardware = detect(config.device)
-        plan, choices = config.resolve(hardware, world)
+        try:
+            plan, choices = config.resolve(hardware, world)
+        except UserError as error:
+            error.told = not world.first  # every rank finds the same mistake
+            raise
         folder = world.on_first(lambda: earlier_folder(config))
         saved = None
         if folder is not None:
@@ -230,9 +234,8 @@ class Run:
             "monitor": self.monitor.state_dict(),
             "data": self.fingerprint,
         }
-        stall_s = self.saver.save(step, trainer.model, trainer.optimizer, progress, random_state(trainer.device), score)
-        if self.tracker:
-            self.tracker.log(step, {"checkpoint_stall_s": stall_s})
+        rng = random_state(trainer.device)
+        self.monitor.stalled(self.saver.save(step, trainer.model, trainer.optimizer, progress, rng, score))
 
     def _restore(self, saved: Saved) -> None:
         if saved.progress["data"] != self.fingerprint:

@@ -76,9 +76,6 @@ class World:
         """Do ``work`` on rank 0 and then, with what rank 0 prepared on the disk, on the others."""
         return work()
 
-    def leave(self) -> None:
-        """Close the connections in good order."""
-
 
 class ProcessWorld(World):
     """Several processes, joined by torch.distributed."""
@@ -139,10 +136,6 @@ class ProcessWorld(World):
         result: list[T] = []
         self.on_first(lambda: result.append(work()))
         return result[0] if self.first else work()
-
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def join(device_type: str, timeout_s: float) -> World:

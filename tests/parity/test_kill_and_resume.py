@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tests.helpers import compose, same_bits
-from trainer import checkpoint
+from trainer import checkpoint, run
 from trainer.errors import Interrupted
 from trainer.loop import StepRecord, Trainer
 from trainer.recipe import Batch
+from trainer.restore import load
 from trainer.run import train
 
 STEPS = 11
@@ -41,7 +42,7 @@ RECIPES = {
     ],
 }
 # Clocks and the process's memory; every other number has to be the same.
-MEASURED = {"time", "tokens_per_s", "images_per_s", "step_time_s", "memory_bytes"}
+MEASURED = {"time", "tokens_per_s", "images_per_s", "step_time_s", "memory_bytes", "checkpoint_stall_s"}
 
 AtStep = Callable[[int, Callable[[], None]], None]
 
@@ -109,9 +110,9 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def end_state(folder: Path) -> tuple[Any, ...]:
-    saved = checkpoint.load(folder / "run" / "checkpoints", STEPS)
+    saved = load(folder / "run" / "checkpoints", STEPS)
     assert saved.step == STEPS
-    return saved.weights, saved.optimizer, saved.progress, saved.rng
+    return saved.tensors(), saved.progress
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ def test_dropout_makes_this_test_depend_on_the_generators(
     with pytest.raises(Interrupted):
         go(tmp_path, "gpt2", "fp32")
     at_step(-1, kill)
-    monkeypatch.setattr(checkpoint, "set_random_state", lambda state, device: torch.manual_seed(5))
+    monkeypatch.setattr(run, "set_random_state", lambda state, device: torch.manual_seed(5))
     go(tmp_path, "gpt2", "fp32", "auto")
     assert not same_bits(end_state(tmp_path)[0], end_state(uninterrupted("gpt2", "fp32"))[0])
     assert metrics(tmp_path) != metrics(uninterrupted("gpt2", "fp32"))

@@ -15,9 +15,13 @@ from torch import Tensor, nn
 
 from tests.helpers import copied, same_bits
 from trainer import checkpoint
-from trainer.checkpoint import Checkpoint
+from trainer.checkpoint import Checkpoint, Contents
 from trainer.errors import NonFiniteError, UserError
 from trainer.optimizer import Optimizer
+from trainer.restore import load
+from trainer.rng import random_state, set_random_state
+from trainer.saver import Saver
+from trainer.world import World
 
 CPU = torch.device("cpu")
 FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
@@ -60,11 +64,23 @@ def steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: in
         optimizer.zero_grad()
 
 
+def save(
+    folder: Path,
+    step: int,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    score: float | None = None,
+) -> Path:
+    contents = Contents.of(step, net, optimizer, progress, random_state(CPU), World())
+    return checkpoint.write(folder, contents, score, World())
+
+
 def write(folder: Path, step: int = 1, net: nn.Module | None = None, **progress: Any) -> Path:
     net = net or Net(0)
     optimizer = OPTIMIZERS["adamw"].build(net, CPU)
     steps(net, optimizer, 1)
-    return checkpoint.save(folder, step, net, optimizer, progress, checkpoint.random_state(CPU))
+    return save(folder, step, net, optimizer, progress)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -73,12 +89,12 @@ def test_weights_and_optimizer_go_on_bit_for_bit(name: str, tmp_path: Path) -> N
     optimizer = OPTIMIZERS[name].build(net, CPU)
     steps(net, optimizer, 3)
     progress = {"best": None, "losses": [0.1, 1 / 3], "infinite": float("inf")}
-    path = checkpoint.save(tmp_path, 3, net, optimizer, progress, checkpoint.random_state(CPU))
+    path = save(tmp_path, 3, net, optimizer, progress)
     assert path == tmp_path / "step-00000003"
 
     other = Net(1)
     other_optimizer = OPTIMIZERS[name].build(other, CPU)
-    saved = checkpoint.load(tmp_path)
+    saved = load(tmp_path)
     saved.restore(other, other_optimizer)
     assert (saved.step, saved.progress) == (3, progress)
     assert same_bits(dict(other.state_dict()), dict(net.state_dict()))
@@ -95,10 +111,10 @@ def test_optimizer_state_keeps_the_layout_of_its_parameter(name: str, tmp_path: 
     net = Net(0)
     optimizer = OPTIMIZERS[name].build(net, CPU)
     steps(net, optimizer, 2)
-    checkpoint.save(tmp_path, 2, net, optimizer, {}, checkpoint.random_state(CPU))
+    save(tmp_path, 2, net, optimizer, {})
     other = Net(1)
     other_optimizer = OPTIMIZERS[name].build(other, CPU)
-    checkpoint.load(tmp_path).restore(other, other_optimizer)
+    load(tmp_path).restore(other, other_optimizer)
     assert other.conv.weight.stride() == net.conv.weight.stride() != net.conv.weight.contiguous().stride()
     for key, value in optimizer.state[net.conv.weight].items():
         restored = other_optimizer.state[other.conv.weight][key]
@@ -113,8 +129,7 @@ def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
     with safe_open(path / "model.safetensors", "pt") as file:
         names = set(file.keys())
     assert len({"embedding.weight", "head.weight"} & names) == 1
-    saved = checkpoint.load(tmp_path)
-    assert saved.weights["head.weight"] is saved.weights["embedding.weight"]
+    saved = load(tmp_path)
     net = Net(5)
     saved.restore(net, None)
     assert net.head.weight is net.embedding.weight
@@ -136,10 +151,13 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     random.seed(3)
     draw()  # leaves half a pair of normal numbers behind in numpy's and Python's generators
     net = Net(0)
-    checkpoint.save(tmp_path, 1, net, OPTIMIZERS["sgd"].build(net, CPU), {}, checkpoint.random_state(CPU))
+    save(tmp_path, 1, net, OPTIMIZERS["sgd"].build(net, CPU), {})
     expected = draw()
     draw()
-    checkpoint.set_random_state(checkpoint.load(tmp_path).rng, CPU)
+    state = load(tmp_path).rng(0)
+    assert state is not None
+    assert load(tmp_path).rng(1) is None
+    set_random_state(state, CPU)
     assert same_bits(draw(), expected)
 
 
@@ -165,35 +183,35 @@ def test_damage_is_named_and_the_newest_whole_one_offered(how: str, name: str, t
     damage(tmp_path / "step-00000003", how, name)
     what = "is missing" if how == "removed" else "does not match its SHA-256"
     with pytest.raises(UserError) as caught:
-        checkpoint.load(tmp_path)
+        load(tmp_path)
     message = str(caught.value)
     assert f"step-00000003 is damaged: {name} {what}" in message
     assert f"step 2 is whole: remove the folder {tmp_path}/step-00000003 and resume again" in message
     damage(tmp_path / "step-00000002", how, name)
     with pytest.raises(UserError, match=r"step 1 is whole"):
-        checkpoint.load(tmp_path)
+        load(tmp_path)
     damage(tmp_path / "step-00000001", how, name)
     with pytest.raises(UserError, match=r"no older one is whole: start again without resume="):
-        checkpoint.load(tmp_path)
+        load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 1, "sha256": 3}', '{"format": 1, "sha256": {}}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 2, "sha256": 3}', '{"format": 2, "sha256": {}}'])
 def test_a_bad_manifest_is_damage(content: str, tmp_path: Path) -> None:
     (write(tmp_path) / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=r"step-00000001 is damaged: "):
-        checkpoint.load(tmp_path)
+        load(tmp_path)
 
 
 def test_another_format_is_told(tmp_path: Path) -> None:
     manifest = write(tmp_path) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    with pytest.raises(UserError, match=r"it has format 99, this version reads 1"):
-        checkpoint.load(tmp_path)
+    with pytest.raises(UserError, match=r"it has format 99, this version reads 2"):
+        load(tmp_path)
 
 
 def test_nothing_to_load_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no checkpoint to resume from"):
-        checkpoint.load(tmp_path / "nowhere")
+        load(tmp_path / "nowhere")
 
 
 class Bomb:
@@ -213,12 +231,12 @@ def test_a_planted_pickle_is_refused_without_running(name: str, tmp_path: Path) 
     mark.unlink()
     (path / name).write_bytes(pickle.dumps(Bomb(mark)))
     with pytest.raises(UserError, match=rf"{name} does not match its SHA-256"):
-        checkpoint.load(tmp_path)
+        load(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"is damaged: .*{name}"):
-        checkpoint.load(tmp_path)
+        load(tmp_path)
     assert not mark.exists()
 
 
@@ -229,13 +247,13 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
     optimizer = OPTIMIZERS["sgd"].build(net, CPU)
     net.state_dict()[name][1] = value
     with pytest.raises(NonFiniteError, match=rf"{name} is not finite after step 4; no checkpoint was written"):
-        checkpoint.save(tmp_path / "checkpoints", 4, net, optimizer, {}, {})
+        Saver(Checkpoint(), tmp_path / "checkpoints", World()).save(4, net, optimizer, {}, {}, None)
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    for broken in ("_sha256", "_flush"):
+    for broken in ("_sha256", "flush"):
 
         def pull_the_plug(path: Path) -> str:
             raise KeyboardInterrupt
@@ -245,7 +263,7 @@ def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(KeyboardInterrupt):
                 write(tmp_path, 2)
         assert checkpoint.steps(tmp_path) == [1]
-        assert checkpoint.load(tmp_path).step == 1
+        assert load(tmp_path).step == 1
     write(tmp_path, 2)  # the rest of the attempt before does not stand in the way
     assert checkpoint.steps(tmp_path) == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
@@ -254,35 +272,36 @@ def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.Mo
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     write(tmp_path, 1, note="first")
     write(tmp_path, 1, note="second")
-    assert checkpoint.load(tmp_path).progress == {"note": "second"}
+    assert load(tmp_path).progress == {"note": "second"}
 
 
 @pytest.mark.parametrize(
     ("keep", "best", "left"), [(1, None, [5]), (2, None, [4, 5]), (1, 2, [2, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])]
 )
 def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: list[int], tmp_path: Path) -> None:
+    (tmp_path / ".step-00000009.partial").mkdir()  # of a process that was killed
+    net = Net(0)
     for step in range(1, 6):
-        write(tmp_path, step)
-    (tmp_path / ".step-00000009.partial").mkdir()
-    checkpoint.prune(tmp_path, keep, best)
+        save(tmp_path, step, net, OPTIMIZERS["sgd"].build(net, CPU), {}, best and float(step != best))
+    checkpoint.prune(tmp_path, keep)
     assert checkpoint.steps(tmp_path) == left
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in left]
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(UserError, match=r"the checkpoint does not fit this model: .*conv.weight"):
-        checkpoint.load(tmp_path).restore(nn.Linear(2, 2), None)
+    with pytest.raises(UserError, match=r"does not fit this model: it lacks bias and this model has no conv.bias"):
+        load(tmp_path).restore(nn.Linear(2, 2), None)
 
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     net = Net(0)
     optimizer = OPTIMIZERS["adamw"].build(net, CPU)
     steps(net, optimizer, 2)
-    before = copied(net.state_dict()), copied(optimizer.state_dict()), checkpoint.random_state(CPU)
-    checkpoint.save(tmp_path, 2, net, optimizer, {}, checkpoint.random_state(CPU))
+    before = copied(net.state_dict()), copied(optimizer.state_dict()), random_state(CPU)
+    save(tmp_path, 2, net, optimizer, {})
     assert same_bits(
-        (dict(net.state_dict()), optimizer.state_dict(), checkpoint.random_state(CPU)), (dict(before[0]), *before[1:])
+        (dict(net.state_dict()), optimizer.state_dict(), random_state(CPU)), (dict(before[0]), *before[1:])
     )
 
 
