@@ -130,7 +130,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 def _report_of_rank(error: Exception) -> int:
-    """Name the rank that failed; one that only lost its connection to it gets no traceback, which would hide the cause."""
+    """Name the rank that failed. One that only lost its connection to it gets no traceback: it would hide the cause."""
     rank = os.environ["RANK"]
     if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _GONE):
         print(f"rank {rank}: lost contact with another rank, whose own message says why", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ RUN = [
 ]  # fmt: skip
 LOCAL = "tracking=local"
 NAME = "gpt2-bf16-s0"
-MEASURED = {"time", "step_time_s", "tokens_per_s", "memory_bytes"}
+MEASURED = {"time", "step_time_s", "tokens_per_s", "memory_bytes", "checkpoint_stall_s"}
 
 
 def logged(run: Path) -> list[dict[str, float]]:
