@@ -91,6 +91,7 @@ class Config:
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.scaler.check(self.precision.mode)
+        self.parallel.check(self.precision)
 
     def resolve(self, hardware: Hardware, world: World | None = None) -> tuple[Plan, list[Choice]]:
         """Replace every ``auto`` by a number, check what depends on the hardware, and say what was chosen.
@@ -104,7 +105,6 @@ class Config:
 
         """
         self.precision.check(hardware)
-        self.parallel.check(self.precision)
         choices = self.recipe.resolve(hardware, self.data)
         sizes = self.recipe.sizes(hardware)
 

@@ -85,7 +85,7 @@ class Trainer:
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.keep_fp32(self.model, self.device)
         blocks = self.recipe.blocks(self.model)
-        config.activation_checkpointing.apply(blocks, compiled=config.compile.mode != "off")
+        config.activation_checkpointing.apply(blocks)
         config.compile.apply(config.parallel.compiled(self.model, blocks), self.device)
         self.replica = config.parallel.wrap(self.model, blocks, self.device)
         """The model as training's forward passes call it."""

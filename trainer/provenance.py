@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from trainer.world import launched_processes
 
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
 _PROJECT = Path(__file__).resolve().parents[1]
@@ -31,7 +34,12 @@ def versions() -> dict[str, str]:
 def resume_command(overrides: list[str], folder: Path) -> str:
     """Return the command line that continues the run in ``folder``, from the folder this one was typed in."""
     kept = [part for part in overrides if not part.startswith("resume=")]
-    return shlex.join(["python", sys.argv[0], *kept, f"resume={folder}"])
+    launcher = ["python"]
+    if launched_processes():
+        launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
+        if (nodes := int(os.environ["GROUP_WORLD_SIZE"])) > 1:
+            launcher.append(f"--nnodes={nodes}")
+    return shlex.join([*launcher, sys.argv[0], *kept, f"resume={folder}"])
 
 
 def _git(*arguments: str) -> str:

@@ -92,7 +92,13 @@ class ProcessWorld(World):
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
             device = torch.device("cuda", self.local_rank) if device_type == "cuda" else None
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
+            timeout = timedelta(seconds=timeout_s)
+            # A restarted job can meet in the same store, where the addresses of those before still stand.
+            meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", meeting)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device
+            )
         self._savers: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def sums(self, *values: int) -> list[int]:

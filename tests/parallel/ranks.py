@@ -1,0 +1,241 @@
+"""What each rank does in tests/parallel: started by torchrun, it writes what it found as JSON, rank by rank.
+
+torchrun --nproc-per-node=2 -m tests.parallel.ranks <case> <folder>
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers import NoData, Recorder, compose
+from tests.parity.test_accumulation import SAMPLES, Tagging
+from trainer import parallel
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.hardware import detect
+from trainer.loop import Trainer
+from trainer.parallel import DDP, FSDP, Parallel, is_cut
+from trainer.precision import Precision
+from trainer.recipe import Datasets, DataSource
+from trainer.scaler import AutoScaler
+from trainer.update import ClipNorm
+
+MODES: dict[str, Callable[[], Parallel]] = {"single": Parallel, "ddp": DDP, "fsdp": FSDP}
+
+
+@dataclass
+class Gradients(ClipNorm):
+    """Clips, and keeps the gradients, which the step clears, before and after."""
+
+    kind: ClassVar[str] = "copy"
+    max_norm: float = 0.01
+    before: list[Tensor] = field(default_factory=list)
+    after: list[Tensor] = field(default_factory=list)
+
+    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        self.before = [whole(parameter.grad) for parameter in parameters]
+        super().apply(parameters, norm)
+        self.after = [whole(parameter.grad) for parameter in parameters]
+
+
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = (tensor.full_tensor() if is_cut(tensor) else tensor).detach().clone()
+    return full
+
+
+def trainer_of(config: Config) -> Trainer:
+    world = config.parallel.world("cpu")
+    hardware = detect("cpu")
+    plan, _ = config.resolve(hardware, world)
+    return Trainer(config, plan, hardware, world)
+
+
+def tagging(mode: str, micro_batch_size: int, **options: Any) -> Config:
+    options = {"clip": Gradients(), **options}
+    return Config(
+        recipe=options.pop("recipe", None) or Tagging(),
+        data=NoData(),
+        parallel=MODES[mode](),
+        micro_batch_size=micro_batch_size,
+        batch_size=SAMPLES,
+        **options,
+    )
+
+
+def step_of(trainer: Trainer) -> dict[str, Any]:
+    """Take one step and return what it did, in full precision."""
+    clip = trainer.config.clip
+    assert isinstance(clip, Gradients)
+    trainer.model.train()
+    record = trainer.train_step(next(trainer.batches()))
+    return {
+        "gradient": torch.cat([tensor.flatten() for tensor in clip.before]).tolist(),
+        "clipped": torch.cat([tensor.flatten() for tensor in clip.after]).tolist(),
+        "norm": record.grad_norm.item(),
+        "loss": trainer.world.add(record.loss.double()).item(),
+        "units": record.units,
+        "weights": torch.cat([whole(p).flatten() for p in trainer.model.parameters()]).tolist(),
+        "valid": trainer.evaluate(),
+    }
+
+
+class Float32(Tagging):
+    """The same in fp32."""
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        datasets = super().datasets(data, seed)
+        for part in (datasets.train, datasets.valid):
+            part.tensors["x"] = part.tensors["x"].float()  # type: ignore[attr-defined]
+        return datasets
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().float()
+
+
+class Overflow(Float32):
+    """One sample of the epoch is infinite, so that one rank's gradient is."""
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        datasets = super().datasets(data, seed)
+        datasets.train.tensors["x"][3] = torch.inf  # type: ignore[attr-defined]
+        return datasets
+
+
+def gradient(mode: str) -> dict[str, Any]:
+    world = MODES[mode]().world("cpu").size
+    result = {}
+    for micro in (1, 2, 4, 8):
+        if SAMPLES % (micro * world) == 0:
+            result[f"fp64 {micro}"] = step_of(trainer_of(tagging(mode, micro)))
+    result["fp32 1"] = step_of(trainer_of(tagging(mode, 1, recipe=Float32())))
+    return result
+
+
+def overflow(mode: str) -> dict[str, Any]:
+    """One infinite sample in one step, and none of it in the weights of any rank."""
+    config = tagging(mode, 1, recipe=Overflow(), precision=Precision("fp16"), scaler=AutoScaler(), clip=ClipNorm())
+    trainer = trainer_of(config)
+    before = [whole(parameter) for parameter in trainer.model.parameters()]
+    record = trainer.train_step(next(trainer.batches()))
+    after = [whole(parameter) for parameter in trainer.model.parameters()]
+    return {
+        "own gradient finite": bool(torch.isfinite(record.loss)),
+        "skipped": bool(record.skipped),
+        "scale before": record.loss_scale.item(),
+        "scale after": trainer.loss_scale.scale.item(),
+        "same": all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
+    }
+
+
+def communication(mode: str) -> dict[str, Any]:
+    """How often gradients are exchanged in a step of four microbatches."""
+    exchanged = 0
+    original = parallel._sum
+
+    def counted(state: None, bucket: Any) -> Any:
+        nonlocal exchanged
+        exchanged += 1
+        return original(state, bucket)
+
+    counted.__annotations__ = {}
+    parallel._sum = counted
+    trainer = trainer_of(tagging(mode, 1, clip=ClipNorm()))
+    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+    def counted_scatter(*arguments: Any, **options: Any) -> Any:
+        nonlocal exchanged
+        exchanged += 1
+        return scatter(*arguments, **options)
+
+    setattr(dist, scatter.__name__, counted_scatter)
+    try:
+        trainer.train_step(next(trainer.batches()))
+    finally:
+        setattr(dist, scatter.__name__, scatter)
+        parallel._sum = original
+    return {"microbatches": trainer.plan.batching.accumulation, "exchanged": exchanged}
+
+
+ACTIVATIONS = ("none", "blocks", "selective")
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "steps=2")
+VISION = (
+    "recipe=resnet",
+    "recipe.arch=resnet18",
+    "recipe.image_size=32",
+    "data=synthetic",
+    "data.samples=16",
+    "steps=2",
+)
+TWO_STEPS = ("batch_size=4", "micro_batch_size=1", "clip=norm", "eval_samples=3", "device=cpu")
+
+
+def composition(modes: list[str]) -> dict[str, str]:
+    """Two steps and an evaluation of every combination: what came of it."""
+    outcome = {}
+    for mode in modes:
+        for activation in ACTIVATIONS:
+            for name, recipe in (("gpt2", GPT2), ("resnet", VISION)):
+                for precision in ("fp32", "bf16", "fp16"):
+                    for compile_mode in ("off", "default"):
+                        if compile_mode == "default" and (precision != "bf16" or name == "resnet"):
+                            continue
+                        overrides = (f"parallel={mode}", f"activation_checkpointing={activation}")
+                        more = (f"precision={precision}", f"compile='{compile_mode}'")
+                        key = " ".join((name, mode, activation, precision, compile_mode))
+                        outcome[key] = attempt(*recipe, *TWO_STEPS, *overrides, *more)
+        outcome[f"resnet {mode} blocks bf16 default"] = attempt(
+            *VISION,
+            *TWO_STEPS,
+            f"parallel={mode}",
+            "activation_checkpointing=blocks",
+            "precision=bf16",
+            "compile=default",
+        )
+    return outcome
+
+
+def attempt(*overrides: str) -> str:
+    torch.use_deterministic_algorithms(False)
+    try:
+        trainer = trainer_of(compose(*overrides))
+    except UserError as error:
+        return f"refused: {error}"
+    recorder = Recorder()
+    trainer.fit(recorder)
+    losses = [trainer.world.add(record.loss.double()).item() for record in recorder.records]
+    valid = trainer.evaluate()["loss"]
+    assert all(torch.isfinite(torch.tensor([*losses, valid])))
+    return f"{losses[0]:.3f}"
+
+
+def main() -> None:
+    case, folder = sys.argv[1:3]
+    torch.set_num_threads(1)
+    several = parallel.launched_processes() > 1
+    modes = ["ddp", "fsdp"] if several else ["single"]
+    cases: dict[str, Callable[[str], Any]] = {
+        "gradient": gradient,
+        "overflow": overflow,
+        "communication": communication,
+    }
+    chosen = [name for name in cases if case in ("all", name) and (several or name == "gradient")]
+    found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
+    if case == "composition":
+        found = {"composition": composition(modes)}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    (Path(folder) / f"{len(modes)}-{case}-rank{rank}.json").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""torchrun and the real command line: several processes, lost ranks, restarts, two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.parallel.conftest import PROJECT, TORCHRUN, environment
+from trainer.restore import load
+
+SCRIPT = str(PROJECT / "scripts" / "train.py")
+GPT2 = (
+    "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=8",
+    "micro_batch_size=2", "eval_every=3", "eval_samples=6", "log_every=1", "schedule=constant", "tracking=local",
+    "schedule.warmup_steps=0", "device=cpu", "run_name=run",
+)  # fmt: skip
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """``start(2, "parallel=ddp", launcher=[…])``: scripts/train.py under torchrun; 0 processes: under python alone."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(processes: int, *overrides: str, launcher: tuple[str, ...] = (), script: str = SCRIPT) -> Any:
+        command = [*TORCHRUN, f"--nproc-per-node={processes}", *launcher] if processes else [sys.executable]
+        process = subprocess.Popen(
+            [*command, script, *GPT2, *overrides],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        begun.append(process)
+        return process
+
+    yield begin
+    for process in begun:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
+
+
+def done(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines(run) if "loss" in line}
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 100
+    while not ((run / "metrics.jsonl").exists() and any(line["step"] >= step for line in lines(run))):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+    children = psutil.Process(launcher.pid).children()
+    (found,) = [child for child in children if child.environ().get("RANK") == str(rank)]
+    return found
+
+
+def test_a_run_goes_from_two_processes_to_one_and_back(start: Start, tmp_path: Path) -> None:
+    """Saved by FSDP in two parts, resumed on one device, then by DDP, then by FSDP: the same losses as never moved."""
+    run = tmp_path / "outputs" / "run"
+    out, err = done(start(2, "parallel=fsdp", "precision=bf16", "steps=3"))
+    assert "8 samples a step = 2 × 2 × 2 processes (fsdp)" in out
+    assert out.count("run folder") == 1  # one process speaks
+    assert "rank" not in out + err.replace("nproc", "")
+    assert (run / "checkpoints/step-00000003/model-00002-of-00002.safetensors").exists()
+    done(start(0, "precision=bf16", "steps=6", "resume=auto"))
+    assert (run / "checkpoints/step-00000006/model.safetensors").exists()
+    done(start(2, "parallel=ddp", "precision=bf16", "steps=9", "resume=auto"))
+    out, _ = done(start(2, "parallel=fsdp", "precision=bf16", "steps=12", "resume=auto"))
+    assert "run, resumed after step 9" in out
+    done(start(0, "precision=bf16", "steps=12", "run_name=whole"))
+    moved, whole = losses(run), losses(tmp_path / "outputs" / "whole")
+    assert list(moved) == list(range(1, 13))
+    assert list(moved.values()) == pytest.approx(list(whole.values()), rel=2e-3)
+    one, other = load(run / "checkpoints").tensors(), load(tmp_path / "outputs/whole/checkpoints").tensors()
+    shapes = {name: tensor.shape for name, tensor in other.items() if not name.startswith("rng/1")}
+    assert {name: tensor.shape for name, tensor in one.items() if not name.startswith("rng/1")} == shapes
+    exported = json.loads((run / "best" / "config.json").read_text())
+    assert exported["n_layer"] == 4
+    assert len(list((tmp_path / "outputs").iterdir())) == 2
+
+
+def test_a_lost_rank_is_named_and_the_restart_goes_on(start: Start, tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "run"
+    more = ("parallel=ddp", "steps=60", "checkpoint.every=2", "deterministic=true", "recipe.dropout=0.1")
+    process = start(2, *more, launcher=("--max-restarts=1",))
+    wait_for_step(run, 7, process)
+    rank_process(process, 1).kill()
+    out, err = done(process)
+    assert re.search(r"local_rank: 1\b.*?-9|rank: 1|exitcode: -9", err), err
+    resumed = re.search(r"run, resumed after step (\d+)", out)
+    assert resumed
+    assert int(resumed[1]) >= 4
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
+    assert list(losses(run)) == list(range(1, 61))
+    done(start(2, *more, "run_name=whole"))
+    assert losses(run) == losses(tmp_path / "outputs" / "whole")  # to the last bit
+
+
+def test_without_restarts_the_job_ends_within_seconds(start: Start, tmp_path: Path) -> None:
+    process = start(2, "parallel=fsdp", "steps=100000")
+    wait_for_step(tmp_path / "outputs" / "run", 3, process)
+    began = time.monotonic()
+    rank_process(process, 1).kill()
+    _, err = done(process, code=1)
+    assert time.monotonic() - began < 15
+    assert "rank      : 1 (local_rank: 1)" in err
+    assert "Signal 9 (SIGKILL)" in err
+
+
+BROKEN = """
+import os, sys
+from trainer import cli
+from trainer.loop import Trainer
+
+train_step = Trainer.train_step
+
+def broken(self, microbatches):
+    if os.environ["RANK"] == "1" and self.step == 2:
+        raise ArithmeticError("the third step is unlucky")
+    return train_step(self, microbatches)
+
+Trainer.train_step = broken
+sys.exit(cli.main())
+"""
+
+
+def test_an_error_on_one_rank_is_told_with_the_rank(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    _, err = done(start(2, "parallel=ddp", "steps=9", script=str(tmp_path / "broken.py")), code=1)
+    assert "rank 1: error: ArithmeticError: the third step is unlucky" in err
+    assert err.count("Traceback (most recent call last)") <= 3  # rank 1's, and torchrun's own; none of rank 0's
+    assert "rank 0: error" not in err
+
+
+def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "run"
+    process = start(2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]")
+    wait_for_step(run, 3, process)
+    os.kill(rank_process(process, 1).pid, signal.SIGUSR1)  # to one rank only
+    deadline = time.monotonic() + 60
+    while not list(run.glob("checkpoints/step-*/manifest.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    first = max(losses(run))
+    wait_for_step(run, first + 2, process)  # and goes on
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=100)
+    assert "saved, as a signal asked" in out
+    told = re.search(r"stopped by SIGTERM after step (\d+), saved. Go on with:\n  (.*)", err)
+    assert told, err
+    assert err.count("stopped by SIGTERM") == 1
+    assert load(run / "checkpoints").step == int(told[1])
+    assert told[2].startswith("torchrun --nproc-per-node=2 ")
+    assert told[2].endswith("resume=outputs/run")
+
+
+def test_two_hosts_meet_and_train_together(start: Start, tmp_path: Path) -> None:
+    """Two agents, as on two machines, find each other through torchrun's c10d rendezvous."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=pair")
+    hosts = [start(1, "parallel=fsdp", "steps=4", launcher=launcher) for _ in range(2)]
+    outs = [done(host)[0] for host in hosts]
+    assert sorted("2 processes (fsdp)" in out for out in outs) == [False, True]
+    assert list(losses(tmp_path / "outputs" / "run")) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "told"),
+    [
+        (0, ("parallel=ddp",), "error: this parallel mode needs several processes: start them with torchrun"),
+        (2, ("steps=3",), "error: torchrun started 2 processes, and parallel=single uses one; type parallel=ddp"),
+        (
+            2,
+            ("parallel=ddp", "batch_size=6", "micro_batch_size=2"),
+            "use micro_batch_size=1 or 3, or batch_size=4 or 8",
+        ),
+        (0, ("parallel=fsdp", "parallel.param_dtype=bf16"), "parallel.param_dtype=bf16 with precision=fp32"),
+    ],
+)
+def test_mistakes(processes: int, overrides: tuple[str, ...], told: str, start: Start, tmp_path: Path) -> None:
+    _, err = done(start(processes, *overrides), code=1 if processes else 2)
+    assert told in err
+    assert err.count("error: ") == 1
+    assert not (tmp_path / "outputs").exists()

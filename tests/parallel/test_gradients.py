@@ -1,0 +1,82 @@
+"""The number of processes does not change the training: real processes, gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.parallel.conftest import Found
+from trainer.data import Batching, DataOrder
+from trainer.errors import UserError
+
+Ranks = Callable[[str, int], Found]
+MODES = ("ddp", "fsdp")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_gradient_loss_norm_and_score_are_those_of_one_process(processes: int, mode: str, ranks: Ranks) -> None:
+    """1 × 4, 2 × 2 and 4 × 1 microbatches of 2 samples with unequal numbers of targets, in fp64, clipped by the norm."""
+    (alone,) = ranks("gradient" if processes == 4 else "all", 1)
+    expected = alone["gradient"]["single"]["fp64 2"]
+    assert expected["norm"] > 0.1  # far above the clip
+    for found in ranks("gradient" if processes == 4 else "all", processes):
+        for case, step in found["gradient"][mode].items():
+            if not case.startswith("fp64"):
+                continue
+            for key in ("gradient", "clipped", "weights"):
+                assert step[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-15), (case, key)
+            assert step["norm"] == pytest.approx(expected["norm"], rel=1e-12)
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+            assert step["valid"]["loss"] == pytest.approx(expected["valid"]["loss"], rel=1e-12)
+            assert step["units"] == expected["units"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_fp32_it_is_so_within_rounding(mode: str, ranks: Ranks) -> None:
+    (alone,) = ranks("all", 1)
+    expected = alone["gradient"]["single"]["fp32 1"]
+    for found in ranks("all", 2):
+        step = found["gradient"][mode]["fp32 1"]
+        assert step["gradient"] == pytest.approx(expected["gradient"], rel=1e-4, abs=1e-7)
+        assert step["norm"] == pytest.approx(expected["norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_infinity_on_one_rank_skips_the_step_everywhere(mode: str, ranks: Ranks) -> None:
+    found = [rank["overflow"][mode] for rank in ranks("all", 2)]
+    assert sorted(rank["own gradient finite"] for rank in found) == [False, True]  # one rank saw nothing of it
+    for rank in found:
+        assert (rank["skipped"], rank["same"]) == (True, True)
+        assert (rank["scale before"], rank["scale after"]) == (65536.0, 32768.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
+    for rank in ranks("all", 2):
+        assert rank["communication"][mode] == {"microbatches": 4, "exchanged": 1}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_step_takes_the_same_samples_whatever_the_number_of_processes(processes: int) -> None:
+    def steps(ranks: int, micro: int) -> list[set[tuple[int, int | None]]]:
+        hands = [list(Batching(8, micro, ranks, rank).deal(DataOrder(21, 5), 1, 4)) for rank in range(ranks)]
+        in_a_step = 8 // (micro * ranks)
+        assert all(len(hand) == 4 * in_a_step for hand in hands)
+        return [
+            {sample for hand in hands for batch in hand[n * in_a_step : (n + 1) * in_a_step] for sample in batch}
+            for n in range(4)
+        ]
+
+    assert steps(processes, 2) == steps(1, 8)
+    assert all(len(step) == 8 for step in steps(processes, 1))
+
+
+def test_a_batch_that_does_not_divide_names_sizes_that_do() -> None:
+    with pytest.raises(
+        UserError, match=r"micro_batch_size=4 × 2 processes; use micro_batch_size=2 or 3, or batch_size=8 or 16"
+    ):
+        Batching(12, 4, 2)
+    with pytest.raises(UserError, match=r"× 3 processes; use batch_size=6 or 12"):
+        Batching(8, 2, 3)
