@@ -16,9 +16,10 @@ from trainer.suggest import nearest
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 _BLOCKS = {
-    *("BasicBlock", "Bottleneck", "ResBottleneckBlock"),  # ResNet and its kin, RegNet
-    *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitBlock", "CNBlock"),
-    *("MBConv", "FusedMBConv", "InvertedResidual", "Fire", "Inception"),
+    *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseLayer"),  # ResNet and its kin, RegNet, DenseNet
+    *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitLayer", "CNBlock"),
+    *("MBConv", "FusedMBConv", "InvertedResidual", "_InvertedResidual", "Fire"),
+    *("Inception", "InceptionA", "InceptionB", "InceptionC", "InceptionD", "InceptionE"),
 }
 TOP5_FROM = 10
 """With fewer classes, a guess is in the first five too often for top-5 to say anything."""

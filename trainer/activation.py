@@ -1,6 +1,7 @@
 """Activation checkpointing: the ``activation_checkpointing`` config group trades a second forward pass for memory.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. What is recomputed has the same bits: dropout
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; selective: Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022. Without torch.compile the training is the same, bit for bit: dropout
 draws the same numbers again, and batch norm's running statistics see each microbatch once.
 """
 
@@ -8,19 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import UserError
 from trainer.suggest import nearest
 
 MODES = ("none", "blocks", "selective")
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -28,7 +28,7 @@ class ActivationCheckpointing:
     """What backward recomputes: nothing, whole blocks, or what is cheap within them."""
 
     mode: str = "none"
-    """``selective`` keeps the results of matrix products, convolutions and attention, and recomputes the rest."""
+    """``selective`` keeps the results of products with weights, convolutions and fused attention, not the rest."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -36,96 +36,109 @@ class ActivationCheckpointing:
                 f"activation_checkpointing.mode={self.mode} is unknown{nearest(self.mode, MODES)} ({', '.join(MODES)})"
             )
 
-    def apply(self, blocks: list[nn.Module], compiled: bool) -> None:
+    def apply(self, blocks: list[nn.Module]) -> None:
         """Make each block recompute itself in backward, in place: parameters keep their names.
+
+        Evaluation is left alone. Comes before torch.compile, which then decides itself what is kept in a block.
 
         Args:
             blocks: see ``Recipe.blocks``.
-            compiled: whether torch.compile comes next.
 
         Raises:
-            UserError: the recipe names no blocks, or they hold batch norm and are compiled.
+            UserError: the recipe names no blocks.
 
         """
         if self.mode == "none":
             return
         if not blocks:
             raise UserError(
-                f"activation_checkpointing={self.mode}: this model has no repeated blocks that could be recomputed; "
+                f"activation_checkpointing={self.mode}: this recipe's model has no repeated blocks to recompute; "
                 "use activation_checkpointing=none"
             )
         for block in blocks:
-            norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
-            if norms and compiled:
-                raise UserError(
-                    f"activation_checkpointing={self.mode} with compile: torch.compile would update batch norm's "
-                    "running statistics twice; use compile=off or activation_checkpointing=none"
-                )
-            block.forward = _recomputed(block, block.forward, self._contexts(norms))
-
-    def _contexts(self, norms: list[_BatchNorm]) -> Contexts | None:
-        """Return what makes the contexts of the first forward pass and of the second."""
-        if self.mode == "blocks" and not norms:
-            return None  # torch.compile knows no context here but the one of selective
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            if self.mode == "blocks":
-                return nullcontext(), _statistics_kept(norms)
-            from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-            first, second = create_selective_checkpoint_contexts(_policy)
-            return first, (_both(second, _statistics_kept(norms)) if norms else second)
-
-        return contexts
+            if self.mode == "selective":
+                _leave_results_alone(block)
+            block.forward = _recomputed(block, block.forward, self.mode)
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
-    from torch.utils.checkpoint import checkpoint
+def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    policy = _keep_expensive if mode == "selective" else _keep_nothing
+
+    def contexts() -> Contexts:
+        if torch.compiler.is_compiling():
+            # Only these contexts are possible there, and they suffice: it repeats operators, no update of a buffer.
+            return create_selective_checkpoint_contexts(policy)
+        first, second = nullcontext(), nullcontext()
+        if mode == "selective":
+            first, second = create_selective_checkpoint_contexts(policy)
+        return first, _on_copied_buffers(block, second)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return recomputed
 
 
+@contextmanager
+def _on_copied_buffers(block: nn.Module, recomputing: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let the second pass over a microbatch update copies of the buffers, such as batch norm's statistics.
+
+    (Switching ``track_running_stats`` off instead would save other tensors for backward than the first pass did.)
+    """
+    buffers = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
+    try:
+        for module, originals in buffers:
+            module._buffers.update({name: buffer.clone() for name, buffer in originals.items() if buffer is not None})
+        with recomputing:
+            yield
+    finally:
+        for module, originals in buffers:
+            module._buffers.update(originals)
+
+
+def _leave_results_alone(block: nn.Module) -> None:
+    """Keep activation functions from writing into their input: it may be a result that is kept."""
+    for module in block.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+
+
+_KEPT = (
+    # Not bmm: attention that is not fused has scores of T × T from it, cheap to make and large.
+    *("mm", "addmm", "linear", "_scaled_mm", "convolution"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+)
+
+
 @functools.cache
-def _expensive() -> frozenset[Any]:
-    names = (
-        *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention"),
-        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"),
-        *("_scaled_dot_product_cudnn_attention", "mkldnn_linear", "linear"),
-    )
-    found = [getattr(torch.ops.aten, name, None) for name in names]
-    return frozenset(packet.default for packet in found if packet is not None and hasattr(packet, "default"))
+def _keeps(operator: Any) -> bool:
+    return any(operator is getattr(torch.ops.aten, name).default for name in _KEPT)
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    return CheckpointPolicy.MUST_SAVE if operator in _expensive() else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = _keeps(operator) and not _dropout_of(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def _statistics_kept(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Let batch norm's second forward pass over the same microbatch leave the running statistics alone."""
-    tracked = [norm for norm in norms if norm.track_running_stats]
-    for norm in tracked:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        for norm in tracked:
-            norm.track_running_stats = True
+def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return attention's dropout. What draws random numbers is recomputed, or those drawn after it would be others."""
+    names = [argument.name for argument in operator._schema.arguments]
+    if "dropout_p" not in names:
+        return 0.0
+    position = names.index("dropout_p")
+    dropout: float = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return dropout
 
 
-@contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(other)
-        stack.enter_context(one)
-        yield
+def _keep_nothing(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.PREFER_RECOMPUTE
