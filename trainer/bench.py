@@ -19,6 +19,7 @@ from torch import nn
 
 from trainer.bench_arms import FRAMEWORKS, LOG_EVERY, BareLoop, Material
 from trainer.bench_jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
+from trainer.bench_scale import parallel, saving
 from trainer.bench_turns import Block, Row, Turns, interleave, overheads, ratios, stopwatch, synchronise, threads
 from trainer.config import Config
 from trainer.console import Terminal
@@ -280,4 +281,6 @@ MEASUREMENTS: dict[str, Callable[[Hardware, int, Path], list[Row]]] = {
     "trainer": trainer_cost,
     "memory": memory,
     "startup": startup,
+    "saving": saving,
+    "parallel": parallel,
 }
