@@ -16,7 +16,7 @@ from trainer.suggest import nearest
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 _BLOCKS = {
-    *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseLayer"),  # ResNet and its kin, RegNet, DenseNet
+    *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseBlock"),  # ResNet and its kin, RegNet, DenseNet
     *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitLayer", "CNBlock"),
     *("MBConv", "FusedMBConv", "InvertedResidual", "_InvertedResidual", "Fire"),
     *("Inception", "InceptionA", "InceptionB", "InceptionC", "InceptionD", "InceptionE"),

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,7 +106,9 @@ def parallel(hardware: Hardware, repeats: int, folder: Path, overrides: Sequence
     ]
 
 
-def _in_processes(count: int, hardware: Hardware, repeats: int, folder: Path, overrides: Sequence[str]) -> dict:  # type: ignore[type-arg]
+def _in_processes(
+    count: int, hardware: Hardware, repeats: int, folder: Path, overrides: Sequence[str]
+) -> dict[str, Any]:
     command = [sys.executable, "-m", "trainer.bench_scale", str(folder / f"{count}.json"), str(repeats), *overrides]
     if count > 1:
         command[1:2] = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m"]
@@ -113,7 +117,7 @@ def _in_processes(count: int, hardware: Hardware, repeats: int, folder: Path, ov
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    found: dict[str, object] = json.loads((folder / f"{count}.json").read_text())
+    found: dict[str, Any] = json.loads((folder / f"{count}.json").read_text())
     return found
 
 
@@ -138,7 +142,7 @@ def _rank(file: str, repeats: str, *overrides: str) -> None:
         material = Material(trainer)
         material.batch_size = trainer.plan.batching.micro_batch_size
         blocks["bare"] = stopwatch(BareDDP(material).run, trainer.device)
-    times = interleave({name: (lambda block=block: block(STEPS)) for name, block in blocks.items()}, int(repeats))
+    times = interleave({name: partial(block, STEPS) for name, block in blocks.items()}, int(repeats))
     if world.first:
         Path(file).write_text(
             json.dumps({"line": job.line(*options, "parallel=ddp").removeprefix("python "), "times": times})

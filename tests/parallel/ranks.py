@@ -175,31 +175,26 @@ VISION = (
     "data.samples=16",
     "steps=2",
 )
-TWO_STEPS = ("batch_size=4", "micro_batch_size=1", "clip=norm", "eval_samples=3", "device=cpu")
+BIGNET = ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "profiler=none", "steps=2")
+EAGER = {"gpt2": GPT2, "resnet": VISION}
+PRECISIONS = ("fp32", "bf16", "fp16")
+TWO_STEPS = ("batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=3", "device=cpu")
 
 
 def composition(modes: list[str]) -> dict[str, str]:
-    """Two steps and an evaluation of every combination: what came of it."""
+    """Two steps and an evaluation of every combination: the loss of the second, or why it is refused.
+
+    Compiling takes longest, so it is tried on the smallest model.
+    """
+    tried = [(name, recipe, precision, "off") for name, recipe in EAGER.items() for precision in PRECISIONS]
+    tried.append(("bignet", BIGNET, "bf16", "default"))
     outcome = {}
     for mode in modes:
         for activation in ACTIVATIONS:
-            for name, recipe in (("gpt2", GPT2), ("resnet", VISION)):
-                for precision in ("fp32", "bf16", "fp16"):
-                    for compile_mode in ("off", "default"):
-                        if compile_mode == "default" and (precision != "bf16" or name == "resnet"):
-                            continue
-                        overrides = (f"parallel={mode}", f"activation_checkpointing={activation}")
-                        more = (f"precision={precision}", f"compile='{compile_mode}'")
-                        key = " ".join((name, mode, activation, precision, compile_mode))
-                        outcome[key] = attempt(*recipe, *TWO_STEPS, *overrides, *more)
-        outcome[f"resnet {mode} blocks bf16 default"] = attempt(
-            *VISION,
-            *TWO_STEPS,
-            f"parallel={mode}",
-            "activation_checkpointing=blocks",
-            "precision=bf16",
-            "compile=default",
-        )
+            for name, recipe, precision, compiled in tried:
+                key = " ".join((name, mode, activation, precision, compiled))
+                options = (f"parallel={mode}", f"activation_checkpointing={activation}", f"precision={precision}")
+                outcome[key] = attempt(*recipe, *TWO_STEPS, *options, f"compile='{compiled}'")
     return outcome
 
 
@@ -214,7 +209,7 @@ def attempt(*overrides: str) -> str:
     losses = [trainer.world.add(record.loss.double()).item() for record in recorder.records]
     valid = trainer.evaluate()["loss"]
     assert all(torch.isfinite(torch.tensor([*losses, valid])))
-    return f"{losses[0]:.3f}"
+    return f"{losses[1]:.3f}"
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ MODES = ("ddp", "fsdp")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_gradient_loss_norm_and_score_are_those_of_one_process(processes: int, mode: str, ranks: Ranks) -> None:
-    """1 × 4, 2 × 2 and 4 × 1 microbatches of 2 samples with unequal numbers of targets, in fp64, clipped by the norm."""
+    """1 × 4, 2 × 2 and 4 × 1 microbatches of 2 samples with unequal numbers of targets, fp64, clipped by norm."""
     (alone,) = ranks("gradient" if processes == 4 else "all", 1)
     expected = alone["gradient"]["single"]["fp64 2"]
     assert expected["norm"] > 0.1  # far above the clip
