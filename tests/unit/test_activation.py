@@ -189,14 +189,15 @@ def working_memory(mode: str, case: Callable[[], Case]) -> int:
     return report.at_peak["activations"] + report.at_peak["temporary"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])  # with dropout, attention on a CPU is not fused
-def test_blocks_need_less_memory_than_selective_and_that_less_than_none(dropout: float) -> None:
+# With dropout, attention on a CPU is not fused: most of the memory is then T × T scores, which selective recomputes.
+@pytest.mark.parametrize(("dropout", "at_most"), [(0.0, 0.78), (0.1, 0.52)])
+def test_blocks_need_less_memory_than_selective_and_that_less_than_none(dropout: float, at_most: float) -> None:
     def case() -> Case:
         model = gpt2(dropout, Shape(6, 4, 64, 64))
         return model, GPT2().blocks(model), lambda: tokens(16, 64)
 
     none, blocks, selective = (working_memory(mode, case) for mode in ("none", "blocks", "selective"))
-    assert selective < 0.75 * none
+    assert selective < at_most * none
     assert blocks < 0.6 * selective
 
 
