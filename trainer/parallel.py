@@ -172,6 +172,8 @@ class FSDP(SeveralProcesses):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+        # FSDP2 cuts no weights in channels_last; a convolution takes that layout from its input too.
+        model.to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy()
         if self.param_dtype is not None:
