@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from trainer import config
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
 from trainer.explain import explain
-from trainer.run import train
+from trainer.run import Run, train
 from trainer.world import launched_processes
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -40,7 +40,7 @@ python scripts/train.py -m key=a,b ...      runs every combination
 _NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)
 
 
-def main() -> int:
+def main(run_class: type[Run] = Run) -> int:
     """Run ``sys.argv`` and return the exit code: 0, 2 for a mistake, 3 for non-finite training, 128 + signal."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(_USAGE + _choices())
@@ -52,7 +52,7 @@ def main() -> int:
         _check_arguments(sys.argv[1:])
         with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
-            _task(codes)()
+            _task(codes, run_class)()
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -62,7 +62,7 @@ def main() -> int:
     return max(codes, default=0)
 
 
-def _task(codes: list[int]) -> Callable[[], None]:
+def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
     """Return the function that Hydra calls once for every run; it adds the run's exit code to ``codes``."""
     interrupted = False
 
@@ -74,7 +74,7 @@ def _task(codes: list[int]) -> Callable[[], None]:
         if interrupted:
             return
         try:
-            train(config.build(composed), list(HydraConfig.get().overrides.task))
+            train(config.build(composed), list(HydraConfig.get().overrides.task), run_class)
             codes.append(0)
         except RunError as error:
             codes.append(_report(error))
