@@ -21,6 +21,8 @@ from trainer.provenance import git_facts, versions
 
 PROJECT = Path(__file__).resolve().parents[1]
 ACCUMULATION = 4
+FIRST_KILL = 6
+"""The step from which on the job is killed: after its first checkpoint."""
 KINDS = {
     "accumulation": "between two microbatches of a step",
     "save": "while a checkpoint's files are written",
@@ -52,6 +54,8 @@ class Certificate:
     exit_code: int
     """0 BITWISE, 5 within ``max_ulp``, 6 DIVERGED."""
     kills: list[dict[str, Any]]
+    resumes: int
+    """How often the killed job went on from a checkpoint."""
     skipped_steps: int
     comparison: Comparison
     wall_time_s: float
@@ -61,7 +65,7 @@ class Certificate:
         c = self.comparison
         rows = [
             ("verdict", self.verdict),
-            ("kills", f"{len(self.kills)} with SIGKILL: {self._by_kind()}"),
+            ("kills", f"{len(self.kills)} with SIGKILL: {self._by_kind()}; {self.resumes} resumed"),
             (
                 "steps",
                 f"{c.steps}, of which {self.skipped_steps} skipped; {c.repeated_steps} trained again after a kill",
@@ -131,6 +135,7 @@ def certify(
         verdict=verdict,
         exit_code=0 if verdict == "BITWISE" else 5 if verdict.startswith("ULP") else 6,
         kills=done,
+        resumes=sum("resumed_after" in line for path in folder.glob("killed*") for line in trace(path)),
         skipped_steps=sum(bool(line.get("skipped")) for line in trace(folder / "whole")),
         comparison=comparison,
         wall_time_s=time.monotonic() - began,
@@ -151,7 +156,7 @@ def _plans(generator: random.Random, kills: int, steps: int, precision: str) -> 
     kinds = [kind for kind in KINDS if kind != "skip" or precision == "fp16"]
     chosen = [kinds[number % len(kinds)] for number in range(kills)]
     generator.shuffle(chosen)
-    moments = sorted(generator.randrange(4, steps - 1) for _ in range(kills))
+    moments = sorted(generator.randrange(FIRST_KILL, steps - 1) for _ in range(kills))
     counts = {"accumulation": (1, ACCUMULATION - 1), "save": (1, 7)}
     return [
         f"{kind}:{step}:{generator.randint(*counts.get(kind, (0, 0)))}"
@@ -169,27 +174,30 @@ def _train(
 
     """
     outside = plan.startswith("outside")
-    command = [sys.executable, "-m", child, "none" if outside else plan, *job]
+    command = [sys.executable, "-m", child, plan, *job]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if outside:
         assert run is not None
         assert generator is not None
-        _kill_from_outside(process, run, generator.random())
+        _kill_from_outside(process, run, int(plan.split(":")[1]), generator.random())
     output, _ = process.communicate()
     if process.returncode not in (0, -signal.SIGKILL):
         raise RunError(f"a run ended with status {process.returncode}:\n{output[-2000:]}")
-    if process.returncode == 0 and plan == "none":
-        return
-    if process.returncode == 0 and not outside:
+    if process.returncode == 0 and plan != "none":
         raise RunError(f"the run ended before it could be killed ({plan}); use more steps or fewer kills")
 
 
-def _kill_from_outside(process: subprocess.Popen[str], run: Path, fraction: float) -> None:
-    """Kill the process a moment after it has trained a step."""
+def _kill_from_outside(process: subprocess.Popen[str], run: Path, step: int, fraction: float) -> None:
+    """Kill the process a moment after it has trained ``step``, or its first if that is later."""
     path = run / TRACE_FILE
-    size = path.stat().st_size if path.exists() else 0
-    while process.poll() is None and not (path.exists() and path.stat().st_size > size):
-        time.sleep(0.002)
+    known = len(trace(run)) if path.exists() else 0
+
+    def reached() -> bool:
+        new = trace(run)[known:] if path.exists() else []
+        return any(line.get("step", 0) >= step for line in new)
+
+    while process.poll() is None and not reached():
+        time.sleep(0.005)
     time.sleep(0.15 * fraction)
     if process.poll() is None:
         process.kill()

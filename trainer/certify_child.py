@@ -62,6 +62,8 @@ class TracedRun(Run):
         if self.kill is not None and self.kill[0] == "save":
             checkpoint.flush = self._traced_flush
         self._flushes = 0
+        if self.trainer.step:
+            self._note({"resumed_after": self.trainer.step})
         if self.kill is not None and self.kill[0] == "restore":
             self._die()
 
@@ -100,20 +102,27 @@ class TracedRun(Run):
         """Write the step's line; die here, before it is evaluated or saved, if told to."""
         numbers = {name: float(getattr(record, name)).hex() for name in ("loss", "grad_norm", "loss_scale", "lr")}
         line = {"step": record.step, **self._line, **numbers, "skipped": bool(record.skipped)}
+        self._note(line)
+        super().trained(record)
+        if self.kill is None:
+            return
+        overdue = record.step >= min(self.kill[1] + PATIENCE_STEPS, self.plan.steps - 1)
+        if overdue and self.kill[0] == "outside":
+            signal.pause()  # so that the job does not end before it is killed
+        if self._due("step") or overdue or (self._due("skip") and line["skipped"]):
+            self._die("step" if overdue else self.kill[0])
+
+    def _note(self, line: dict[str, Any]) -> None:
         self._trace.write(json.dumps(line) + "\n")
         self._trace.flush()
-        super().trained(record)
-        overdue = self.kill is not None and record.step >= self.kill[1] + PATIENCE_STEPS
-        if self._due("step") or overdue or (self._due("skip") and line["skipped"]):
-            self._die()
 
     def _due(self, kind: str) -> bool:
         return self.kill is not None and self.kill[0] == kind and self.trainer.step >= self.kill[1]
 
-    def _die(self) -> None:
-        kind, _, count = self.kill or ("", 0, 0)
-        self._trace.write(json.dumps({"killed": kind, "after_step": self.trainer.step, "count": count}) + "\n")
-        self._trace.flush()
+    def _die(self, kind: str | None = None) -> None:
+        assert self.kill is not None
+        count = self.kill[2]
+        self._note({"killed": kind or self.kill[0], "after_step": self.trainer.step, "count": count})
         os.kill(os.getpid(), signal.SIGKILL)
 
 
