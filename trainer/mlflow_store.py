@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mantissa")
 
+KEY_TAG = "mantissa.key"
+"""The tag that holds the key of a run (``RunInfo.key``)."""
+
 
 def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     """Return the tracking URI that the user named, by ``key`` or in the environment, or None.
@@ -50,6 +53,14 @@ def without_password(uri: str) -> str:
     return uri.replace(f":{password}@", ":***@") if password else uri
 
 
+def lasting_uri(uri: str) -> str:
+    """Return a tracking URI to write down: it means the same in every folder, and has no password."""
+    scheme, found, name = uri.partition(":///")
+    if found and scheme.startswith("sqlite") and name[:1] not in ("", ":") and not Path(name).is_absolute():
+        uri = f"{scheme}:///{(Path.cwd() / name).as_posix()}"
+    return without_password(uri)
+
+
 def database_file(uri: str) -> Path | None:
     """Return the file of an SQLite tracking URI; None for every other store."""
     if not uri.startswith("sqlite:"):
@@ -66,8 +77,8 @@ def import_mlflow(uri: str) -> None:
     Failures reach us as exceptions, so what MLflow prints about them besides is noise.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # MLflow's own retries take minutes. The feed has its own, and others who connect want to know soon.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    # MLflow's own retries take minutes, and send again what may have been stored; the feed asks first.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     import_module("mlflow.system_metrics.system_metrics_monitor")
     if uri.startswith("sqlite:"):
@@ -115,18 +126,22 @@ def find_run(client: MlflowClient, run_id: str) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def create_run(client: MlflowClient, uri: str, experiment: str, name: str, started_s: float) -> Any:
+def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: str, started_s: float) -> Any:
     """Begin a run that started at ``started_s`` (seconds since the epoch), without touching MLflow's global
-    "active run", so that runs can follow one another.
+    "active run", so that runs can follow one another. Where a run with this key was begun before, but the answer
+    was lost, that one is returned.
     """
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container's user may have no name
         user = "unknown"
-    source = Path(sys.argv[0]).name
-    tags = {"mlflow.user": user, "mlflow.source.type": "LOCAL", "mlflow.source.name": source}
     experiment_id = _experiment_id(client, uri, experiment)
-    return client.create_run(experiment_id, start_time=int(started_s * 1000), run_name=name, tags=tags)
+    known = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+    if known:
+        return known[0]
+    tags = {"mlflow.user": user, "mlflow.source.type": "LOCAL", "mlflow.source.name": Path(sys.argv[0]).name}
+    started_ms = int(started_s * 1000)
+    return client.create_run(experiment_id, start_time=started_ms, run_name=name, tags=tags | {KEY_TAG: key})
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:

@@ -302,25 +302,22 @@ class Run:
         if status != "FINISHED":
             with suppress(Exception):  # what ended the run is told already
                 self.saver.finish()
-        artifacts: list[Path | tuple[Path, str]] = [
-            self.folder.path / name for name in ("config.yaml", "config.json", "precision.json")
-        ]
-        artifacts += [(path, "profile") for path in self.profiler.finish()]
+        self.profiler.finish()
         summary = report.summarise(self, status)
         if status == "FINISHED":
-            last_word = self._finish_model(artifacts)
+            last_word = self._finish_model()
             self.terminal.block("summary", report.summary_rows(summary, self.config.recipe.unit))
             ledger = self.profiler.ledger
             profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
             for text in filter(None, [profile, last_word]):
                 self.terminal.note(text)
         if self.tracker:
-            self.tracker.finish(status, artifacts, summary)
+            self.tracker.close(status, summary)
         if status == "FINISHED":
             self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
         return summary
 
-    def _finish_model(self, artifacts: list[Path | tuple[Path, str]]) -> str | None:
+    def _finish_model(self) -> str | None:
         """Load the best weights, export them, and let the recipe have its last word."""
         trainer, path = self.trainer, self.folder.path
         best = checkpoint.best_step(self.folder.checkpoints) if self.best is not None else None
@@ -336,7 +333,6 @@ class Run:
                 )
             try:
                 self.config.recipe.export(model, path / "best")
-                artifacts.append((path / "best", "best"))
             except (OSError, SafetensorError) as error:
                 self.terminal.warn(f"the best weights could not be exported to {path / 'best'} ({error})")
         model.eval()

@@ -6,24 +6,18 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainer.delivery import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, RunInfo, reopen
 from trainer.errors import UserError
 from trainer.files import write_json, write_text
-from trainer.mlflow_feed import Feed, RunInfo, read_run_record
-from trainer.mlflow_store import explicit_uri, tracking_uri
+from trainer.mlflow_feed import Feed
+from trainer.mlflow_store import explicit_uri, lasting_uri, tracking_uri
 
 log = logging.getLogger("mantissa")
-
-METRICS_FILE = "metrics.jsonl"
-SUMMARY_FILE = "summary.json"
-PATIENCE_S = 30.0
-"""How long a finished run waits for an MLflow that makes no progress."""
-
-Artifact = Path | tuple[Path, str]
-"""A file or folder to keep in MLflow, with the folder among the artifacts to put it in."""
 
 
 @dataclass
@@ -37,14 +31,55 @@ class Tracking:
     """None: the recipe's name."""
     system_metrics: bool = True
     flush_every_s: float = 5.0
+    patience_s: float = 30.0
+    """How long a finished run waits for an MLflow that makes no progress."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
             raise UserError(
                 f"tracking.flush_every_s={self.flush_every_s} must be a positive number of seconds, such as 5"
             )
+        if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
+            raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
         if self.mlflow:
             explicit_uri(self.uri)
+
+
+class MetricLog:
+    """Appends lines to a file. What a full disk refuses is kept in memory until it takes it; nothing is raised."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = bytearray()
+        self._refused = False
+
+    def append(self, line: str) -> None:
+        """Write a line, and those before it that could not be written."""
+        self._unwritten += line.encode() + b"\n"
+        self._write()
+
+    def close(self) -> None:
+        """Try a last time."""
+        self._write()
+        with suppress(OSError):
+            self._file.close()
+        if self._unwritten:
+            lines = self._unwritten.count(b"\n")
+            log.warning("%s could not be written to the end: its last %d lines are lost.", self._path, lines)
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]  # a nearly full disk takes a part
+        except OSError as error:
+            if not self._refused:
+                log.warning(
+                    "%s cannot be written (%s). Training goes on, and the metrics wait in memory.",
+                    self._path,
+                    error.strerror,
+                )
+            self._refused = True
 
 
 class Tracker:
@@ -59,7 +94,6 @@ class Tracker:
         run_name: str,
         params: dict[str, object],
         tags: dict[str, str],
-        run_id: str | None = None,
         resume_step: int | None = None,
     ) -> None:
         """Open the log and start feeding MLflow in the background.
@@ -71,7 +105,6 @@ class Tracker:
             run_name: such as ``gpt2-bf16-s0``.
             params: the flattened config, of JSON types.
             tags: what runs are found and told apart by.
-            run_id: MLflow's id of the run to go on with; None: the one in the folder, if any.
             resume_step: the optimizer step of the checkpoint; what was logged after it is removed.
 
         Raises:
@@ -79,21 +112,25 @@ class Tracker:
 
         """
         self.folder = folder
+        self._config = config
         self._run_name = run_name
         path = folder / METRICS_FILE
         if resume_step is not None:
+            _tolerate(lambda: reopen(folder), folder)
             truncate(path, resume_step)
         elif path.exists() and path.stat().st_size:
             raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
-        self._file = path.open("a", encoding="utf-8")
+        before = _told_before(folder) if resume_step is not None else None
+        uri = (explicit_uri(config.uri) or (before and before.uri) or tracking_uri()) if config.mlflow else None
+        told = RunInfo(config.experiment or experiment, run_name, params, tags, uri and lasting_uri(uri))
+        if before:
+            told = replace(told, key=before.key, started_s=before.started_s)
+        self._log = MetricLog(path)
+        _tolerate(lambda: told.write(folder), folder / TRACKING_FILE)
         self._feed: Feed | None = None
-        if not config.mlflow:
-            return
-        record = read_run_record(folder) if resume_step is not None else {}
-        run = RunInfo(config.experiment or experiment, run_name, params, tags, run_id or record.get("run_id"))
-        uri = explicit_uri(config.uri) or record.get("tracking_uri") or tracking_uri()
-        self._feed = Feed(uri, run, path, config.flush_every_s, config.system_metrics)
-        self._feed.start()
+        if uri:
+            self._feed = Feed(folder, uri, told, config.flush_every_s, config.system_metrics)
+            self._feed.start()
 
     @property
     def run_id(self) -> str | None:
@@ -112,38 +149,47 @@ class Tracker:
         if "step" in metrics or "time" in metrics:
             raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
         line = {"step": step, "time": time.time() if time_s is None else time_s, **_countable(metrics)}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._log.append(json.dumps(line, allow_nan=False))
 
-    def finish(
-        self,
-        status: str,
-        artifacts: Sequence[Artifact],
-        summary: Mapping[str, object],
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        """Write the summary and the plots, and hand everything to MLflow. Never raises because of MLflow.
+    def close(self, status: str, summary: Mapping[str, object]) -> None:
+        """Write the summary and the plots, and hand the run to MLflow. Neither a full disk nor MLflow makes it raise.
 
         Args:
             status: ``FINISHED``, ``FAILED`` or ``KILLED``.
-            artifacts: files and folders to keep in MLflow, beside the summary and the plots.
-            summary: what ``summary.json`` says.
-            patience_s: how long to wait for an MLflow that makes no progress.
+            summary: what ``summary.json`` says, beside the status.
 
         """
         from trainer.plots import plot_run
 
-        self._file.close()
-        plots: list[Path] = []
+        self._log.close()
+        content = _countable({"status": status, **summary})
+        metrics, plots = self.folder / METRICS_FILE, self.folder / "plots"
         try:
-            write_json(self.folder / SUMMARY_FILE, _countable(summary))
-            plots = plot_run(self.folder / METRICS_FILE, self.folder / "plots", self._run_name)
+            _tolerate(lambda: write_json(self.folder / SUMMARY_FILE, content), self.folder / SUMMARY_FILE)
+            _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
         finally:
-            if self._feed:
-                own: list[Artifact] = [self.folder / SUMMARY_FILE, *((plot, "plots") for plot in plots)]
-                missing = self._feed.conclude(status, [*own, *artifacts], patience_s)
-                if missing:
-                    log.warning("%s. The files in %s have it all.", missing, self.folder)
+            missing = self._feed.conclude(status, self._config.patience_s) if self._feed else None
+            if missing:
+                log.warning("%s", missing)
+
+    def finish(self, status: str, artifacts: object, summary: Mapping[str, object]) -> None:
+        """Do as ``close``; the artifacts are found in the folder."""
+        self.close(status, summary)
+
+
+def _tolerate(write: Callable[[], object], path: Path) -> None:
+    """Write something that a run can do without: where the disk refuses, warn."""
+    try:
+        write()
+    except OSError as error:
+        log.warning("%s cannot be written (%s).", path, error.strerror or error)
+
+
+def _told_before(folder: Path) -> RunInfo | None:
+    try:
+        return RunInfo.read(folder)
+    except UserError:  # lost to a full disk, or from before there was this file
+        return None
 
 
 def truncate(path: Path, step: int) -> None:

@@ -51,10 +51,12 @@ def uri(tmp_path: Path, fresh_uri: str, empty_store: Path) -> str:
     return fresh_uri
 
 
-def open_tracker(folder: Path, uri: str | None = None, *, system: bool = False, **options: Any) -> Tracker:
+def open_tracker(
+    folder: Path, uri: str | None = None, *, system: bool = False, patience_s: float = 30.0, **options: Any
+) -> Tracker:
     folder.mkdir(exist_ok=True)
     run: dict[str, Any] = {"experiment": "gpt2", "run_name": folder.name, "params": {}, "tags": {}}
-    config = Tracking(uri=uri, system_metrics=system, flush_every_s=0.05)
+    config = Tracking(uri=uri, system_metrics=system, flush_every_s=0.05, patience_s=patience_s)
     return Tracker(config, folder, **(run | options))
 
 
@@ -83,9 +85,10 @@ def test_a_run_arrives_whole(tmp_path: Path, uri: str) -> None:
         metrics = {f"metric_{index}": float(step) for index in range(5)}
         tracker.log(step, metrics | {"loss": NAN if step == 7 else INF if step == 8 else 1.0 / step})
     (folder / "config.yaml").write_text("seed: 0\n")
-    (folder / "weights").mkdir()
-    (folder / "weights" / "model.safetensors").write_bytes(b"w")
-    tracker.finish("FINISHED", [folder / "config.yaml", (folder / "weights", "best")], {"loss": 0.1})
+    for kept in ("best", "checkpoints"):
+        (folder / kept).mkdir()
+        (folder / kept / "model.safetensors").write_bytes(b"w")
+    tracker.close("FINISHED", {"loss": 0.1})
 
     client = connect(uri)
     assert tracker.run_id
@@ -123,7 +126,7 @@ def test_runs_of_a_sweep_share_a_process_and_nothing_else(tmp_path: Path, uri: s
     ):
         tracker = open_tracker(tmp_path / name, experiment=experiment, tags={"name": name})
         tracker.log(1, {"loss": float(len(name))})
-        tracker.finish("FAILED" if "fp32" in name else "FINISHED", [], {})
+        tracker.close("FAILED" if "fp32" in name else "FINISHED", {})
         trackers.append((name, experiment, tracker))
     import mlflow
 
@@ -146,7 +149,7 @@ def test_resuming_goes_on_with_the_same_run_and_doubles_no_point(tmp_path: Path,
         first.log(step, {"loss": float(step)})
         if step % 2 == 0:
             first.log(step, {"valid/loss": float(step)})
-    first.finish("KILLED", [], {})
+    first.close("KILLED", {})
     with (folder / "metrics.jsonl").open("a") as file:  # logged, but killed before it was sent
         file.write(json.dumps({"step": 9, "time": 1.0, "loss": 9.0}) + "\n")
         file.write(json.dumps({"step": 10, "time": 1.0, "loss": 10.0, "valid/loss": 10.0}) + "\n{")
@@ -161,7 +164,7 @@ def test_resuming_goes_on_with_the_same_run_and_doubles_no_point(tmp_path: Path,
                 second.log(step, {"loss": float(step)})
         else:
             second.log(13, {"loss": 13.0, "valid/loss": 13.0})
-        second.finish("FINISHED", [], {})
+        second.close("FINISHED", {})
         assert second.run_id == first.run_id
 
     assert steps_of(uri, first.run_id, "loss") == list(range(1, 14))
@@ -177,12 +180,12 @@ def test_what_was_logged_but_never_sent_is_sent_on_resume(tmp_path: Path, uri: s
     folder = tmp_path / "run"
     first = open_tracker(folder)
     first.log(1, {"loss": 1.0})
-    first.finish("KILLED", [], {})
+    first.close("KILLED", {})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 1, "time": 1.0, "valid/loss": 1.0}) + "\n")
         file.write(json.dumps({"step": 2, "time": 1.0, "loss": 2.0, "valid/loss": 2.0}) + "\n")
     second = open_tracker(folder, resume_step=2)
-    second.finish("FINISHED", [], {})
+    second.close("FINISHED", {})
     assert steps_of(uri, first.run_id, "loss") == [1, 2]
     assert steps_of(uri, first.run_id, "valid/loss") == [1, 2]
 
@@ -196,7 +199,7 @@ def test_a_line_is_sent_when_it_is_whole(tmp_path: Path, uri: str) -> None:
         file.flush()
         time.sleep(0.4)
         file.write('"loss": 2.0}\n')
-    tracker.finish("FINISHED", [], {})
+    tracker.close("FINISHED", {})
     assert steps_of(uri, tracker.run_id, "loss") == [1, 2]
 
 
@@ -205,11 +208,11 @@ def test_a_run_deleted_in_mlflow_goes_on_as_a_new_one(
 ) -> None:
     first = open_tracker(tmp_path / "run")
     first.log(1, {"loss": 1.0})
-    first.finish("KILLED", [], {})
+    first.close("KILLED", {})
     connect(uri).delete_run(first.run_id or "")
     second = open_tracker(tmp_path / "run", resume_step=1)
     second.log(2, {"loss": 2.0})
-    second.finish("FINISHED", [], {})
+    second.close("FINISHED", {})
     assert second.run_id != first.run_id
     assert steps_of(uri, second.run_id, "loss") == [1, 2]
     assert "goes on as a new one" in caplog.text
@@ -225,7 +228,7 @@ config = Tracking(flush_every_s=0.05)
 tracker = Tracker(config, folder, experiment="race", run_name=folder.name, params={}, tags={})
 for step in range(200):
     tracker.log(step, {"loss": 1.0, "lr": 0.1})
-tracker.finish("FINISHED", [], {})
+tracker.close("FINISHED", {})
 """
 
 
@@ -265,7 +268,7 @@ def test_an_absent_server_neither_slows_nor_fails_a_run(
             server.listen()
         absent = f"http://127.0.0.1:{server.getsockname()[1]}"
         importlib.import_module("mlflow")  # its import in the feed would hold the interpreter now and then
-        tracker = open_tracker(tmp_path / "run", absent)
+        tracker = open_tracker(tmp_path / "run", absent, patience_s=1.5)
         longest = 0.0
         for step in range(500):
             began = time.perf_counter()
@@ -273,15 +276,15 @@ def test_an_absent_server_neither_slows_nor_fails_a_run(
             longest = max(longest, time.perf_counter() - began)
         assert longest < 0.5  # far more than a busy machine needs, far less than any wait for a server
         began = time.monotonic()
-        tracker.finish("FINISHED", [], {"loss": 1.0}, patience_s=1.5)
+        tracker.close("FINISHED", {"loss": 1.0})
         assert time.monotonic() - began < 5
     warnings = [record.getMessage() for record in caplog.records if "did not take" in record.getMessage()]
     assert len(warnings) == 1
     assert absent in warnings[0]
-    assert str(tmp_path / "run") in warnings[0]
+    assert f"python scripts/sync.py {tmp_path / 'run'}" in warnings[0]
     assert tracker.run_id is None
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 500
-    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"loss": 1.0}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"status": "FINISHED", "loss": 1.0}
 
 
 def test_a_deleted_experiment_is_named_and_a_restored_one_gets_what_it_missed(
@@ -300,7 +303,7 @@ def test_a_deleted_experiment_is_named_and_a_restored_one_gets_what_it_missed(
         assert tracker.run_id is None
         client.restore_experiment(experiment_id)
         wait_for_run(tracker)
-        tracker.finish("FINISHED", [], {})
+        tracker.close("FINISHED", {})
     assert steps_of(uri, tracker.run_id, "loss") == [1]
     assert "answers again" in caplog.text
     assert "did not take" not in caplog.text
@@ -316,17 +319,18 @@ def test_a_locked_store_gets_what_it_missed(tmp_path: Path, uri: str) -> None:
     time.sleep(0.3)
     lock.rollback()
     lock.close()
-    tracker.finish("FINISHED", [], {})
+    tracker.close("FINISHED", {})
     assert steps_of(uri, tracker.run_id, "loss") == list(range(50))
 
 
-def test_an_artifact_that_is_not_there_is_reported_and_the_run_ends(
+def test_an_artifact_that_cannot_be_kept_is_reported_and_the_run_ends(
     tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = open_tracker(tmp_path / "run")
     tracker.log(1, {"loss": 1.0})
-    tracker.finish("FINISHED", [tmp_path / "nowhere.txt"], {})
-    assert "the artifacts nowhere.txt" in caplog.text
+    (tmp_path / "mlartifacts").write_text("a file where the folder of artifacts should be")
+    tracker.close("FINISHED", {})
+    assert "the artifacts summary.json, plots" in caplog.text
     assert tracker.run_id
     assert connect(uri).get_run(tracker.run_id).info.status == "FINISHED"
 
@@ -341,11 +345,11 @@ def test_system_metrics_are_sampled_and_end_with_the_run(
     while len(steps_of(uri, run_id, "system/cpu_utilization_percentage")) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    first.finish("KILLED", [], {})
+    first.close("KILLED", {})
     second = open_tracker(tmp_path / "run", system=True, resume_step=0)
     wait_for_run(second)
     time.sleep(1.0)
-    second.finish("FINISHED", [], {})
+    second.close("FINISHED", {})
     steps = steps_of(uri, run_id, "system/cpu_utilization_percentage")
     assert steps == list(range(len(steps)))
     assert not [thread.name for thread in threading.enumerate() if "SystemMetrics" in thread.name]

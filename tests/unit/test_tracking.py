@@ -37,7 +37,7 @@ def open_tracker(tmp_path: Path) -> Iterator[OpenTracker]:
 
     yield open_one
     for tracker in opened:
-        tracker.finish("KILLED", [], {})
+        tracker.close("KILLED", {})
 
 
 def strict_lines(path: Path) -> list[dict[str, object]]:
@@ -76,9 +76,14 @@ def test_finish_writes_the_summary_and_the_plots(open_tracker: OpenTracker, tmp_
     tracker = open_tracker()
     for step in range(1, 4):
         tracker.log(step, {"loss": 3.0 / step, "tokens_per_s": 1000.0})
-    tracker.finish("FINISHED", [], {"loss": 1.0, "best": {"value": INF}, "sizes": [1, NAN]})
+    tracker.close("FINISHED", {"loss": 1.0, "best": {"value": INF}, "sizes": [1, NAN]})
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {"loss": 1.0, "best": {"value": None, "value_nonfinite": 1}, "sizes": [1, None]}
+    assert summary == {
+        "status": "FINISHED",
+        "loss": 1.0,
+        "best": {"value": None, "value_nonfinite": 1},
+        "sizes": [1, None],
+    }
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
 
 

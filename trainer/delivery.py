@@ -1,0 +1,308 @@
+"""One run on its way to MLflow: what MLflow must be told of it, what it has been told, and the telling."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.mlflow_store import connect, create_run, cut, find_run, import_mlflow, lasting_uri, valid_key
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger("mantissa")
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+TRACKING_FILE = "tracking.json"
+RECORD_FILE = "mlflow.json"
+ARTIFACTS = ("config.yaml", "config.json", "precision.json", SUMMARY_FILE, "plots", "profile", "best")
+"""What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
+UPLOAD_BYTES_PER_S = 1e6
+"""The slowest upload of an artifact that still counts as progress."""
+READ_BYTES = 1 << 20
+
+Progress = Callable[[float], None]
+"""Called between two calls of MLflow, with the seconds that the next one may take; it may raise to stop."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What MLflow is told about a run when it begins; kept as ``tracking.json`` in the run folder."""
+
+    experiment: str
+    name: str
+    params: dict[str, object]
+    tags: dict[str, str]
+    uri: str | None
+    """Of the store to tell, without password; None for ``tracking=local``."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Finds the run in MLflow where the answer to its creation, which holds MLflow's own id, was lost."""
+    started_s: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    @classmethod
+    def read(cls, folder: Path) -> RunInfo:
+        """Read a run folder's ``tracking.json``.
+
+        Raises:
+            UserError: there is none, or it is damaged.
+
+        """
+        path = folder / TRACKING_FILE
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UserError(f"{folder} is no run folder (it has no {TRACKING_FILE})") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path} cannot be read ({error}); nothing can be sent without it") from None
+
+    def write(self, folder: Path) -> None:
+        """Write ``tracking.json``."""
+        write_json(folder / TRACKING_FILE, asdict(self))
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, and ``delivered`` once all is.
+
+    Empty where MLflow has not answered yet. What is lost with a damaged one can be found again by the run's key.
+    """
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def is_delivered(folder: Path, uri: str | None = None) -> bool:
+    """Tell whether MLflow (at ``uri``; None: wherever it was sent) has all that is in the folder, by our own record."""
+    record = read_record(folder)
+    mark = record.get("delivered")
+    if not mark or (uri and lasting_uri(uri) != record.get("tracking_uri")):
+        return False
+    return bool(mark["metrics_bytes"] == _size(folder) and final_status(folder) in (None, mark["status"]))
+
+
+def reopen(folder: Path) -> None:
+    """Forget that the run had ended: it goes on, so it has no summary, and MLflow will not have all of it."""
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    record = read_record(folder)
+    if record.pop("delivered", None):
+        write_json(folder / RECORD_FILE, record)
+
+
+def final_status(folder: Path) -> str | None:
+    """Return the status in ``summary.json``; None for a run that was killed before it could write one."""
+    try:
+        status = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("status")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return status if status in ("FINISHED", "FAILED", "KILLED") else None
+
+
+class Delivery:
+    """Sends one run to one store, from the files in its folder alone.
+
+    The metric log is the only queue. So a slow store costs no memory, and whatever a store lacks is found by asking
+    it and reading the log. Any method may fail; ``doubt`` must follow before the next attempt.
+    """
+
+    def __init__(self, folder: Path, uri: str, info: RunInfo, *, training: bool, progress: Progress) -> None:
+        """Prepare; nothing is opened yet.
+
+        Args:
+            folder: the run's.
+            uri: of the store, password included.
+            info: what MLflow is told when the run begins there.
+            training: whether the run is going on, which MLflow then shows.
+            progress: see ``Progress``.
+
+        """
+        self.run_id: str | None = None
+        self._folder = folder
+        self._uri = uri
+        self._info = info
+        self._training = training
+        self._progress = progress
+        self._client: MlflowClient | None = None
+        self._record = read_record(folder)
+        if self._record.get("tracking_uri") != lasting_uri(uri):  # an id of another store
+            self._record = {}
+        self._certain = False
+        self._described: str | None = None
+        self._offset = 0
+        self._confirmed = 0
+        self._pending: list[Any] = []
+        self._stored: dict[str, int] = {}
+        self._uploaded: set[str] = set()
+
+    def begin(self) -> None:
+        """Connect, and find or create the run. After that a call costs nothing, until something has failed."""
+        if self._client is None:
+            import_mlflow(self._uri)
+            self._progress(0)
+            self._client = connect(self._uri)
+            self._progress(0)
+        if self._certain:
+            return
+        client, known = self._client, self.run_id or self._record.get("run_id")
+        run = find_run(client, known) if known else None
+        if run is None:
+            if known:
+                log.warning("MLflow has no run %s any more; this run goes on as a new one there.", known)
+            info = self._info
+            run = create_run(client, self._uri, info.experiment, info.name, info.key, info.started_s)
+            self._confirmed = 0
+        self.run_id = run.info.run_id
+        self._record = {
+            "run_id": run.info.run_id,
+            "experiment_id": run.info.experiment_id,
+            "tracking_uri": lasting_uri(self._uri),
+        }
+        self._write_record()
+        # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
+        self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        self._offset = self._confirmed
+        self._progress(0)
+        if self._described != self.run_id:
+            if self._training and run.info.status != "RUNNING":
+                client.update_run(run.info.run_id, status="RUNNING")
+            self._describe(client, run)
+            self._described = self.run_id
+            self._progress(0)
+        self._certain = True
+
+    def send_metrics(self) -> None:
+        """Send what the log has and the store has not."""
+        from mlflow.utils.validation import MAX_METRICS_PER_BATCH
+
+        assert self._client is not None
+        while self._pending or self._read():
+            self._client.log_batch(self.run_id, metrics=self._pending[:MAX_METRICS_PER_BATCH], synchronous=True)
+            del self._pending[:MAX_METRICS_PER_BATCH]
+            if not self._pending:
+                self._confirmed = self._offset
+            self._progress(0)
+        self._confirmed = self._offset
+
+    def complete(self, status: str) -> None:
+        """Send all of a run that has ended, and note in ``mlflow.json`` that it was."""
+        size = _size(self._folder)
+        self.begin()
+        self.send_metrics()
+        assert self._client is not None
+        try:
+            self._upload(self._client)
+        finally:  # an artifact that cannot be kept is no reason to call the run unfinished
+            self._client.set_terminated(self.run_id, status, int(self._ended_s() * 1000))
+        self._record["delivered"] = {"metrics_bytes": size, "status": status}
+        self._write_record()
+
+    def doubt(self) -> None:
+        """After a failed call: what was sent may have been stored although the answer was lost, so ask again."""
+        self._certain = False
+        self._pending.clear()
+
+    def missing(self) -> str:
+        """Return what the store is not known to have, for the user."""
+        if self.run_id is None:
+            return "this run"
+        names = ", ".join(path.name for path in self._artifacts())
+        points = self._confirmed < _size(self._folder)
+        parts = ["the last metrics" if points else "", f"the artifacts {names}" if names else ""]
+        return " and ".join(part for part in parts if part) or "the run's final status"
+
+    def _artifacts(self) -> list[Path]:
+        paths = [self._folder / name for name in ARTIFACTS if name not in self._uploaded]
+        return [path for path in paths if path.exists()]
+
+    def _upload(self, client: MlflowClient) -> None:
+        for path in self._artifacts():
+            self._progress(_bytes(path) / UPLOAD_BYTES_PER_S)
+            if path.is_dir():
+                client.log_artifacts(self.run_id, str(path), path.name)
+            else:
+                client.log_artifact(self.run_id, str(path))
+            self._uploaded.add(path.name)
+            self._progress(0)
+
+    def _ended_s(self) -> float:
+        paths = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
+        return max((path.stat().st_mtime for path in paths if path.exists()), default=time.time())
+
+    def _write_record(self) -> None:
+        with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again
+            write_json(self._folder / RECORD_FILE, self._record)
+
+    def _describe(self, client: MlflowClient, run: Any) -> None:
+        """Log params and tags. A param cannot be changed, so what a resumed run changed goes into a tag."""
+        from mlflow.entities import Param, RunTag
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
+
+        params = {
+            valid_key(key): cut(
+                value if isinstance(value, str) else json.dumps(value, default=str), MAX_PARAM_VAL_LENGTH
+            )
+            for key, value in self._info.params.items()
+        }
+        tags = dict(self._info.tags)
+        known = run.data.params
+        changed = [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]
+        if changed:
+            tags["changed_on_resume"] = " ".join(changed)
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        tag_list = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
+        for batch in _batches(new, MAX_PARAMS_TAGS_PER_BATCH):
+            client.log_batch(run.info.run_id, params=batch, synchronous=True)
+        for batch in _batches(tag_list, MAX_PARAMS_TAGS_PER_BATCH):
+            client.log_batch(run.info.run_id, tags=batch, synchronous=True)
+
+    def _read(self) -> bool:
+        """Take new whole lines of the log that hold points the store lacks; False: there are none."""
+        from mlflow.entities import Metric
+
+        with (self._folder / METRICS_FILE).open("rb") as file:
+            file.seek(self._offset)
+            while not self._pending and (lines := file.readlines(READ_BYTES)):
+                for line in lines:
+                    if not line.endswith(b"\n"):  # still being written
+                        return bool(self._pending)
+                    point = json.loads(line)
+                    self._offset += len(line)
+                    step, stamp = point.pop("step"), int(point.pop("time") * 1000)
+                    self._pending += [
+                        Metric(key, float(value), stamp, step)
+                        for name, value in point.items()
+                        if value is not None and step > self._stored.get(key := valid_key(name), -1)
+                    ]
+        return bool(self._pending)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, for the user."""
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _size(folder: Path) -> int:
+    path = folder / METRICS_FILE
+    return path.stat().st_size if path.exists() else 0
+
+
+def _bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
