@@ -123,19 +123,19 @@ def certify(
     _train(child, "none", [*job, "run_name=whole"])
     generator = random.Random(seed)
     for plan in _plans(generator, kills, steps, precision):
-        _train(child, plan, [*job, "run_name=killed", "resume=auto"], folder / "killed", generator)
+        _train(child, plan, [*job, "run_name=killed", "resume=auto"], folder, generator)
     _train(child, "none", [*job, "run_name=killed", "resume=auto"])
     # Before the first checkpoint there is nothing to resume: the run then starts again, in a folder of its own.
     last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
     comparison = compare(folder / "whole", last, steps)
     verdict = comparison.verdict(max_ulp)
-    done = [line for path in sorted(folder.glob("killed*")) for line in trace(path) if "killed" in line]
+    lines = _killed_lines(folder)
     result = Certificate(
         command=f"python scripts/certify.py {' '.join(overrides)} kills={kills} seed={seed}",
         verdict=verdict,
         exit_code=0 if verdict == "BITWISE" else 5 if verdict.startswith("ULP") else 6,
-        kills=done,
-        resumes=sum("resumed_after" in line for path in folder.glob("killed*") for line in trace(path)),
+        kills=[line for line in lines if "killed" in line],
+        resumes=sum("resumed_after" in line for line in lines),
         skipped_steps=sum(bool(line.get("skipped")) for line in trace(folder / "whole")),
         comparison=comparison,
         wall_time_s=time.monotonic() - began,
@@ -165,7 +165,7 @@ def _plans(generator: random.Random, kills: int, steps: int, precision: str) -> 
 
 
 def _train(
-    child: str, plan: str, job: list[str], run: Path | None = None, generator: random.Random | None = None
+    child: str, plan: str, job: list[str], folder: Path | None = None, generator: random.Random | None = None
 ) -> None:
     """Run the job until it ends, or is killed as planned.
 
@@ -177,9 +177,9 @@ def _train(
     command = [sys.executable, "-m", child, plan, *job]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if outside:
-        assert run is not None
+        assert folder is not None
         assert generator is not None
-        _kill_from_outside(process, run, int(plan.split(":")[1]), generator.random())
+        _kill_from_outside(process, folder, int(plan.split(":")[1]), generator.random())
     output, _ = process.communicate()
     if process.returncode not in (0, -signal.SIGKILL):
         raise RunError(f"a run ended with status {process.returncode}:\n{output[-2000:]}")
@@ -187,14 +187,12 @@ def _train(
         raise RunError(f"the run ended before it could be killed ({plan}); use more steps or fewer kills")
 
 
-def _kill_from_outside(process: subprocess.Popen[str], run: Path, step: int, fraction: float) -> None:
+def _kill_from_outside(process: subprocess.Popen[str], folder: Path, step: int, fraction: float) -> None:
     """Kill the process a moment after it has trained ``step``, or its first if that is later."""
-    path = run / TRACE_FILE
-    known = len(trace(run)) if path.exists() else 0
+    known = len(_killed_lines(folder))
 
     def reached() -> bool:
-        new = trace(run)[known:] if path.exists() else []
-        return any(line.get("step", 0) >= step for line in new)
+        return any(line.get("step", 0) >= step for line in _killed_lines(folder)[known:])
 
     while process.poll() is None and not reached():
         time.sleep(0.005)
@@ -202,6 +200,12 @@ def _kill_from_outside(process: subprocess.Popen[str], run: Path, step: int, fra
     if process.poll() is None:
         process.kill()
         process.wait()
-        with path.open("a", encoding="utf-8") as file:
-            steps = [line["step"] for line in trace(run) if "step" in line]
-            file.write("\n" + json.dumps({"killed": "outside", "after_step": max(steps), "count": 0}) + "\n")
+        steps = [line["step"] for line in _killed_lines(folder) if "step" in line]
+        newest = max(folder.glob(f"killed*/{TRACE_FILE}"), key=lambda path: path.stat().st_mtime)
+        with newest.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps({"killed": "outside", "after_step": steps[-1], "count": 0}) + "\n")
+
+
+def _killed_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the traces of the killed job: of every folder, since one without a checkpoint starts again in another."""
+    return [line for path in sorted(folder.glob(f"killed*/{TRACE_FILE}")) for line in trace(path.parent)]

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -121,6 +122,8 @@ class TracedRun(Run):
 
     def _die(self, kind: str | None = None) -> None:
         assert self.kill is not None
+        if threading.current_thread() is threading.main_thread() and not checkpoint.steps(self.folder.checkpoints):
+            self.saver.finish()  # a job so fast that its first checkpoint is not written yet would only start again
         count = self.kill[2]
         self._note({"killed": kind or self.kill[0], "after_step": self.trainer.step, "count": count})
         os.kill(os.getpid(), signal.SIGKILL)
