@@ -65,7 +65,7 @@ class TracedRun(Run):
         self._flushes = 0
         if self.trainer.step:
             self._note({"resumed_after": self.trainer.step})
-        if self.kill is not None and self.kill[0] == "restore":
+        if self.kill is not None and self.kill[0] == "restore" and self.trainer.step:
             self._die()
 
     def _traced_step(self, microbatches: list[Batch]) -> StepRecord:

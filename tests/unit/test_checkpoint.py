@@ -294,6 +294,14 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         load(tmp_path).restore(nn.Linear(2, 2), None)
 
 
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    net = Net(0)
+    net.conv = nn.Conv2d(3, 5, 3)
+    with pytest.raises(UserError, match=r"conv.weight is 4 × 3 × 3 × 3 there and 5 × 3 × 3 × 3 here"):
+        load(tmp_path).restore(net, None)
+
+
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     net = Net(0)
     optimizer = OPTIMIZERS["adamw"].build(net, CPU)
