@@ -10,6 +10,7 @@ import re
 import sys
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mantissa")
 
+_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks", "databricks-uc", "uc")
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``RunInfo.key``)."""
 
@@ -37,9 +39,17 @@ def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
         key, value = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
     if not value:
         return None
-    if ":" not in value and value not in ("databricks", "databricks-uc", "uc"):
-        raise UserError(f"{key}={value} is not a URI; use sqlite:///{value} or http://host:port")
-    return value
+    scheme, found, rest = value.partition("://")
+    kind = scheme.partition("+")[0]
+    if value in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in _plugins())):
+        return value
+    if found:
+        raise UserError(f"{key}={value} is no place that MLflow knows; use sqlite:///file.db or http://host:port")
+    raise UserError(f"{key}={value} is not a URI; use sqlite:///{value} or http://host:port")
+
+
+def _plugins() -> set[str]:
+    return {entry.name for entry in entry_points(group="mlflow.tracking_store")}
 
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:

@@ -63,6 +63,8 @@ def check_run(folder: Path) -> Path:
         UserError: it is none.
 
     """
+    if str(folder).startswith("output_dir="):
+        raise UserError(f"{folder} is training's way to say it; type --{str(folder).replace('_', '-', 1)}")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run folder such as outputs/gpt2-bf16-s0")
     RunInfo.read(folder)
@@ -82,8 +84,9 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> Outcom
         info = RunInfo.read(folder)
         if info.uri is None and not named:
             return Outcome(False, "tracking=local, left alone")
-        uri = _whole_uri(info, uri)
-        return _send(folder, uri, info, lambda allowance_s: None)
+        if is_delivered(folder, uri):
+            return Outcome(False, "already complete")
+        return _send(folder, _whole_uri(info, uri), info, lambda allowance_s: None)
     except UserError as error:
         return Outcome(True, str(error))
 
