@@ -1,0 +1,456 @@
+"""Nothing is lost or doubled on the way to MLflow: stores that fail, processes that are killed, scripts/sync.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from trainer.files import write_json
+from trainer.folder import RunFolder
+from trainer.sync import Backlog, send
+from trainer.tracking import Tracker, Tracking
+
+# MLflow's own, raised inside the feed's thread: SQLAlchemy 2.1 deprecates an option of MLflow's models.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+PROJECT = Path(__file__).resolve().parents[2]
+SYNC = PROJECT / "scripts" / "sync.py"
+BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4",
+          "profiler=none", "checkpoint=none"]  # fmt: skip
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def store(folder: Path, empty_store: Path) -> Path:
+    return Path(shutil.copy(empty_store, folder / "mlflow.db"))
+
+
+def tracker_of(path: Path, resume_step: int | None = None, **options: Any) -> Tracker:
+    path.mkdir(parents=True, exist_ok=True)
+    config = Tracking(**{"system_metrics": False, "flush_every_s": 0.05} | options)
+    described: dict[str, Any] = {"experiment": "e", "params": {"seed": 0}, "tags": {"precision": "bf16"}}
+    return Tracker(config, path, run_name=path.name, resume_step=resume_step, **described)
+
+
+def undelivered(path: Path, steps: int = 5, **options: Any) -> Path:
+    """A run that its MLflow has never heard of; a plain file stands for a store that does not work."""
+    working = Path("mlflow.db")
+    away = working.rename("away.db") if working.exists() else None
+    working.mkdir()
+    tracker = tracker_of(path, patience_s=0, **options)
+    for step in range(1, steps + 1):
+        tracker.log(step, {"loss": float(step)})
+    tracker.close("FINISHED", {})
+    working.rmdir()
+    if away:
+        away.rename(working)
+    return path
+
+
+def points(store: Path) -> dict[str, Counter[int]]:
+    """How often each step of each run's loss is stored."""
+    query = "select name, step from metrics join runs using (run_uuid) where key = 'loss'"
+    found: dict[str, Counter[int]] = {}
+    with closing(sqlite3.connect(store)) as database:
+        for name, step in database.execute(query):
+            found.setdefault(name, Counter())[step] += 1
+    return found
+
+
+def runs(store: Path) -> list[tuple[str, str]]:
+    with closing(sqlite3.connect(store)) as database:
+        return database.execute("select name, status from runs order by name").fetchall()
+
+
+def logged(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def once(steps: int) -> Counter[int]:
+    return Counter(range(1, steps + 1))
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out + err
+
+
+# --- answers that are lost ---
+
+
+def test_after_a_failed_call_the_store_is_asked_what_it_has(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite would forgive a point that is sent twice, other stores do not: so it must not be sent."""
+    stored: Counter[tuple[str, int]] = Counter()
+    lost = {"create_run": 1, "log_batch": 2}
+    real_log, real_create = MlflowClient.log_batch, MlflowClient.create_run
+
+    def lose(name: str) -> None:
+        lost[name] -= 1
+        if lost[name] >= 0:
+            raise ConnectionError(f"the answer to {name} was lost")
+
+    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
+        real_log(self, run_id, metrics=metrics, **others)
+        stored.update((metric.key, metric.step) for metric in metrics)
+        if metrics:
+            lose("log_batch")
+
+    def create_run(self: MlflowClient, *arguments: Any, **others: Any) -> Any:
+        run = real_create(self, *arguments, **others)
+        lose("create_run")
+        return run
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    monkeypatch.setattr(MlflowClient, "create_run", create_run)
+    tracker = tracker_of(folder / "outputs" / "a")
+    for step in range(1, 701):
+        tracker.log(step, {"loss": 1.0, "lr": 0.1})
+    tracker.close("FINISHED", {})
+    assert max(lost.values()) <= 0  # each failure has happened
+    assert set(stored.values()) == {1}
+    assert points(store) == {"a": once(700)}
+    assert runs(store) == [("a", "FINISHED")]
+
+
+# --- killed between the local log and the delivery ---
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from mlflow import MlflowClient
+from trainer.tracking import Tracker, Tracking
+method, moment, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+real = getattr(MlflowClient, method)
+def dies(self, *arguments, **others):
+    if method == "log_batch" and not others.get("metrics"):
+        return real(self, *arguments, **others)
+    if moment == "after":
+        real(self, *arguments, **others)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(MlflowClient, method, dies)
+folder.mkdir(parents=True)
+config = Tracking(flush_every_s=0.05, system_metrics=False)
+tracker = Tracker(config, folder, experiment="e", run_name=folder.name, params={}, tags={})
+for step in range(1, 21):
+    tracker.log(step, {"loss": 1.0})
+time.sleep(60)
+"""
+
+
+def test_killed_between_log_and_delivery_every_point_arrives_once(folder: Path, store: Path) -> None:
+    moments = [("log_batch", "before"), ("log_batch", "after"), ("create_run", "after")]
+    names = ["-".join(moment) for moment in moments]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    children = [
+        subprocess.Popen([sys.executable, "-c", KILLED, *moment, str(folder / "outputs" / name)], env=environment)
+        for moment, name in zip(moments, names, strict=True)
+    ]
+    assert [child.wait(60) for child in children] == [-signal.SIGKILL] * 3
+    assert sorted(runs(store)) == sorted((name, "RUNNING") for name in names)
+    assert points(store) == {"log_batch-after": once(20)}
+
+    for name in names[1:]:
+        with (folder / "outputs" / name / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 21, "los')  # killed while it wrote
+        assert send(folder / "outputs" / name).text.startswith("sent")
+        assert send(folder / "outputs" / name).text == "already complete"
+    resumed = tracker_of(folder / "outputs" / names[0], resume_step=20)
+    resumed.log(21, {"loss": 1.0})
+    resumed.close("FINISHED", {})
+    assert points(store) == {names[0]: once(21), names[1]: once(20), names[2]: once(20)}
+    assert runs(store) == sorted([(names[0], "FINISHED"), (names[1], "KILLED"), (names[2], "KILLED")])
+
+
+def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: Path) -> None:
+    path = folder / "outputs" / "a"
+    first = tracker_of(path)
+    first.log(1, {"loss": 1.0})
+    first.close("KILLED", {})
+    assert send(path).text == "already complete"
+    tracker_of(path, resume_step=1, mlflow=False)._log.close()  # killed before it logged anything
+    assert not (path / "summary.json").exists()
+    assert send(path, named=True).text.startswith("sent")
+    assert runs(store) == [("a", "KILLED")]
+
+
+# --- scripts/sync.py ---
+
+
+def test_sync_says_what_it_did_with_each_run(folder: Path, store: Path, start: Start) -> None:
+    outputs = folder / "outputs"
+    undelivered(outputs / "missed")
+    damaged = undelivered(outputs / "damaged")
+    with (damaged / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n")
+    tracker = tracker_of(outputs / "local", mlflow=False)
+    tracker.log(1, {"loss": 1.0})
+    tracker.close("FINISHED", {})
+    training = undelivered(outputs / "training")
+    (outputs / "notes").mkdir()
+
+    with RunFolder(training).locked():
+        code, said = finished(start(script=SYNC))
+    assert code == 1, said
+    lines = dict(line.split(": ", 1) for line in said.splitlines())
+    assert lines["outputs/missed"] == f"sent to sqlite:///{store}"
+    assert "did not take the last metrics" in lines["outputs/damaged"]
+    assert lines["outputs/local"] == "tracking=local, left alone"
+    assert "being trained" in lines["outputs/training"]
+    assert len(lines) == 4
+    assert points(store)["missed"] == once(5)
+    assert set(runs(store)) == {("missed", "FINISHED"), ("damaged", "RUNNING")}
+
+    write_json(training / "summary.json", {"status": "FAILED"})
+    code, said = finished(start("outputs/local", "outputs/missed", "outputs/training", script=SYNC))
+    assert code == 0, said
+    assert "missed: already complete" in said
+    assert points(store)["local"] == Counter([1])
+    assert ("training", "FAILED") in runs(store)
+    client = MlflowClient(f"sqlite:///{store}")
+    record = json.loads((outputs / "missed" / "mlflow.json").read_text())
+    assert {item.path for item in client.list_artifacts(record["run_id"])} == {"plots", "summary.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nowhere", "nowhere: no such folder; give a run folder"),
+        (".", "is no run folder"),
+        ("--output-dir=nowhere", "--output-dir=nowhere: no such folder"),
+        ("output_dir=runs", "--output-dir=runs"),
+        ("--uri=mlruns", "--uri=mlruns is not a URI; use sqlite:///mlruns"),
+        ("--uri=htp://host", "--uri=htp://host is no place that MLflow knows"),
+    ],
+)
+def test_mistakes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    from scripts import sync
+
+    (folder / "outputs").mkdir()
+    monkeypatch.setattr(sys, "argv", ["scripts/sync.py", *arguments.split()])
+    assert sync.main() == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_password_is_not_kept_but_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = "http://me:s3cret@127.0.0.1:9"
+    path = undelivered(folder / "outputs" / "a", uri=uri)
+    assert "s3cret" not in "".join(file.read_text() for file in path.glob("*.json*"))
+    outcome = send(path)
+    assert outcome.left_over
+    assert "the password of http://me:***@127.0.0.1:9 is needed" in outcome.text
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert "did not take this run" in send(path).text  # nothing listens there
+
+
+SYNC_KILLED = """
+import os, runpy, signal, sys
+from mlflow import MlflowClient
+method = sys.argv.pop(1)
+real = getattr(MlflowClient, method)
+def dies(self, *arguments, **others):
+    real(self, *arguments, **others)
+    if method != "log_batch" or others.get("metrics"):
+        os.kill(os.getpid(), signal.SIGKILL)
+setattr(MlflowClient, method, dies)
+sys.argv[0] = "sync.py"
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_a_sync_that_was_killed_is_run_again(folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = folder / "outputs"
+    for name in ("a", "b"):
+        undelivered(outputs / name, steps=1500)
+    children = [
+        subprocess.Popen([sys.executable, "-c", SYNC_KILLED, method, str(SYNC), str(outputs / name)])
+        for method, name in (("log_batch", "a"), ("log_artifact", "b"))
+    ]
+    assert [child.wait(60) for child in children] == [-signal.SIGKILL] * 2
+    assert (len(points(store)["a"]), len(points(store)["b"])) == (1000, 1500)
+    sent: Counter[int] = Counter()
+    real = MlflowClient.log_batch
+
+    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
+        sent.update(metric.step for metric in metrics)
+        real(self, run_id, metrics=metrics, **others)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    for name in ("a", "b"):
+        assert send(outputs / name).text.startswith("sent")
+    assert sent == Counter(range(1001, 1501))
+    assert points(store) == {"a": once(1500), "b": once(1500)}
+    assert runs(store) == [("a", "FINISHED"), ("b", "FINISHED")]
+
+
+# --- a later run ---
+
+
+def test_the_next_run_sends_earlier_ones(folder: Path, store: Path) -> None:
+    outputs = folder / "outputs"
+    undelivered(outputs / "earlier")
+    undelivered(outputs / "elsewhere", uri="sqlite:///other.db")
+    training = undelivered(outputs / "training")
+    with RunFolder(training).locked():
+        tracker = tracker_of(outputs / "next")
+        tracker.log(1, {"loss": 1.0})
+        tracker.close("FINISHED", {})
+    assert points(store) == {"earlier": once(5), "next": once(1)}
+    assert runs(store) == [("earlier", "FINISHED"), ("next", "FINISHED")]
+    assert send(outputs / "earlier").text == "already complete"
+
+
+def test_a_run_that_has_ended_does_not_wait_long_for_earlier_ones(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"sqlite:///{store}"
+    outputs = folder / "outputs"
+    for index in range(3):
+        undelivered(outputs / f"earlier{index}")
+    real = MlflowClient.log_batch
+
+    def slow(self: MlflowClient, run_id: str, **others: Any) -> None:
+        time.sleep(0.5)
+        real(self, run_id, **others)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", slow)
+    (outputs / "present").mkdir()
+    for at_once in (False, True):
+        backlog = Backlog(outputs / "present", uri)
+        monkeypatch.setattr("trainer.sync.LAST_S", 0.5)
+        backlog.start()
+        time.sleep(0.2)
+        began = time.monotonic()
+        backlog.end(at_once)
+        assert time.monotonic() - began < (0.2 if at_once else 2.5)
+        backlog.join(10)
+        assert not backlog.is_alive()
+    assert len([run for run in runs(store) if run[1] == "FINISHED"]) < 3
+
+
+# --- through the real command line: absent, slow, locked ---
+
+LOCK = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1])
+connection.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_locked_store_gets_all_of_it_later(
+    train: Callable[..., Any], start: Start, folder: Path, store: Path
+) -> None:
+    lock = subprocess.Popen(
+        [sys.executable, "-c", LOCK, str(store)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert lock.stdout
+    assert lock.stdout.readline() == "locked\n"
+    for seed in (0, 1):
+        done = train(*BIGNET, f"seed={seed}", "steps=60", "log_every=1", "tracking.patience_s=0.5")
+        path = Path(f"outputs/bignet-fp32-s{seed}")
+        assert done.code == 0, done.err
+        assert f"did not take this run (no answer within 0.5 s). {path} has it all" in done.out
+        assert f"python scripts/sync.py {path}\n" in done.out
+        assert len([line for line in logged(path) if "loss" in line]) == 60
+    lock.communicate("")
+
+    code, said = finished(start("outputs/bignet-fp32-s0", script=SYNC))
+    assert code == 0, said
+    assert points(store) == {"bignet-fp32-s0": once(60)}
+    assert train(*BIGNET, "seed=2", "steps=2").code == 0
+    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60), "bignet-fp32-s2": once(2)}
+    code, said = finished(start(script=SYNC))
+    assert code == 0
+    assert said.count(": already complete\n") == 3
+    assert runs(store) == [(f"bignet-fp32-s{seed}", "FINISHED") for seed in (0, 1, 2)]
+
+
+SERVER = """
+import os, sys, time
+from pathlib import Path
+database, port, delay_file = sys.argv[1:]
+os.environ |= {"_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{database}", "_MLFLOW_SERVER_SERVE_ARTIFACTS": "false",
+               "_MLFLOW_SERVER_ARTIFACT_ROOT": f"{Path(database).parent}/artifacts"}
+from mlflow.server import app
+from werkzeug.serving import make_server
+def slow(environ, start_response):
+    time.sleep(float(Path(delay_file).read_text()))
+    return app(environ, start_response)
+make_server("127.0.0.1", int(port), slow, threaded=True).serve_forever()
+"""
+
+
+@pytest.fixture
+def serve(folder: Path, store: Path) -> Iterator[Callable[[int], None]]:
+    """MLflow's own server, which takes as many seconds for each call as the file ``delay`` says."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin(port: int) -> None:
+        command = [sys.executable, "-c", SERVER, str(store), str(port), str(folder / "delay")]
+        begun.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        deadline = time.monotonic() + 60
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+def test_an_absent_and_a_slow_server_get_all_of_it_later(
+    train: Callable[..., Any], start: Start, serve: Callable[[int], None], folder: Path, store: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    remote = (f"tracking.uri=http://127.0.0.1:{port}", "tracking.patience_s=1", "tracking.flush_every_s=0.2")
+    long = (*BIGNET, "steps=3000", "eval_every=3000", "log_every=10")
+    absent = train(*BIGNET, "seed=0", "steps=60", "log_every=1", *remote)
+    (folder / "delay").write_text("5")
+    serve(port)
+    local = train(*long, "seed=1", "tracking=local")
+    slow = train(*long, "seed=2", *remote)
+    assert [run.code for run in (absent, local, slow)] == [0, 0, 0]
+    for run, seed in ((absent, 0), (slow, 2)):
+        assert f"python scripts/sync.py outputs/bignet-fp32-s{seed}\n" in run.out
+    assert len([line for line in logged(folder / "outputs/bignet-fp32-s0") if "loss" in line]) == 60
+    step_s = {
+        seed: statistics.median(line["step_time_s"] for line in logged(folder / f"outputs/bignet-fp32-s{seed}")[:-1])
+        for seed in (1, 2)
+    }
+    print(f"median step: {step_s[1] * 1e3:.3f} ms without MLflow, {step_s[2] * 1e3:.3f} ms with a slow one")
+    assert step_s[2] < 1.5 * step_s[1]  # on a busy machine; waiting for one call would make it thousands
+
+    (folder / "delay").write_text("0")
+    code, said = finished(start(script=SYNC))
+    assert code == 0, said
+    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s2": Counter([1, *range(10, 3001, 10)])}
+    assert runs(store) == [("bignet-fp32-s0", "FINISHED"), ("bignet-fp32-s2", "FINISHED")]
+    code, said = finished(start("outputs/bignet-fp32-s0", "outputs/bignet-fp32-s2", script=SYNC))
+    assert (code, said.count(": already complete\n")) == (0, 2)
