@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -288,8 +289,8 @@ class Delivery:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, for the user."""
-    text = str(error).strip()
+    """Return the first line of what an error says, for the user: without passwords, which MLflow's errors repeat."""
+    text = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 

@@ -52,6 +52,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 REFUSED = {
     "precision/tf32": "precision=tf32 is not available",
+    "parallel/ddp": "start them with torchrun",  # see tests/parallel
+    "parallel/fsdp": "start them with torchrun",
     "data/own": "recipe=bignet cannot read data=own",  # no recipe here brings its own; see test_own_recipe.py
 }
 

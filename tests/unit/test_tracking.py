@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 
+from trainer.delivery import first_line
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.mlflow_store import cut, database_file, tracking_uri, valid_key, without_password
@@ -17,6 +21,7 @@ from trainer.plots import plot_run, read_series, running_mean
 from trainer.tracking import Tracker, Tracking, truncate
 from trainer.ui import comparison_address, curves_address, experiment_address, free_port
 
+PROJECT = Path(__file__).resolve().parents[2]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -128,6 +133,57 @@ def test_damage_inside_the_log_is_named(tmp_path: Path) -> None:
     assert "garbage" in path.read_text()
 
 
+FULL_DISK = """
+import json, logging, resource, sys
+from pathlib import Path
+from trainer.tracking import Tracker, Tracking
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+folder = Path(sys.argv[1])
+tracker = Tracker(Tracking(mlflow=False), folder, experiment="e", run_name="r", params={}, tags={})
+def limit(size):  # of every file, kept by the kernel: it takes a part of a write, then refuses
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+limit(100)
+for step in range(1, 11):
+    tracker.log(step, {"loss": 1.0}, time_s=0)
+print((folder / "metrics.jsonl").stat().st_size)
+if sys.argv[2] == "freed":
+    limit(resource.RLIM_INFINITY)
+    tracker.log(11, {"loss": 1.0}, time_s=0)
+    limit(100)
+tracker.close("FINISHED", {"long": "x" * 100})
+"""
+
+
+@pytest.mark.parametrize("later", ["freed", "full to the end"])
+def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), later],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
+    warnings = child.stdout.splitlines()
+    assert warnings.pop(1) == "100"
+    assert f"{tmp_path}/metrics.jsonl cannot be written (File too large)" in warnings.pop(0)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines(True)[:11]
+             if line.endswith("\n")]  # fmt: skip
+    if later == "freed":
+        assert steps == list(range(1, 12))
+    else:
+        assert steps == [1, 2]
+        assert "its last 8 lines are lost" in warnings.pop(0)
+    assert f"{tmp_path}/summary.json cannot be written" in warnings.pop(0)
+    assert not (tmp_path / "summary.json").exists()
+    assert "plots" in "".join(warnings)  # matplotlib's files are larger than the limit
+
+
+@pytest.mark.parametrize("seconds", [-1.0, NAN, INF])
+def test_patience_must_be_a_duration(seconds: float) -> None:
+    with pytest.raises(UserError, match=r"tracking\.patience_s"):
+        Tracking(patience_s=seconds)
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, NAN])
 def test_flush_every_must_be_positive(seconds: float) -> None:
     with pytest.raises(UserError, match=r"tracking\.flush_every_s"):
@@ -153,6 +209,8 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_passwords_are_not_shown() -> None:
     assert without_password("postgresql://me:s3cret@host:5432/db") == "postgresql://me:***@host:5432/db"
     assert without_password("http://127.0.0.1:5000") == "http://127.0.0.1:5000"
+    error = RuntimeError("request to http://me:s3@cret@host:5000/api failed: http://host:5000/a@b\nby …")
+    assert first_line(error) == "request to http://me:***@host:5000/api failed: http://host:5000/a@b"
 
 
 @pytest.mark.parametrize(
