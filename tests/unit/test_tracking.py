@@ -166,7 +166,7 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
     warnings = child.stdout.splitlines()
     assert warnings.pop(1) == "100"
     assert f"{tmp_path}/metrics.jsonl cannot be written (File too large)" in warnings.pop(0)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines(True)[:11]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines(True)
              if line.endswith("\n")]  # fmt: skip
     if later == "freed":
         assert steps == list(range(1, 12))
