@@ -163,6 +163,7 @@ class Delivery:
             info = self._info
             run = create_run(client, self._uri, info.experiment, info.name, info.key, info.started_s)
             self._confirmed = 0
+            self._uploaded.clear()
         self.run_id = run.info.run_id
         self._record = {
             "run_id": run.info.run_id,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from trainer.delivery import TRACKING_FILE, Delivery, Progress, RunInfo, final_status, first_line, is_delivered
 from trainer.errors import UserError
-from trainer.folder import RunFolder
 from trainer.mlflow_store import explicit_uri, lasting_uri, tracking_uri, without_password
 
 log = logging.getLogger("mantissa")
@@ -92,6 +91,8 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> Outcom
 
 
 def _send(folder: Path, uri: str, info: RunInfo, progress: Progress) -> Outcome:
+    from trainer.folder import RunFolder  # with torch, which a mistake need not wait for
+
     with ExitStack() as stack:
         try:
             stack.enter_context(RunFolder(folder).locked())

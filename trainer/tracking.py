@@ -116,8 +116,8 @@ class Tracker:
         self._run_name = run_name
         path = folder / METRICS_FILE
         if resume_step is not None:
-            _tolerate(lambda: reopen(folder), folder)
             truncate(path, resume_step)
+            _tolerate(lambda: reopen(folder), folder)
         elif path.exists() and path.stat().st_size:
             raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
         before = _told_before(folder) if resume_step is not None else None
