@@ -90,6 +90,7 @@ def import_mlflow(uri: str) -> None:
     # MLflow's own retries take minutes, and send again what may have been stored; the feed asks first.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     import_module("mlflow.system_metrics.system_metrics_monitor")
     if uri.startswith("sqlite:"):
         import_module("alembic.command")

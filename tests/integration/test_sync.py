@@ -453,6 +453,7 @@ def test_an_absent_and_a_slow_server_get_all_of_it_later(
     (folder / "delay").write_text("0")
     code, said = sync()
     assert code == 0, said
+    assert len(said.splitlines()) == 3, said  # one for each run, and nothing of MLflow's own
     assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s2": Counter([1, *range(10, 1501, 10)])}
     assert runs(store) == [("bignet-fp32-s0", "FINISHED"), ("bignet-fp32-s2", "FINISHED")]
     code, said = sync("outputs/bignet-fp32-s0", "outputs/bignet-fp32-s2")
