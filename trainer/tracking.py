@@ -172,10 +172,6 @@ class Tracker:
             if missing:
                 log.warning("%s", missing)
 
-    def finish(self, status: str, artifacts: object, summary: Mapping[str, object]) -> None:
-        """Do as ``close``; the artifacts are found in the folder."""
-        self.close(status, summary)
-
 
 def _tolerate(write: Callable[[], object], path: Path) -> None:
     """Write something that a run can do without: where the disk refuses, warn."""

@@ -75,7 +75,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         for step in range(1, 21):
             tracker.log(step, {"loss": loss + (20 - step) / 10, "tokens_per_s": 1000.0 + step})
         tracker.log(20, {"valid/loss": loss + 0.5})
-        tracker.finish("FINISHED", [], {"loss": loss})
+        tracker.close("FINISHED", {"loss": loss})
     return uri
 
 

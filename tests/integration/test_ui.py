@@ -67,7 +67,7 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
             tags={},
         )
         tracker.log(1, {"loss": 1.0})
-        tracker.finish("FINISHED", [], {})
+        tracker.close("FINISHED", {})
         run_ids.append(tracker.run_id)
     with pytest.raises(UserError, match="there are: Default, bignet"):
         newest_runs(tracking_uri(), "gpt2", 6)
