@@ -18,7 +18,7 @@ log = logging.getLogger("mantissa")
 
 ATTEMPTS = 2
 """A connection that a server has closed meanwhile fails once."""
-SHARE = 0.25
+SHARE = 0.1
 """Of the time while a run trains: Python's threads take turns, and training needs most of them."""
 LONGEST_PAUSE_S = 5.0
 LAST_S = 3.0
