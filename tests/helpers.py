@@ -20,7 +20,8 @@ from trainer.hardware import Hardware, detect
 from trainer.loop import StepRecord, Trainer
 from trainer.recipe import Batch, Datasets, DataSource, LossOutput, Recipe, SampleId, Sizes
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+PROJECT = Path(__file__).resolve().parents[1]
+CONF = PROJECT / "conf"
 CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, 2)
 
 

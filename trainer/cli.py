@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import config
-from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
+from trainer.errors import Interrupted, RunError, UserError
 from trainer.explain import explain
 from trainer.run import Run, train
 from trainer.world import launched_processes
@@ -67,7 +67,7 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
     interrupted = False
 
     # Errors stop here: Hydra would print lines of its own. In a sweep the other runs go on after a failed
-    # one, but a signal means all of them.
+    # one, but a signal means all of them, and ranks of which only some failed would meet in different runs.
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
         nonlocal interrupted
@@ -78,7 +78,7 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
             codes.append(0)
         except RunError as error:
             codes.append(_report(error))
-            interrupted = isinstance(error, Interrupted)
+            interrupted = isinstance(error, Interrupted) or (launched_processes() > 1 and not error.shared)
         except OmegaConfBaseException as error:
             codes.append(_report(UserError(explain(error))))
         except KeyboardInterrupt:
@@ -89,11 +89,12 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
             codes.append(
                 _report(RunError(f"out of memory ({str(error).splitlines()[0]}); try half the micro_batch_size"))
             )
+            interrupted = launched_processes() > 1
         except Exception as error:
             if launched_processes() < 2:
                 raise
             codes.append(_report_of_rank(error))
-            interrupted = True  # the ranks are no longer in step
+            interrupted = True
         finally:
             _release_memory()
 
@@ -115,14 +116,19 @@ def _release_memory() -> None:
 
 
 def _report(error: RunError) -> int:
-    """Tell the user, once for all ranks, and return the exit code."""
-    rank = os.environ.get("RANK", "0")
-    several = launched_processes() > 1 and dist.is_initialized()
-    everywhere = error.told or not several or isinstance(error, Interrupted | NonFiniteError)
-    if rank == "0" or not launched_processes() or not everywhere:
-        prefix = "" if isinstance(error, Interrupted) else "error: "
-        where = f"rank {rank}: " if several and not everywhere else ""
-        print(f"{where}{prefix}{error}", file=sys.stderr, flush=True)
+    """Tell the user, once where several ranks raise the same, and return the exit code."""
+    prefix = "" if isinstance(error, Interrupted) else "error: "
+    speaks = True
+    if launched_processes() > 1:
+        rank = os.environ["RANK"]
+        if not dist.is_initialized():  # a mistake in what was typed: every process has found it
+            speaks = os.environ["LOCAL_RANK"] == "0"
+        elif error.shared:
+            speaks = rank == "0"
+        else:
+            prefix = f"rank {rank}: {prefix}"
+    if speaks:
+        print(f"{prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
 from typing import ClassVar
 
 import numpy as np
@@ -123,11 +127,36 @@ class _Fetch(torch.utils.data.Dataset[Batch]):
             return error
 
 
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    # A terminal, torchrun and SLURM signal every process; a worker that died of it would take the unfinished step
-    # with it. A worker notices by itself when its main process is gone.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def _forkserver() -> BaseContext:
+    """Return how loading processes are started: from a server, which every signal meant for the run leaves alone.
+
+    A terminal, torchrun and SLURM signal every process of a job. Workers (or the server, or Python's tracker of
+    shared memory) that died of it would take the unfinished step with them. They inherit the blocked signals.
+    """
+    # A server, because a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
+    # there once; otherwise every worker of every evaluation would spend seconds on it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "trainer.data"])
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+    for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[name] for name in names])
+        try:
+            ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return context
+
+
+def _end_with_the_run(worker: int) -> None:
+    """End this loading process when the main one is gone. DataLoader's own check sees only the server, its parent."""
+    main_process = multiprocessing.parent_process()
+    assert main_process is not None
+
+    def wait() -> None:
+        main_process.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the run", daemon=True).start()
 
 
 def _as_fetched(batch: Batch) -> Batch:
@@ -167,14 +196,10 @@ class Loader:
         assert isinstance(self.workers, int), "resolve() comes first"
         options = self._options(hardware)
         if self.workers:
-            # forkserver: a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
-            # there once; otherwise every worker of every evaluation would spend seconds on it.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch", "trainer.data"])
             options |= {
                 "num_workers": self.workers,
-                "multiprocessing_context": context,
-                "worker_init_fn": _leave_signals_to_the_main_process,
+                "multiprocessing_context": _forkserver(),
+                "worker_init_fn": _end_with_the_run,
             }
         return DataLoader(
             _Fetch(dataset),

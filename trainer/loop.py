@@ -76,6 +76,8 @@ class Trainer:
         self.plan = plan
         self.hardware = hardware
         self.device = hardware.device
+        if self.device.type == "cuda":  # what asks for "the" device (streams, synchronisation) means this one
+            torch.cuda.set_device(self.device)
         config.precision.apply()
         set_determinism(config.deterministic)
         self.datasets = self.world.first_then_others(lambda: self.recipe.datasets(config.data, config.seed))
@@ -171,6 +173,14 @@ class Trainer:
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
         self.world.copy_from_first(list(self.model.buffers()))
+
+    def close(self) -> None:
+        """End the loading processes that are kept for evaluation.
+
+        Left to the garbage collector they would never end: it closes their queues first, and then DataLoader has no
+        way left to tell them.
+        """
+        self.__dict__.pop("_validation", None)
 
     def _metrics(self, targets: int, sums: dict[str, Tensor]) -> dict[str, float]:
         names = sorted(sums)

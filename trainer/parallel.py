@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.precision import AUTOCAST_DTYPE, Precision
-from trainer.world import World, join, launched_processes
+from trainer.world import World, join, launched_local_rank, launched_processes
 
 
 @dataclass
@@ -72,8 +72,14 @@ class Parallel:
         """Return the context of one microbatch's forward and backward; only in the ``last`` are gradients summed."""
         return nullcontext()
 
-    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model with whole weights, to export; ``build`` makes another one with the same names."""
+    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
+        """Return the model with whole weights, to export; None on a rank other than 0 that would have to build it.
+
+        Args:
+            model: in training; every rank has to call this.
+            build: makes another model with the same names, on the host.
+
+        """
         return model
 
 
@@ -94,15 +100,15 @@ class SeveralProcesses(Parallel):
             raise UserError(
                 f"device={device} with parallel={self.kind}: each process has its own; use cuda, cpu or auto"
             )
-        world = join("cuda" if on_gpu else "cpu", self.timeout_s)
-        if on_gpu:
-            if world.local_rank >= torch.cuda.device_count():
+        if on_gpu and launched_processes():  # before joining: NCCL would fail on a GPU that is not there
+            number, processes = launched_local_rank()
+            if processes > torch.cuda.device_count():
                 raise UserError(
-                    f"torchrun started more processes here than there are GPUs ({torch.cuda.device_count()}); "
+                    f"torchrun started {processes} processes here, and there are {torch.cuda.device_count()} GPUs; "
                     f"use --nproc-per-node={torch.cuda.device_count()}"
                 )
-            torch.cuda.set_device(world.local_rank)
-        return world
+            torch.cuda.set_device(number)
+        return join("cuda" if on_gpu else "cpu", self.timeout_s)
 
 
 @dataclass
@@ -197,14 +203,15 @@ class FSDP(SeveralProcesses):
         replica.set_is_last_backward(last)
         return nullcontext()
 
-    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
+    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
         from torch.distributed.tensor import DTensor
 
-        device = next(model.parameters()).device
-        other = build().to(device)
-        target = other.state_dict()
-        for name, tensor in model.state_dict().items():  # every rank takes part in the gathering
-            target[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        other = build() if dist.get_rank() == 0 else None
+        target = {} if other is None else other.state_dict()
+        for name, tensor in model.state_dict().items():  # one after another: the whole need not fit on a device
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # every rank takes part
+            if target:
+                target[name].copy_(whole)
         return other
 
 

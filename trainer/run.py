@@ -17,6 +17,7 @@ from trainer import checkpoint, report
 from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal
 from trainer.data import fingerprint
+from trainer.delivery import final_status
 from trainer.errors import Interrupted, NonFiniteError, UserError
 from trainer.folder import RunFolder, earlier_folder
 from trainer.hardware import Hardware, detect
@@ -55,27 +56,36 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         try:
             plan, choices = config.resolve(hardware, world)
         except UserError as error:
-            error.told = not world.first  # every rank finds the same mistake
+            error.shared = True
             raise
         folder = world.on_first(lambda: earlier_folder(config))
         saved = None
         if folder is not None:
-            if world.first:
-                stack.enter_context(folder.locked())
-            saved = Saved(world.on_first(partial(_verified, folder, config)))
-            if saved.step >= plan.steps:
+            saved = Saved(world.on_first(partial(_taken_up, folder, config, stack)))
+            # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
+            if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
                 done = f"{folder.path} has done its {saved.step} steps"
                 terminal.note(f"{done}; steps={2 * saved.step} would go on")
                 return {}
         trainer = Trainer(config, plan, hardware, world)
+        stack.callback(trainer.close)
         if folder is None:
-            folder = world.on_first(lambda: RunFolder.create(config.output_dir, str(config.run_name)))
-            if world.first:
-                stack.enter_context(folder.locked())
+            folder = world.on_first(partial(_begun, config, stack))
         return (run_class or Run)(trainer, folder, saved, terminal, requests, choices, overrides or []).execute()
 
 
-def _verified(folder: RunFolder, config: Config) -> Path:
+def _is_finished(folder: RunFolder) -> bool:
+    return final_status(folder.path) == "FINISHED"
+
+
+def _begun(config: Config, stack: ExitStack) -> RunFolder:
+    folder = RunFolder.create(config.output_dir, str(config.run_name))
+    stack.enter_context(folder.locked())
+    return folder
+
+
+def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
+    stack.enter_context(folder.locked())
     folder.check_same(flatten(config))
     return checkpoint.find(folder.checkpoints)
 
@@ -105,6 +115,8 @@ class Run:
         self.folder = folder
         self.terminal = terminal
         self.requests = requests
+        self.stopped_by: int | None = None
+        """The signal that ended training, as all ranks agreed."""
         self.command = resume_command(overrides, folder.path)
         self.best: dict[str, float] | None = None
         self.final: dict[str, float] = {}
@@ -144,13 +156,21 @@ class Run:
         self.profiler = self.config.profiler.start(self.folder.path, trainer.model, trainer.optimizer, trainer.device)
 
     def execute(self) -> dict[str, Any]:
-        """Train to the end of the plan and return the summary."""
+        """Train to the end of the plan and return the summary.
+
+        Raises:
+            Interrupted: a signal stopped it, or came while a run that had taken all its steps was closed.
+            NonFiniteError: training turned non-finite.
+
+        """
         self.requests.training = True
         try:
             self.monitor.start()
             self.trainer.fit(self)
             self.monitor.collect()
             self.saver.finish()
+            if self.trainer.step == self.plan.steps:
+                return self._finish()
         except Interrupted:  # a second signal: nothing that takes time any more
             self.terminal.end_progress()
             raise
@@ -159,17 +179,15 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {self._last_good()}") from error
             raise
-        if self.requests.stop is None or self.trainer.step == self.plan.steps:
-            return self._close("FINISHED")
+        assert self.stopped_by is not None
         with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
             self._close("KILLED")
-        name = signal.Signals(self.requests.stop).name
-        stopped = f"stopped by {name} after step {self.trainer.step}"
+        stopped = f"stopped by {signal.Signals(self.stopped_by).name} after step {self.trainer.step}"
         if not self.config.checkpoint.enabled:
-            raise Interrupted(f"{stopped}; nothing was saved (checkpoint=none)", self.requests.stop)
+            raise Interrupted(f"{stopped}; nothing was saved (checkpoint=none)", self.stopped_by)
         saved = checkpoint.steps(self.folder.checkpoints)[-1:] == [self.trainer.step]
         kept = "saved" if saved else f"not saved. {self._last_good()}"
-        raise Interrupted(f"{stopped}, {kept}. Go on with:\n  {self.command}", self.requests.stop)
+        raise Interrupted(f"{stopped}, {kept}. Go on with:\n  {self.command}", self.stopped_by)
 
     def step(self) -> AbstractContextManager[object]:
         """Return the profiler's context of the next step."""
@@ -186,7 +204,7 @@ class Run:
         """Evaluate and save when due; stop when asked."""
         step = trainer.step
         last = step == self.plan.steps
-        self._agree()
+        self.stopped_by, asked_to_save = self._asked()
         score = None
         improved = False
         if last or step % self.plan.eval_every == 0:
@@ -194,20 +212,20 @@ class Run:
                 score, improved = self._evaluate(step)
         every = self.config.checkpoint.every
         due = last or step % (self.plan.eval_every if isinstance(every, str) else every) == 0
-        if self.config.checkpoint.enabled and (due or improved or self.requests.stop or self.requests.save):
+        if self.config.checkpoint.enabled and (due or improved or self.stopped_by or asked_to_save):
             with self.monitor.paused():
                 self._save(step, score)
-            if self.requests.save:
-                self.requests.save = False
+            if asked_to_save:
                 self.terminal.note(f"step {step}/{self.plan.steps}  saved, as a signal asked")
-        return self.requests.stop is None
+        return self.stopped_by is None
 
-    def _agree(self) -> None:
-        """Take over what a signal to another rank asked for, so that all ranks stop, or save, at this step."""
-        if self.world.size > 1:
-            asked = self.world.largest(2 * (self.requests.stop or 0) + self.requests.save)
-            self.requests.stop = asked // 2 or None
-            self.requests.save = bool(asked % 2)
+    def _asked(self) -> tuple[int | None, bool]:
+        """Return which signal asked any rank to stop, and whether one asked for a checkpoint.
+
+        Read once for each step: a signal that comes later is answered after the next one, by all ranks alike.
+        """
+        asked = self.world.largest(2 * (self.requests.stop or 0) + self.requests.take_save())
+        return asked // 2 or None, bool(asked % 2)
 
     def _evaluate(self, step: int) -> tuple[float | None, bool]:
         """Evaluate; return the score if it is finite, and whether it is the best so far."""
@@ -296,25 +314,32 @@ class Run:
             return "No checkpoint had been written yet."
         return f"The last good checkpoint is of step {saved[-1]}, in {self.folder.checkpoints}"
 
-    def _close(self, status: str) -> dict[str, Any]:
-        """Write the summary, finish the profile and the tracking; with a finished run, export and show the result."""
+    def _close(self, status: str) -> None:
+        """Write the summary of a run that did not get to its end; finish the profile and the tracking."""
         self.terminal.end_progress()
-        if status != "FINISHED":
-            with suppress(Exception):  # what ended the run is told already
-                self.saver.finish()
+        with suppress(Exception):  # what ended the run is told already
+            self.saver.finish()
         self.profiler.finish()
-        summary = report.summarise(self, status)
-        if status == "FINISHED":
-            last_word = self._finish_model()
-            self.terminal.block("summary", report.summary_rows(summary, self.config.recipe.unit))
-            ledger = self.profiler.ledger
-            profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
-            for text in filter(None, [profile, last_word]):
-                self.terminal.note(text)
         if self.tracker:
-            self.tracker.close(status, summary)
-        if status == "FINISHED":
-            self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
+            self.tracker.close(status, report.summarise(self, status))
+
+    def _finish(self) -> dict[str, Any]:
+        """Export the best weights, show and return the summary, finish the profile and the tracking."""
+        self.terminal.end_progress()
+        self.profiler.finish()
+        summary = report.summarise(self, "FINISHED")
+        last_word = self._finish_model()
+        self.terminal.block("summary", report.summary_rows(summary, self.config.recipe.unit))
+        ledger = self.profiler.ledger
+        profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
+        for text in filter(None, [profile, last_word]):
+            self.terminal.note(text)
+        if self.tracker:
+            self.tracker.close("FINISHED", summary)
+        self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
+        asked = self.world.largest(self.requests.stop or 0)
+        if asked:  # whoever sent it is told, and a sweep must not begin another run
+            raise Interrupted(f"{signal.Signals(asked).name} came at the end of the run, which is finished", asked)
         return summary
 
     def _finish_model(self) -> str | None:
@@ -324,7 +349,7 @@ class Run:
         if best is not None:
             load(self.folder.checkpoints, best).restore(trainer.model, None)
         model = self.config.parallel.whole(trainer.model, self.config.recipe.build_model)
-        if not self.world.first:
+        if not self.world.first or model is None:
             return None
         if best is not None:
             if self.best is not None and best != self.best["step"]:
@@ -336,5 +361,9 @@ class Run:
             except (OSError, SafetensorError) as error:
                 self.terminal.warn(f"the best weights could not be exported to {path / 'best'} ({error})")
         model.eval()
-        with torch.no_grad(), self.config.precision.autocast(trainer.device):
-            return self.config.recipe.epilogue(model, trainer.device)
+        try:
+            with torch.no_grad(), self.config.precision.autocast(trainer.device):
+                return self.config.recipe.epilogue(model.to(trainer.device), trainer.device)
+        except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
+            self.terminal.warn("the finished model as a whole does not fit on the device; its last word is left out")
+            return None

@@ -22,8 +22,7 @@ class Requests:
         self.training = False
         self.stop: int | None = None
         """The number of the signal that asked to stop."""
-        self.save = False
-        """Whether a checkpoint was asked for; whoever saves one sets it back."""
+        self._save = False
         self._save_on = [signal.Signals[f"SIG{name}"] for name in save_on]
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -48,5 +47,12 @@ class Requests:
             raise Interrupted("a second signal: left at once, without saving", number)
         self.stop = number
 
+    def take_save(self) -> bool:
+        """Tell whether a checkpoint was asked for since the last call."""
+        if not self._save:
+            return False
+        self._save = False  # one more signal until here means the same checkpoint
+        return True
+
     def _receive_save(self, number: int, frame: FrameType | None) -> None:
-        self.save = True
+        self._save = True

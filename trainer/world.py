@@ -22,6 +22,11 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
 
 
+def launched_local_rank() -> tuple[int, int]:
+    """Return the number of this process among those that torchrun started on this machine, and how many they are."""
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
 def restarted() -> bool:
     """Tell whether torchrun started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -42,7 +47,6 @@ class World:
 
     rank = 0
     size = 1
-    local_rank = 0
 
     @property
     def first(self) -> bool:
@@ -69,7 +73,7 @@ class World:
         return [value]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on rank 0; every rank gets its result, or raises its RunError."""
+        """Do ``work`` on rank 0; every rank gets its result (which can be pickled), or raises its error."""
         return work()
 
     def first_then_others(self, work: Callable[[], T]) -> T:
@@ -88,10 +92,10 @@ class ProcessWorld(World):
             timeout_s: how long to wait for another rank before giving up.
 
         """
-        self.rank, self.size, self.local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-            device = torch.device("cuda", self.local_rank) if device_type == "cuda" else None
+            device = torch.device("cuda", launched_local_rank()[0]) if device_type == "cuda" else None
             timeout = timedelta(seconds=timeout_s)
             # A restarted job can meet in the same store, where the addresses of those before still stand.
             meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -126,14 +130,19 @@ class ProcessWorld(World):
 
     def on_first(self, work: Callable[[], T]) -> T:
         outcome: list[Any] = [None, None]
+        bug: Exception | None = None
         if self.first:
             try:
                 outcome[0] = work()
             except RunError as error:
                 outcome[1] = error
+            except Exception as error:  # the others must not wait for a result that never comes
+                bug, outcome[1] = error, RunError(f"rank 0 failed: {error}")
         dist.broadcast_object_list(outcome, 0)
+        if bug is not None:
+            raise bug
         if outcome[1] is not None:
-            outcome[1].told = not self.first
+            outcome[1].shared = True
             raise outcome[1]
         result: T = outcome[0]
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,7 +17,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from trainer.run import Run
 
 # Steps of some ten milliseconds, with dropout and accumulation, and log lines that a stop falls between.
 RUN = [
@@ -195,6 +199,82 @@ def test_a_finished_run_says_so(train: Callable[..., Any], folder: Path) -> None
     done = train(*RUN, LOCAL, "steps=4", "resume=auto")
     assert done.code == 0, done.err
     assert [point["step"] for point in logged(run) if "loss" in point] == [1, 2, 3, 4]
+
+
+def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(
+    train: Callable[..., Any], folder: Path, never_stopped: Path
+) -> None:
+    run = folder / "outputs" / NAME
+    shutil.copytree(never_stopped, run)
+    shutil.rmtree(run / "best")
+    (run / "summary.json").unlink()
+    done = train(*RUN, LOCAL, "resume=auto")
+    assert done.code == 0, done.err
+    assert "resumed after step 60" in done.out
+    assert_same_run(run, never_stopped)
+    summary = json.loads((run / "summary.json").read_text())
+    before = json.loads((never_stopped / "summary.json").read_text())
+    assert summary["status"] == "FINISHED"
+    assert [summary[key] for key in ("final", "best", "step")] == [before[key] for key in ("final", "best", "step")]
+    assert "has done its 60 steps" in train(*RUN, LOCAL, "resume=auto").out
+
+
+def test_a_signal_that_comes_too_late_for_a_step_is_answered_after_the_next(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the ranks have agreed on for a step stands; what comes meanwhile is neither lost nor half obeyed."""
+    evaluate = Run._evaluate
+
+    def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
+        if step == 4:  # after the agreement
+            signal.raise_signal(signal.SIGTERM)
+        score, _ = evaluate(run, step)
+        return score, False
+
+    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    done = train(*RUN, LOCAL, "eval_every=4", "checkpoint.every=100")
+    assert done.code == 143
+    assert done.err.startswith("stopped by SIGTERM after step 5, saved. Go on with:")
+    assert [path.name for path in (folder / "outputs" / NAME / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+@pytest.mark.parametrize("loader", ["plain", "pinned"])
+def test_signals_to_the_whole_process_group_spare_the_loading_processes(
+    loader: str, start: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
+    run = folder / "outputs" / NAME
+    process = start(
+        *RUN, LOCAL, f"loader={loader}", "loader.workers=2", "checkpoint.save_on_signal=[USR1]", "eval_every=20",
+        "checkpoint.every=100000", "steps=100000", "schedule=constant", "checkpoint.keep=100",
+    )  # fmt: skip
+    wait_for_step(3, run, process)
+
+    def signal_all(number: signal.Signals) -> None:
+        helpers = psutil.Process(process.pid).children(recursive=True)
+        assert len(helpers) >= 4  # the server, Python's tracker of shared memory, and the workers
+        for child in helpers:
+            child.send_signal(number)
+        process.send_signal(number)
+
+    signal_all(signal.SIGUSR1)
+    wait_for(lambda: list((run / "checkpoints").glob("step-*/manifest.json")), process)
+    saved = logged(run)[-1]["step"]
+    wait_for_step(int(saved) + 25, run, process)  # over an evaluation, which starts workers of its own
+    signal_all(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved\. Go on with:\n.*\n", err)
+
+
+def test_a_killed_run_leaves_no_loading_processes_behind(
+    start: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
+    process = start(*RUN, LOCAL, "loader=pinned", "loader.workers=2", "steps=100000", "schedule=constant")
+    wait_for_step(3, folder / "outputs" / NAME, process)
+    helpers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=30)  # they would hold its output open
+    assert not psutil.wait_procs(helpers, timeout=30)[1]
 
 
 def test_a_second_interrupt_leaves_at_once(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:

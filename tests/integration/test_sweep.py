@@ -127,6 +127,36 @@ def test_a_crash_of_one_run_is_not_hidden(
     assert outputs(folder) == ["bignet-fp32-s0"]  # that of width 9
 
 
+def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish_model = run_module.Run._finish_model
+
+    def interrupted(run: run_module.Run) -> str | None:
+        signal.raise_signal(signal.SIGINT)
+        return finish_model(run)
+
+    monkeypatch.setattr(run_module.Run, "_finish_model", interrupted)
+    done = train("-m", *BIGNET, "seed=0,1", "steps=2", "tracking=local")
+    assert done.code == 130
+    assert done.err == "SIGINT came at the end of the run, which is finished\n"
+    assert outputs(folder) == [NAMES[2]]
+    assert json.loads((folder / "outputs" / NAMES[2] / "summary.json").read_text())["status"] == "FINISHED"
+
+
+def test_a_run_whose_export_fails_is_told_and_can_be_finished(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(run_module.Run, "_finish_model", lambda run: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            train(*BIGNET, "steps=2", "tracking=local")
+    summary = folder / "outputs" / NAMES[2] / "summary.json"
+    assert json.loads(summary.read_text())["status"] == "FAILED"
+    assert train(*BIGNET, "steps=2", "tracking=local", "resume=auto").code == 0
+    assert json.loads(summary.read_text())["status"] == "FINISHED"
+
+
 def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     process = start("-m", *BIGNET, "seed=0,1,2", "steps=1000000", "tracking=local")
     log = folder / "outputs" / NAMES[2] / "metrics.jsonl"

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from tests.helpers import NoData, Recorder, compose
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer import parallel
 from trainer.config import Config
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
 from trainer.loop import Trainer
 from trainer.parallel import DDP, FSDP, Parallel, is_cut
@@ -211,6 +212,22 @@ def attempt(*overrides: str) -> str:
     return f"{losses[1]:.3f}"
 
 
+def exchange() -> dict[str, Any]:
+    """What every rank hears of what rank 0 did alone."""
+    world = parallel.join("cpu", 60)
+
+    def fails(error: Exception) -> Any:
+        raise error
+
+    heard: dict[str, Any] = {"result": world.on_first(lambda: f"from {world.rank}")}
+    for name, error in (("mistake", UserError("no")), ("signal", Interrupted("enough", 15)), ("bug", ValueError("x"))):
+        try:
+            world.on_first(partial(fails, error))
+        except Exception as raised:
+            heard[name] = [type(raised).__name__, str(raised), getattr(raised, "exit_code", None)]
+    return heard
+
+
 def main() -> None:
     case, folder = sys.argv[1:3]
     torch.set_num_threads(1)
@@ -225,6 +242,8 @@ def main() -> None:
     found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
     if case == "composition":
         found = {"composition": composition(modes)}
+    if case == "all" and several:
+        found["exchange"] = exchange()
     rank = dist.get_rank() if dist.is_initialized() else 0
     (Path(folder) / f"{len(modes)}-{case}-rank{rank}.json").write_text(json.dumps(found))
     if dist.is_initialized():

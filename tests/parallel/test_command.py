@@ -142,6 +142,8 @@ def test_without_restarts_the_job_ends_within_seconds(start: Start, tmp_path: Pa
     assert "Signal 9 (SIGKILL)" in err
 
 
+IMPORTS = """import os, sys
+from trainer.errors import UserError"""
 BROKEN = """
 import os, sys
 from trainer import cli
@@ -167,6 +169,25 @@ def test_an_error_on_one_rank_is_told_with_the_rank(start: Start, tmp_path: Path
     assert "rank 0: error" not in err
 
 
+MISTAKEN = BROKEN.replace("ArithmeticError", "UserError").replace("import os, sys", IMPORTS)
+
+
+def test_a_sweep_does_not_go_on_with_some_of_the_ranks(start: Start, tmp_path: Path) -> None:
+    """The other ranks would meet this one in another run."""
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    script = str(tmp_path / "mistaken.py")
+    _, err = done(start(2, "-m", "seed=0,1", "parallel=ddp", "steps=9", script=script), code=1)
+    assert "rank 1: error: the third step is unlucky" in err
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
+
+
+def test_a_mistake_that_all_ranks_find_is_told_once_and_the_sweep_goes_on(start: Start, tmp_path: Path) -> None:
+    wrong_first = ("-m", "batch_size=7,8", "parallel=ddp", "steps=2")
+    _, err = done(start(2, *wrong_first), code=1)
+    assert err.count("error: batch_size=7 is not a multiple") == 1
+    assert json.loads((tmp_path / "outputs/run/summary.json").read_text())["status"] == "FINISHED"
+
+
 def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"
     process = start(2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]")
@@ -182,6 +203,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=100)
     assert "saved, as a signal asked" in out
+    assert "lost contact" not in err
     told = re.search(r"stopped by SIGTERM after step (\d+), saved. Go on with:\n  (.*)", err)
     assert told, err
     assert err.count("stopped by SIGTERM") == 1

@@ -58,6 +58,14 @@ def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
         assert rank["communication"][mode] == {"microbatches": 4, "exchanged": 1}
 
 
+def test_what_rank_0_does_alone_is_heard_by_all(ranks: Ranks) -> None:
+    first, second = (rank["exchange"] for rank in ranks("all", 2))
+    assert second.pop("bug") == ["RunError", "rank 0 failed: x", 1]
+    assert first.pop("bug") == ["ValueError", "x", None]
+    same = {"result": "from 0", "mistake": ["UserError", "no", 2], "signal": ["Interrupted", "enough", 143]}
+    assert first == second == same
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_step_takes_the_same_samples_whatever_the_number_of_processes(processes: int) -> None:
     def steps(ranks: int, micro: int) -> list[set[tuple[int, int | None]]]:
