@@ -176,13 +176,13 @@ def test_a_sweep_does_not_go_on_with_some_of_the_ranks(start: Start, tmp_path: P
     """The other ranks would meet this one in another run."""
     (tmp_path / "mistaken.py").write_text(MISTAKEN)
     script = str(tmp_path / "mistaken.py")
-    _, err = done(start(2, "-m", "seed=0,1", "parallel=ddp", "steps=9", script=script), code=1)
+    _, err = done(start(2, "hydra.mode=MULTIRUN", "seed=0,1", "parallel=ddp", "steps=9", script=script), code=1)
     assert "rank 1: error: the third step is unlucky" in err
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
 
 
 def test_a_mistake_that_all_ranks_find_is_told_once_and_the_sweep_goes_on(start: Start, tmp_path: Path) -> None:
-    wrong_first = ("-m", "batch_size=7,8", "parallel=ddp", "steps=2")
+    wrong_first = ("hydra.mode=MULTIRUN", "batch_size=7,8", "parallel=ddp", "steps=2")
     _, err = done(start(2, *wrong_first), code=1)
     assert err.count("error: batch_size=7 is not a multiple") == 1
     assert json.loads((tmp_path / "outputs/run/summary.json").read_text())["status"] == "FINISHED"
