@@ -1,14 +1,11 @@
-"""GPT-2 as the recipe trains it: transformers' model with the loss inside, in the published sizes and a mini one."""
+"""GPT-2 as transformers has it: the published sizes, smaller ones, and pretrained weights."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from recipes.text_pretrained import first_line, hub_reachable, in_hub_cache
 from trainer.errors import UserError
@@ -35,59 +32,7 @@ SHAPES = {
 }
 
 
-class LossHead(nn.Linear):
-    """GPT-2's output layer, which can go straight to the summed loss.
-
-    Args:
-        embedding: vocabulary × width, shared as the weight.
-        chunked: let torch compute the loss in pieces, so that the logits (tokens × vocabulary, in fp32)
-            never exist as a whole; costs a second product with the weight in the backward pass.
-
-    """
-
-    def __init__(self, embedding: nn.Parameter, chunked: bool) -> None:
-        super().__init__(embedding.shape[1], embedding.shape[0], bias=False, device="meta")
-        self.weight = embedding
-        self.chunked = chunked
-
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or with ``targets`` (int64, same leading shape) the loss summed over them, fp32."""
-        if targets is None:
-            return super().forward(hidden)
-        hidden, targets = hidden.flatten(0, -2), targets.flatten()
-        if not self.chunked:
-            return F.cross_entropy(super().forward(hidden), targets, reduction="sum")
-        device = hidden.device.type
-        weight = self.weight
-        if torch.is_autocast_enabled(device):
-            hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
-        options = torch.nn.LinearCrossEntropyOptions()
-        # One loss per token, summed in fp32: torch's own sum would be in fp16, where it overflows.
-        losses = F.linear_cross_entropy(hidden, weight, targets, reduction="none", options=options)
-        return losses.float().sum()
-
-
-class LanguageModel(nn.Module):
-    """transformers' GPT-2 with the loss inside forward."""
-
-    def __init__(self, gpt2: Any) -> None:
-        super().__init__()
-        self.gpt2: Any = gpt2
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss (fp32 scalar) of predicting ``targets`` from ``tokens``, both int64 B × T."""
-        hidden = self.gpt2.transformer(tokens, use_cache=False).last_hidden_state
-        loss: Tensor = self.gpt2.lm_head(hidden, targets)
-        return loss
-
-
-def torch_can_chunk() -> bool:
-    """Tell whether torch has linear_cross_entropy with chunking (2.13 and later)."""
-    function = getattr(F, "linear_cross_entropy", None)
-    return function is not None and "options" in inspect.signature(function).parameters
-
-
-def new_gpt2(shape: Shape, vocabulary: int, context: int, dropout: float) -> Any:
+def new_gpt2(shape: Shape, vocabulary: int, context: int, dropout: float, attention: str = "sdpa") -> Any:
     """Return transformers' GPT-2 of this shape with random weights in fp32."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -99,14 +44,14 @@ def new_gpt2(shape: Shape, vocabulary: int, context: int, dropout: float) -> Any
         n_head=shape.heads,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
         activation_function="gelu_pytorch_tanh",  # gelu_new in one kernel, where transformers takes eight
         **_dropouts(dropout),
     )
     return GPT2LMHeadModel(config)
 
 
-def open_pretrained(source: str, vocabulary: int, context: int, dropout: float) -> Any:
+def open_pretrained(source: str, vocabulary: int, context: int, dropout: float, attention: str = "sdpa") -> Any:
     """Return the GPT-2 of a hub id or folder in fp32, its embedding resized to ``vocabulary``.
 
     Raises:
@@ -127,7 +72,7 @@ def open_pretrained(source: str, vocabulary: int, context: int, dropout: float) 
         gpt2 = GPT2LMHeadModel.from_pretrained(
             str(folder) if folder.is_dir() else source,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             local_files_only=folder.is_dir() or in_hub_cache(source),
             **_dropouts(dropout),
         )

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.bignet import BigNet
 from recipes.gpt2 import GPT2
-from recipes.gpt2_model import LanguageModel, LossHead, Shape, new_gpt2
+from recipes.gpt2_model import Shape, new_gpt2
+from recipes.language_model import LanguageModel
 from recipes.resnet import ResNet, _build
 from tests.helpers import compose, same_bits
 from trainer.activation import ActivationCheckpointing, _keep_expensive
@@ -33,8 +34,7 @@ Case = tuple[nn.Module, list[nn.Module], Callable[[], tuple[Tensor, ...]]]
 
 def gpt2(dropout: float = 0.1, shape: Shape = SMALL) -> nn.Module:
     model = new_gpt2(shape, 96, shape.context, dropout)
-    model.lm_head = LossHead(model.transformer.wte.weight, False)
-    return LanguageModel(model)
+    return LanguageModel(model, "gpt2")
 
 
 def tokens(rows: int, context: int) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.gpt2 import GPT2, TokenWindows
-from recipes.gpt2_model import SHAPES, LanguageModel, LossHead, Shape, new_gpt2, torch_can_chunk
+from recipes.gpt2 import GPT2
+from recipes.gpt2_model import SHAPES, Shape, new_gpt2
+from recipes.language import TokenWindows
+from recipes.language_model import LanguageModel, LossHead, torch_can_chunk
 from tests.helpers import CPU, Recorder, compose, start, trainer_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware

@@ -1,0 +1,60 @@
+"""What the recipes of transformers' models have in common: a named size, a form of attention, a folder to export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import Choice
+from trainer.suggest import nearest
+
+ATTENTION = ("sdpa", "eager")
+"""torch's fused kernels, or a product, a softmax and a product, which keep scores of T × T."""
+
+
+def choose_size(size: str, known: Iterable[str], hardware: Hardware, on_cpu: str, on_gpu: str) -> list[Choice]:
+    """Return what ``recipe.size=auto`` becomes, or nothing for a size that was typed.
+
+    Raises:
+        UserError: a size that is not ``known``.
+
+    """
+    known = list(known)
+    if size == "auto":
+        suits = f"suits {'a GPU' if hardware.is_gpu else 'this CPU'}"
+        return [Choice("recipe.size", on_gpu if hardware.is_gpu else on_cpu, suits)]
+    if size not in known:
+        raise UserError(f"recipe.size={size} is unknown{nearest(size, known)} ({', '.join(known)})")
+    return []
+
+
+def check_attention(attention: str, known: tuple[str, ...] = ATTENTION) -> None:
+    """Refuse a form of attention that is not ``known``."""
+    if attention not in known:
+        raise UserError(f"recipe.attention={attention} is unknown; use recipe.attention={'|'.join(known)}")
+
+
+def check_dropout(dropout: float) -> None:
+    """Refuse what is no share."""
+    if not 0 <= dropout < 1:
+        raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
+
+
+def whole_tokens(context: int | str, least: int) -> None:
+    """Refuse a number of tokens that is neither auto nor a whole number of at least ``least``."""
+    if isinstance(context, str):
+        if context != "auto":
+            raise UserError(f"recipe.context={context} must be a whole number of tokens, or auto")
+    elif context < least:
+        raise UserError(f"recipe.context={context} must be at least {least} tokens")
+
+
+def save_folder(model: Any, folder: Path) -> None:
+    """Write a folder that ``from_pretrained`` opens."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)

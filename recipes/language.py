@@ -1,0 +1,185 @@
+"""Predict the next token: what the recipes of causal language models share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recipes.huggingface import check_attention, save_folder, whole_tokens
+from recipes.language_model import LanguageModel, torch_can_chunk
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import (
+    Batch,
+    Choice,
+    Dataset,
+    Datasets,
+    DataSource,
+    LossOutput,
+    Recipe,
+    SampleId,
+    TextSource,
+    TokenData,
+)
+
+_SAMPLE_TOKENS = 120
+
+
+class TokenWindows(Dataset):
+    """Windows of ``context`` + 1 tokens cut from one long array, B × (context + 1) int64.
+
+    In training each window starts at a random offset within its stretch, so that epochs differ.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int) -> None:
+        self.tokens = tokens
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        last = len(self.tokens) - self.context - 1
+        rows = []
+        for index, seed in samples:
+            start = index * self.context + (0 if seed is None else seed % self.context)
+            start = min(start, last)
+            rows.append(self.tokens[start : start + self.context + 1])
+        return {"tokens": torch.from_numpy(np.stack(rows).astype(np.int64))}
+
+
+@dataclass
+class LanguageRecipe(Recipe):
+    """Text to next tokens. A subclass names its model (``choose_model``, ``own_context``, ``network``, ``blocks``)."""
+
+    unit = "tokens"
+    context: int | str = "auto"
+    """Tokens per sample; auto: the size's own."""
+    chunked_loss: bool | str = "auto"
+    """Never hold the fp32 logits as a whole; auto: on a GPU, where torch offers it (2.13 and later)."""
+    attention: str = "sdpa"
+    """sdpa: torch's fused kernels; eager: scores of T × T in memory."""
+    vocabulary_multiple: int = 64
+    """The vocabulary is padded to a multiple of this, which tensor cores like; 1: as it is."""
+
+    def __post_init__(self) -> None:
+        self._tokens: TokenData  # set by datasets()
+        check_attention(self.attention)
+        whole_tokens(self.context, least=2)
+        if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
+            raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
+        if self.vocabulary_multiple < 1:
+            raise UserError(f"recipe.vocabulary_multiple={self.vocabulary_multiple} must be at least 1, such as 64")
+
+    def choose_model(self, hardware: Hardware) -> list[Choice]:
+        """Resolve which model it is; raise UserError for what cannot be built."""
+        raise NotImplementedError
+
+    def own_context(self) -> int:
+        """Return the model's own number of tokens per sample."""
+        raise NotImplementedError
+
+    def network(self, vocabulary: int, context: int) -> Any:
+        """Return transformers' model in fp32, for so many token ids and positions."""
+        raise NotImplementedError
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Choose the size, the context and the form of the loss."""
+        if not isinstance(data, TextSource):
+            raise UserError(
+                f"recipe={self.name} cannot read data={data.kind}; use data=python_docs, text, hub or synthetic"
+            )
+        choices = self.choose_model(hardware)
+        if isinstance(self.context, str):
+            self.context = self.own_context()
+            choices.append(Choice("recipe.context", self.context, "tokens per sample, the size's own"))
+        if self.chunked_loss is True and not torch_can_chunk():
+            raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
+        if self.chunked_loss == "auto":
+            self.chunked_loss = hardware.is_gpu and torch_can_chunk()
+        return choices
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Tokenise and cut into windows."""
+        assert isinstance(data, TextSource)
+        self._tokens = open_tokens(data, self._tokenizer(), self._context)
+        description = f"{self._tokens.description}, samples of {self._context} tokens"
+        train, valid = (TokenWindows(part, self._context) for part in (self._tokens.train, self._tokens.valid))
+        return Datasets(train, valid, description)
+
+    def build_model(self) -> nn.Module:
+        """Build the model with its vocabulary padded."""
+        multiple = self.vocabulary_multiple
+        vocabulary = math.ceil(self._tokens.tokenizer.vocab_size / multiple) * multiple
+        return LanguageModel(self.network(vocabulary, self._context), self.name, self.chunked_loss is True)
+
+    def count_targets(self, batch: Batch) -> int:
+        """Every token but each sample's first is predicted."""
+        tokens = batch["tokens"]
+        return tokens.shape[0] * (tokens.shape[1] - 1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Predict each token from those before it."""
+        tokens = batch["tokens"]
+        return LossOutput(model(tokens[:, :-1], tokens[:, 1:]), {})
+
+    def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
+        """Report the loss in nats per token, and its exponential."""
+        return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, the tokenizer beside the weights."""
+        assert isinstance(model, LanguageModel)
+        save_folder(model.network, folder)
+        self._tokens.tokenizer.save(folder)
+
+    def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
+        """Show a short sample of generated text."""
+        assert isinstance(model, LanguageModel)
+        tokenizer = self._tokens.tokenizer
+        start = self._tokens.valid[: min(16, self._context // 2)].astype(np.int64)
+        prompt = torch.from_numpy(start)[None].to(device)
+        length = min(_SAMPLE_TOKENS, self._context - prompt.shape[1])
+        torch.manual_seed(0)
+        for _ in range(length):  # a cache would be faster; a hundred tokens do not need one
+            hidden = model.network.base_model(prompt, use_cache=False).last_hidden_state[:, -1]
+            logits = model.network.lm_head(hidden)[:, : tokenizer.vocab_size].float()
+            if not logits.isfinite().all():
+                return "no sample of text: the model's outputs are not finite"
+            top, ids = logits.topk(min(40, logits.shape[-1]))
+            prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
+        written = prompt[0, len(start) :].tolist()
+        return f"a sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
+
+    @property
+    def _context(self) -> int:
+        assert isinstance(self.context, int)
+        return self.context
+
+    def _tokenizer(self) -> str | None:
+        """The tokenizer that the model brings, if it does."""
+        return None
+
+
+def open_tokens(data: TextSource, tokenizer: str | None, context: int) -> TokenData:
+    """Return the tokens of a text long enough for samples of ``context`` + 1.
+
+    Raises:
+        UserError: its training or validation part is shorter, or cannot be read.
+
+    """
+    tokens = data.tokens(tokenizer)
+    for part, array in (("training", tokens.train), ("validation", tokens.valid)):
+        if len(array) < context + 1:
+            raise UserError(
+                f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}; "
+                f"use a longer text or recipe.context={max(2, len(array) // 2)}"
+            )
+    return tokens

@@ -1,0 +1,69 @@
+"""Causal language models as the recipes train them: transformers' model with the summed loss inside forward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LossHead(nn.Linear):
+    """The output layer, which can go straight to the summed loss.
+
+    Args:
+        weight: vocabulary × width; may be the embedding's.
+        chunked: let torch compute the loss in pieces, so that the logits (tokens × vocabulary, in fp32)
+            never exist as a whole; costs a second product with the weight in the backward pass.
+
+    """
+
+    def __init__(self, weight: nn.Parameter, chunked: bool) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self.chunked = chunked
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits, or with ``targets`` (int64, same leading shape) the loss summed over them, fp32."""
+        if targets is None:
+            return super().forward(hidden)
+        hidden, targets = hidden.flatten(0, -2), targets.flatten()
+        if not self.chunked:
+            return F.cross_entropy(super().forward(hidden), targets, reduction="sum")
+        device = hidden.device.type
+        weight = self.weight
+        if torch.is_autocast_enabled(device):
+            hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+        options = torch.nn.LinearCrossEntropyOptions()
+        # One loss per token, summed in fp32: torch's own sum would be in fp16, where it overflows.
+        losses = F.linear_cross_entropy(hidden, weight, targets, reduction="none", options=options)
+        return losses.float().sum()
+
+
+class LanguageModel(nn.Module):
+    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead."""
+
+    def __init__(self, network: Any, name: str, chunked: bool = False) -> None:
+        super().__init__()
+        network.lm_head = LossHead(network.lm_head.weight, chunked)
+        self._name = name
+        self.add_module(name, network)
+
+    @property
+    def network(self) -> Any:
+        """The model as transformers has it."""
+        return getattr(self, self._name)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss (fp32 scalar) of predicting ``targets`` from ``tokens``, both int64 B × T."""
+        hidden = self.network.base_model(tokens, use_cache=False).last_hidden_state
+        loss: Tensor = self.network.lm_head(hidden, targets)
+        return loss
+
+
+def torch_can_chunk() -> bool:
+    """Tell whether torch has linear_cross_entropy with chunking (2.13 and later)."""
+    function = getattr(F, "linear_cross_entropy", None)
+    return function is not None and "options" in inspect.signature(function).parameters

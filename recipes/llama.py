@@ -1,0 +1,128 @@
+"""Llama language modelling: Llama 3's layers in its own widths or any other, with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
+
+from recipes.huggingface import choose_size
+from recipes.language import LanguageRecipe
+from recipes.language_model import LanguageModel
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import Choice, Sizes
+
+
+class Shape(NamedTuple):
+    """The numbers that make one Llama."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    tied: bool
+    """The output layer's weight is the embedding's."""
+    context: int
+
+
+# 8B: Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3. 1B: Meta's model card of Llama 3.2. nano is ours.
+SHAPES = {
+    "nano": Shape(4, 128, 4, 2, 384, True, 64),
+    "1B": Shape(16, 2048, 32, 8, 8192, True, 8192),
+    "8B": Shape(32, 4096, 32, 8, 14336, False, 8192),
+}
+ROPE_BASE = 500_000.0
+"""Of Llama 3's rotary positions; the stretching of them that Llama 3.1 added for longer texts is left out."""
+NUMBERS = ("layers", "width", "heads", "kv_heads", "ffn")
+
+
+@dataclass
+class Llama(LanguageRecipe):
+    """The ``recipe=llama`` config: a size, any number of which can be replaced."""
+
+    name: ClassVar[str] = "llama"
+    size: str = "auto"
+    """nano, 1B, 8B; auto: nano on a CPU, 1B on a GPU."""
+    layers: int | None = None
+    """These five: null is the size's own."""
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    """Heads of keys and values, each shared by ``heads`` / ``kv_heads`` heads of queries."""
+    ffn: int | None = None
+    """Width within the feed-forward layers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in NUMBERS:
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"recipe.{key}={value} must be at least 1, or null for the size's own")
+
+    def choose_model(self, hardware: Hardware) -> list[Choice]:
+        """Choose the size, and refuse numbers that do not fit each other."""
+        choices = choose_size(self.size, SHAPES, hardware, "nano", "1B")
+        self.size = str(choices[0].value) if choices else self.size
+        shape = self._shape
+        if shape.width % (2 * shape.heads):
+            raise UserError(
+                f"recipe.width={shape.width} must be an even number for each of recipe.heads={shape.heads}; "
+                f"use recipe.width={max(1, round(shape.width / (2 * shape.heads))) * 2 * shape.heads}"
+            )
+        if shape.heads % shape.kv_heads:
+            fitting = max(n for n in range(1, min(shape.kv_heads, shape.heads) + 1) if shape.heads % n == 0)
+            raise UserError(
+                f"recipe.kv_heads={shape.kv_heads} must divide recipe.heads={shape.heads}; "
+                f"use recipe.kv_heads={fitting}"
+            )
+        return choices
+
+    def own_context(self) -> int:
+        """Return the tokens that the size was trained with at first."""
+        return self._shape.context
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """A minute or two of a CPU; on a GPU one sample of 8192 tokens at a time."""
+        if not hardware.is_gpu:
+            return Sizes(steps=200, batch_size=16, micro_batch_size=16)
+        return Sizes(steps=500, batch_size=8, micro_batch_size=1)
+
+    def network(self, vocabulary: int, context: int) -> Any:
+        """Return transformers' Llama with random weights in fp32."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = self._shape
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            max_position_embeddings=context,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
+            tie_word_embeddings=shape.tied,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation=self.attention,
+        )
+        return LlamaForCausalLM(config)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the decoder layers."""
+        assert isinstance(model, LanguageModel)
+        return list(model.network.model.layers)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the size, and what was changed of it."""
+        changed = [f"{key} {value}" for key in NUMBERS if (value := getattr(self, key)) is not None]
+        return {"size": ", ".join([self.size, *changed])}
+
+    @property
+    def _shape(self) -> Shape:
+        chosen = {key: value for key in NUMBERS if (value := getattr(self, key)) is not None}
+        return SHAPES[self.size]._replace(**chosen)
