@@ -27,18 +27,27 @@ TOKENS = f"{GPT2} data=synthetic data.vocab_size=300"
 RESNET = "recipe=resnet recipe.arch=shufflenet_v2_x0_5 batch_size=2 eval_samples=2 steps=2 tracking=local"
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
 
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def choices(group: str) -> str:
+    """The choices of a config group as a message lists them."""
+    return f"({', '.join(sorted(file.stem for file in (CONF / group).glob('*.yaml')))})"
+
+
 # A command, and what its message has to say.
 TYPED: dict[str, tuple[str, ...]] = {
     # choices and keys
-    "precision=bf61": ("precision=bf61", "did you mean 'bf16'?", "(bf16, fp16, fp32, tf32)"),
+    "precision=bf61": ("precision=bf61", "did you mean 'bf16'?", choices("precision")),
     "presicion=bf16": ("presicion is not a key", "did you mean 'precision'?"),
-    "precision=16": ("precision=16 is not a choice (bf16, fp16, fp32, tf32)",),
-    "precision=": ("precision= is not a choice (bf16, fp16, fp32, tf32)",),
+    "precision=16": (f"precision=16 is not a choice {choices('precision')}",),
+    "precision=": (f"precision= is not a choice {choices('precision')}",),
     "optimizer=adamx": ("optimizer=adamx", "did you mean 'adam'?"),
     "compile=fast": ("compile=fast is not a choice", "(default, max-autotune, off)"),
     "compile=true": ("compile=true is not a choice",),
     "clip=nrom": ("did you mean 'norm'?",),
-    "recipe=gpt3": ("recipe=gpt3", "did you mean 'gpt2'?", "(bignet, gpt2, resnet)"),
+    "recipe=gpt3": ("recipe=gpt3", "did you mean 'gpt2'?", choices("recipe")),
     "experiment=shakespear": ("did you mean 'shakespeare_cpu'?",),
     "+typo=1": ("typo is not a key of the config", "--cfg job"),
     "+recipe.typo=1": ("recipe.typo is not a key of the config", "--cfg job"),
