@@ -46,6 +46,8 @@ class Monitor:
         self.emit = emit
         self.world = world or World()
         self.skipped_steps = 0
+        self.units = 0
+        """Trained on since this process began or went on."""
         self._disturbed = False
         self._stall_s = 0.0
         self._memory = 0
@@ -96,6 +98,7 @@ class Monitor:
             self._losses.append(loss)
             self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
             self._window_units += record.units
+            self.units += record.units
             self._window_steps += 1
             try:
                 self._judge(record.step, bool(skipped), loss, norm, scale)

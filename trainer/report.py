@@ -80,6 +80,9 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
         "unit": run.config.recipe.unit,
         "units_per_s": throughput[0] if throughput else None,
         "step_time_s": throughput[1] if throughput else None,
+        # Of training and evaluation since this process began or went on, and of one rank's GPU.
+        "energy_j": run.energy.joules(),
+        "units": run.monitor.units,
         "peak_memory_bytes": peak_memory_bytes(run.trainer.device),
         "memory_is": "allocated on the GPU" if run.hardware.is_gpu else "resident in memory, the whole process",
         "parallel": run.config.parallel.kind,

@@ -18,6 +18,7 @@ from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal
 from trainer.data import fingerprint
 from trainer.delivery import final_status
+from trainer.energy import EnergyMeter
 from trainer.errors import Interrupted, NonFiniteError, UserError
 from trainer.folder import RunFolder, earlier_folder
 from trainer.hardware import Hardware, detect
@@ -132,6 +133,7 @@ class Run:
             emit=self._emit,
             world=self.world,
         )
+        self.energy = EnergyMeter(trainer.device)
         self.fingerprint = fingerprint(trainer.datasets)
         if saved is not None:
             self._restore(saved)
@@ -166,6 +168,7 @@ class Run:
         self.requests.training = True
         try:
             self.monitor.start()
+            self.energy.start()
             self.trainer.fit(self)
             self.monitor.collect()
             self.saver.finish()

@@ -1,0 +1,178 @@
+"""The plots of a comparison: loss curves, throughput, memory by category, speed against quality."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+
+from trainer.compare import Result
+from trainer.judge import LOSS, ArmResult
+from trainer.memory import CATEGORIES, MIB
+from trainer.plots import INK, QUIET
+
+# Told apart by people with any colour vision (Okabe and Ito 2008), the null arm in grey.
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#202124")
+NOISE = "#9aa0a6"
+PARTS = dict(
+    zip(
+        CATEGORIES,
+        ("#0072b2", "#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d9d9d9", "#d55e00", "#f0b27a"),
+        strict=True,
+    )
+)
+
+
+def figures(result: Result) -> dict[str, tuple[str, Any]]:
+    """Return (title, matplotlib figure) by file name; what was not measured is left out."""
+    drawn = {
+        "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
+        "speed": (f"Throughput, {result.facts['unit']} per second, with 95 % intervals", _speed(result)),
+        "memory": ("Peak memory of one optimizer step", _memory(result)),
+        "tradeoff": ("Speed against quality, both over the baseline's", _tradeoff(result)),
+    }
+    return {name: (title, figure) for name, (title, figure) in drawn.items() if figure is not None}
+
+
+def svg(figure: Any) -> str:
+    """Return a figure as an SVG element for a page."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _color(result: Result, arm: ArmResult) -> str:
+    if arm.is_null:
+        return NOISE
+    labels = [other.label for other in result.arms if not other.is_null]
+    return COLORS[labels.index(arm.label) % len(COLORS)]
+
+
+def _figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.8), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#dadce0")
+    axes.tick_params(colors=QUIET, length=0)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _loss(result: Result) -> Any:
+    figure, axes = _figure()
+    drawn = False
+    for arm in result.arms:
+        runs = [o.series[LOSS] for o in result.outcomes if o.arm == arm.label and o.finished and LOSS in o.series]
+        color = _color(result, arm)
+        for steps, values in runs:
+            axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
+        common = sorted(set.intersection(*(set(steps.tolist()) for steps, _ in runs))) if runs else []
+        if common:
+            at = [dict(zip(steps.tolist(), values.tolist(), strict=True)) for steps, values in runs]
+            means = [float(np.mean([run[step] for run in at])) for step in common]
+            axes.plot(common, means, "--" if arm.is_null else "-", color=color, linewidth=1.8, label=arm.label)
+            drawn = True
+    if not drawn:
+        return None
+    axes.set_xlabel("optimizer step", color=QUIET)
+    axes.set_ylabel("validation loss", color=QUIET)
+    axes.grid(axis="y", color="#e8eaed")
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def _speed(result: Result) -> Any:
+    from matplotlib.ticker import EngFormatter
+
+    arms = [arm for arm in result.arms if arm.speed.values]
+    if not arms:
+        return None
+    figure, axes = _figure()
+    for row, arm in enumerate(arms):
+        middle = float(np.mean(arm.speed.values))
+        axes.barh(row, middle, color=_color(result, arm), height=0.6)
+        if arm.speed.value:
+            half = (arm.speed.value.high - arm.speed.value.low) / 2
+            axes.errorbar(middle, row, xerr=half, color=INK, capsize=3, linewidth=1)
+        shown = f"{arm.speed.ratio.mean:.2f}x" if arm.speed.ratio else EngFormatter(places=1)(middle)
+        axes.annotate(
+            shown, (0, row), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
+        )
+    _rows(axes, arms)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    return figure
+
+
+def _memory(result: Result) -> Any:
+    arms = [arm for arm in result.arms if arm.memory.values and not arm.is_null]
+    if not arms:
+        return None
+    figure, axes = _figure()
+    shown: set[str] = set()
+    for row, arm in enumerate(arms):
+        left = 0.0
+        parts = (
+            {name: arm.ledger[name] for name in CATEGORIES}
+            if arm.ledger
+            else {"allocated": float(np.mean(arm.memory.values))}
+        )
+        for name, amount in parts.items():
+            if not amount:
+                continue
+            color = PARTS.get(name, _color(result, arm))
+            label = None if name in shown or not arm.ledger else name.replace("_", " ")
+            axes.barh(row, amount / MIB, left=left, color=color, height=0.6, label=label)
+            shown.add(name)
+            left += amount / MIB
+        axes.annotate(f"{left:,.0f}", (left, row), xytext=(4, 0), textcoords="offset points", va="center", color=INK)
+    _rows(axes, arms)
+    axes.margins(x=0.12)
+    axes.set_xlabel("MiB", color=QUIET)
+    if any(arm.ledger for arm in arms):
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
+    return figure
+
+
+def _tradeoff(result: Result) -> Any:
+    arms = [arm for arm in result.arms if arm.speed.ratio and arm.quality.test]
+    if not arms:
+        return None
+    figure, axes = _figure()
+    margin = 100 * result.comparison.margin
+    axes.axhspan(-margin, margin, color="#e6f4ea", label=f"margin ±{margin:g} %")
+    axes.plot(1, 0, "o", color=COLORS[0])
+    axes.annotate(result.comparison.baseline, (1, 0), xytext=(6, 5), textcoords="offset points", color=INK)
+    for arm in arms:
+        assert arm.speed.ratio
+        assert arm.quality.test
+        x, y = arm.speed.ratio, arm.quality.test.difference
+        color = _color(result, arm)
+        axes.errorbar(
+            x.mean,
+            100 * y.mean,
+            xerr=[[x.mean - x.low], [x.high - x.mean]],
+            yerr=[[100 * (y.mean - y.low)], [100 * (y.high - y.mean)]],
+            fmt="o",
+            color=color,
+            capsize=3,
+        )
+        axes.annotate(arm.label, (x.mean, 100 * y.mean), xytext=(6, 5), textcoords="offset points", color=INK)
+    axes.set_xlabel("times as fast", color=QUIET)
+    axes.set_ylabel("difference in validation loss, %", color=QUIET)
+    axes.margins(0.2)
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def _rows(axes: Any, arms: list[ArmResult]) -> None:
+    axes.set_yticks(range(len(arms)), [arm.label for arm in arms], color=INK)
+    axes.invert_yaxis()
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x", color="#e8eaed")

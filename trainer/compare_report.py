@@ -1,0 +1,197 @@
+"""A comparison in words and tables: for the terminal, as Markdown, and as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import shlex
+from pathlib import Path
+
+from trainer import compare_plots
+from trainer.compare import Result
+from trainer.files import write_text
+from trainer.judge import ArmResult, Ratio
+from trainer.statistics import Interval
+
+HEAD = ("arm", "throughput", "speed", "peak memory", "memory", "energy", "valid. loss", "difference", "quality")
+MIB = 2**20
+
+
+def write_report(result: Result, command: list[str]) -> list[Path]:
+    """Write ``report.md``, ``report.html`` and the plots as PNG beside them; return the files, the page first."""
+    folder = result.comparison.folder
+    figures = compare_plots.figures(result)
+    plots = []
+    for name, (_, figure) in figures.items():
+        plots.append(folder / f"{name}.png")
+        figure.savefig(plots[-1])
+    images = "".join(f"![{title}]({name}.png)\n\n" for name, (title, _) in figures.items())
+    text = markdown(result, command, images)
+    write_text(folder / "report.md", text)
+    write_text(
+        folder / "report.html", page(result, command, {n: (t, compare_plots.svg(f)) for n, (t, f) in figures.items()})
+    )
+    return [folder / "report.html", folder / "report.md", *plots]
+
+
+def rows(result: Result) -> list[tuple[str, ...]]:
+    """Return the table's rows, one per arm, under ``HEAD``."""
+    unit = result.facts["unit"]
+    return [
+        (
+            f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
+            _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s"),
+            _ratio(arm.speed),
+            _mean(arm.memory.value, arm.memory.values, lambda v: f"{v / MIB:,.1f} MiB"),
+            _ratio(arm.memory),
+            _ratio(arm.energy) if arm.energy.values else "not measured",
+            _mean(None, arm.quality.values, lambda v: f"{v:.4f}"),
+            _difference(arm),
+            "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
+        )
+        for arm in result.arms
+    ]
+
+
+def table(result: Result) -> str:
+    """Return the table for a terminal."""
+    lines = [HEAD, *rows(result)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def sentences(result: Result) -> list[str]:
+    """Say in one sentence for each arm what came out, and what failed."""
+    told = []
+    base = result.comparison.baseline
+    for arm in result.arms:
+        told += [f"{arm.label}, seed {seed}, failed: {why}" for seed, why in arm.failures.items()]
+        if arm.label == base or not arm.seeds:
+            continue
+        if arm.is_null:
+            told.append(_null_sentence(arm, base))
+            continue
+        parts = []
+        if arm.speed.ratio:
+            parts.append(f"trains {_times(arm.speed.ratio)} as fast as {base}")
+        if arm.memory.ratio:
+            parts.append(f"needs {_times(arm.memory.ratio)} its memory")
+        if arm.energy.ratio:
+            parts.append(f"uses {_times(arm.energy.ratio)} its energy for the same work")
+        quality = f"its validation loss is {arm.quality.verdict}"
+        if arm.quality.test:
+            quality += f" at a margin of {arm.quality.test.margin:.2%} ({_percent(arm.quality.test.difference)})"
+        if arm.quality.why:
+            quality += f"; {arm.quality.why}"
+        if arm.quality.separates_at is not None:
+            quality += f"; the curves are further apart than the null arm's from step {arm.quality.separates_at}"
+        told.append(f"{arm.label} {', '.join([*parts, 'and ' + quality if parts else quality])}.")
+    return told
+
+
+def method(result: Result) -> list[str]:
+    """Say how it was measured."""
+    about, facts = result.comparison, result.facts
+    hardware, git = facts["hardware"], facts["git"]
+    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] == 'true' else ''}" if git else ""
+    memory = "what CUDA's allocator gave out at most"
+    if not str(hardware["device"]).startswith("cuda"):
+        memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
+    where = f"{hardware['name']}, {hardware['device']}, {hardware['threads']} threads"
+    return [
+        f"Machine: {where}; torch {facts['versions']['torch']}{commit}.",
+        f"{facts['steps']} optimizer steps, seeds {', '.join(map(str, about.seeds))}. The arms of a seed have the same "
+        "initial weights and data order, and run one after another, each in a fresh process, in an order that turns "
+        "round from seed to seed.",
+        f"Throughput leaves out the first window, evaluation and checkpoints. Memory is {memory}. "
+        "Energy is the GPU's own counter over training and evaluation.",
+        "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
+        "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987). "
+        "WORSE and BETTER: their 95 % interval lies wholly beyond the margin. Several arms are not corrected for.",
+    ]
+
+
+def markdown(result: Result, command: list[str], images: str) -> str:
+    """Return ``report.md``."""
+    lines = [f"# {result.comparison.name}", "", f"    {shlex.join(command)}", ""]
+    lines += [f"- {sentence}" for sentence in sentences(result)]
+    lines += ["", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows(result)]
+    lines += ["", images, "## How it was measured", "", *method(result), ""]
+    return "\n".join(lines)
+
+
+def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) -> str:
+    """Return ``report.html``: styles and plots inside, no script, no address."""
+    name = html.escape(result.comparison.name)
+    cells = "".join(
+        "<tr>" + "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows(result)
+    )
+    head = "".join(f"<th>{cell}</th>" for cell in HEAD)
+    said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences(result))
+    figures = "".join(
+        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in plots.values()
+    )
+    how = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in method(result))
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{name}</title><style>{_STYLE}</style>\n<h1>{name}</h1>\n<pre>{html.escape(shlex.join(command))}</pre>\n"
+        f"<ul>{said}</ul>\n<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table></div>\n"
+        f"<div class=plots>{figures}</div>\n<h2>How it was measured</h2>\n{how}</html>\n"
+    )
+
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #202124; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem } pre { background: #f1f3f4; padding: .6rem .8rem; overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem } .wide { overflow-x: auto }
+th, td { text-align: left; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid #dadce0; vertical-align: top }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; margin: 1.5rem 0 }
+figure { margin: 0 } figcaption { color: #5f6368 } svg { width: 100%; height: auto }
+.EQUIVALENT, .BETTER { color: #137333 } .WORSE { color: #c5221f } .INCONCLUSIVE { color: #7a4f00 }
+"""
+
+
+def _class(cell: str) -> str:
+    return f" class={cell}" if cell in ("EQUIVALENT", "BETTER", "WORSE", "INCONCLUSIVE") else ""
+
+
+def _mean(interval: Interval | None, values: list[float], show) -> str:  # type: ignore[no-untyped-def]
+    if not values:
+        return "not measured"
+    middle = show(sum(values) / len(values))
+    return (
+        f"{middle} ±{(interval.high - interval.low) / 2 / interval.mean:.1%}" if interval and interval.mean else middle
+    )
+
+
+def _ratio(quantity: Ratio) -> str:
+    if quantity.ratio is None:
+        return f"{quantity.ratios[0]:.2f}x" if quantity.ratios else ("1" if quantity.values else "not measured")
+    return _times(quantity.ratio)
+
+
+def _times(interval: Interval) -> str:
+    if interval.high - interval.low < 0.005:
+        return f"{interval.mean:.3f}x"
+    return f"{interval.mean:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _percent(interval: Interval) -> str:
+    return f"{interval.mean:+.2%} [{interval.low:+.2%}, {interval.high:+.2%}]"
+
+
+def _difference(arm: ArmResult) -> str:
+    return _percent(arm.quality.test.difference) if arm.quality.test else ""
+
+
+def _null_sentence(arm: ArmResult, base: str) -> str:
+    parts = []
+    if arm.quality.test:
+        parts.append(f"final losses by {_percent(arm.quality.test.difference)}")
+    if arm.speed.ratio:
+        parts.append(f"speed by {_times(arm.speed.ratio)}")
+    differs = " and in ".join(parts) or "nothing that was measured"
+    return f"Noise: {base} with other seeds differs from {base} in {differs}."

@@ -1,0 +1,45 @@
+"""The energy that a GPU has used, from its own counter."""
+
+from __future__ import annotations
+
+import torch
+
+
+class EnergyMeter:
+    """Counts the energy of an NVIDIA GPU (Volta or later) since ``start``; of other devices, None.
+
+    The counter is the whole board's: what other processes do on it is in the figure too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = None
+        self._began_mj: int | None = None
+        if device.type != "cuda" or torch.version.hip:
+            return
+        try:
+            import pynvml
+        except ImportError:
+            return
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        except (pynvml.NVMLError, AttributeError):  # no driver library here, or a part of a GPU (MIG)
+            self._handle = None
+
+    def start(self) -> None:
+        """Count from here on."""
+        self._began_mj = self._read()
+
+    def joules(self) -> float | None:
+        """Return the energy since ``start`` in joules; None where it is not measured."""
+        now = self._read()
+        return None if now is None or self._began_mj is None else (now - self._began_mj) / 1000
+
+    def _read(self) -> int | None:
+        if self._handle is None:
+            return None
+        try:
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        except self._nvml.NVMLError:  # before Volta
+            return None

@@ -1,0 +1,185 @@
+"""What the runs of a comparison say: speed, memory, energy and quality of each arm against the baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trainer.arms import Arm, Outcome
+from trainer.statistics import INCONCLUSIVE, WORSE, Equivalence, Interval, equivalence, mean_interval, ratio_interval
+
+LOSS = "valid/loss"
+DIVERGED = 3
+"""The exit code of training that turned non-finite."""
+
+
+@dataclass
+class Ratio:
+    """A quantity of an arm, and that of pairs of runs of the same seed over the baseline's."""
+
+    value: Interval | None
+    """Arithmetic mean over the seeds; None: not measured, or fewer than two runs."""
+    values: list[float] = field(default_factory=list)
+    """One per seed."""
+    ratio: Interval | None = None
+    """Geometric mean over the pairs; None for the baseline itself."""
+    ratios: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Quality:
+    """The final validation loss."""
+
+    values: list[float] = field(default_factory=list)
+    differences: list[float] = field(default_factory=list)
+    """(arm − baseline) / baseline, one per pair."""
+    verdict: str = ""
+    """Empty for the baseline."""
+    why: str = ""
+    test: Equivalence | None = None
+    separates_at: int | None = None
+    """The first evaluated step at which the mean distance of the arm's validation curves from the baseline's is
+    more than that of the null arm's."""
+
+
+@dataclass
+class ArmResult:
+    """One arm, judged."""
+
+    label: str
+    overrides: list[str]
+    is_null: bool
+    seeds: list[int]
+    """Of the runs that finished."""
+    failures: dict[int, str]
+    """What the others said, by seed."""
+    speed: Ratio
+    """Units per second."""
+    memory: Ratio
+    """Peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
+    energy: Ratio
+    """Joules per unit, evaluation included."""
+    quality: Quality
+    ledger: dict[str, int] | None = None
+    """Bytes at the peak by category, of the first run that recorded them."""
+    skipped_steps: int = 0
+
+
+def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float) -> list[ArmResult]:
+    """Judge every arm, in the order of ``arms``.
+
+    Args:
+        arms: the null arm among them, if there is one.
+        baseline: the label that the others are compared with.
+        outcomes: of all runs, failed ones too.
+        margin: of the equivalence test, a relative difference.
+
+    """
+    by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
+    base = {seed: outcome for seed, outcome in by_arm[baseline].items() if outcome.finished}
+    null = next((arm.label for arm in arms if arm.seed_shift), None)
+    noise = _distances(_finished(by_arm[null]), base) if null else {}
+    results = []
+    for arm in arms:
+        runs = by_arm[arm.label]
+        done = _finished(runs)
+        against = None if arm.label == baseline else base
+        result = ArmResult(
+            label=arm.label,
+            overrides=list(arm.overrides),
+            is_null=bool(arm.seed_shift),
+            seeds=list(done),
+            failures={seed: o.failure or f"exit code {o.exit_code}" for seed, o in runs.items() if not o.finished},
+            speed=_ratio(lambda o: o.summary["units_per_s"], done, against),
+            memory=_ratio(_memory, done, against),
+            energy=_ratio(_energy, done, against),
+            quality=_quality(runs, against, margin),
+            ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
+            skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
+        )
+        if against is not None and not arm.seed_shift and noise:
+            result.quality.separates_at = _separation(_distances(done, base), noise)
+        results.append(result)
+    return results
+
+
+def _finished(runs: dict[int, Outcome]) -> dict[int, Outcome]:
+    return {seed: outcome for seed, outcome in runs.items() if outcome.finished}
+
+
+def _memory(outcome: Outcome) -> float | None:
+    if str(outcome.summary["hardware"]["device"]).startswith("cuda"):
+        return float(outcome.summary["peak_memory_bytes"])
+    return float(outcome.ledger["peak_bytes"]) if outcome.ledger else None
+
+
+def _energy(outcome: Outcome) -> float | None:
+    joules, units = outcome.summary["energy_j"], outcome.summary["units"]
+    return joules / units if joules and units else None
+
+
+def _ratio(
+    quantity: Callable[[Outcome], float | None], runs: dict[int, Outcome], base: dict[int, Outcome] | None
+) -> Ratio:
+    values = {seed: value for seed, outcome in runs.items() if (value := quantity(outcome)) is not None}
+    result = Ratio(_interval(list(values.values()), mean_interval), list(values.values()))
+    if base is not None:
+        others = {seed: other for seed, outcome in base.items() if (other := quantity(outcome)) is not None}
+        result.ratios = [value / others[seed] for seed, value in values.items() if others.get(seed)]
+        result.ratio = _interval(result.ratios, ratio_interval)
+    return result
+
+
+def _interval(values: list[float], of: Callable[[list[float]], Interval]) -> Interval | None:
+    return of(values) if len(values) > 1 else None
+
+
+def _quality(runs: dict[int, Outcome], base: dict[int, Outcome] | None, margin: float) -> Quality:
+    losses = {seed: loss for seed, o in _finished(runs).items() if (loss := _loss(o)) is not None}
+    quality = Quality(list(losses.values()))
+    if base is None:
+        return quality
+    others = {seed: other for seed, o in base.items() if (other := _loss(o)) is not None}
+    quality.differences = [(loss - others[s]) / others[s] for s, loss in losses.items() if others.get(s)]
+    diverged = [
+        s for s, o in runs.items() if s in others and (o.exit_code == DIVERGED or (o.finished and _loss(o) is None))
+    ]
+    if diverged:
+        quality.verdict = WORSE
+        quality.why = f"{len(diverged)} of {len(runs)} runs diverged where the baseline's did not"
+    elif len(quality.differences) < 2:
+        quality.verdict = INCONCLUSIVE
+        quality.why = f"{len(quality.differences)} pairs of runs finished; an interval needs two"
+    else:
+        quality.test = equivalence(quality.differences, margin)
+        quality.verdict = quality.test.verdict
+        if quality.test.pairs_needed:
+            quality.why = f"about {quality.test.pairs_needed} seeds of this spread would settle it"
+    return quality
+
+
+def _loss(outcome: Outcome) -> float | None:
+    loss: float | None = outcome.summary["final"].get(LOSS)
+    return loss
+
+
+def _distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, float]:
+    """Return the mean absolute distance of validation losses from the baseline's, by step."""
+    apart: dict[int, list[float]] = {}
+    for seed in runs.keys() & base.keys():
+        one, other = runs[seed].series.get(LOSS), base[seed].series.get(LOSS)
+        if one is None or other is None:
+            continue
+        known = dict(zip(other[0].tolist(), other[1].tolist(), strict=True))
+        for step, value in zip(one[0].tolist(), one[1].tolist(), strict=True):
+            if step in known:
+                distance = abs(value - known[step])
+                apart.setdefault(step, []).append(distance if math.isfinite(distance) else math.inf)
+    return {step: float(np.mean(values)) for step, values in sorted(apart.items())}
+
+
+def _separation(distances: dict[int, float], noise: dict[int, float]) -> int | None:
+    return next((step for step, distance in distances.items() if distance > noise.get(step, math.inf)), None)
