@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Choice
+from trainer.recipe import Choice, DataSource, TextSource
 from trainer.suggest import nearest
 
 ATTENTION = ("sdpa", "eager")
@@ -29,6 +29,13 @@ def choose_size(size: str, known: Iterable[str], hardware: Hardware, on_cpu: str
     if size not in known:
         raise UserError(f"recipe.size={size} is unknown{nearest(size, known)} ({', '.join(known)})")
     return []
+
+
+def check_text(data: DataSource, recipe: str) -> TextSource:
+    """Return ``data``, or refuse what cannot be read as text."""
+    if not isinstance(data, TextSource):
+        raise UserError(f"recipe={recipe} cannot read data={data.kind}; use data=python_docs, text, hub or synthetic")
+    return data
 
 
 def check_attention(attention: str, known: tuple[str, ...] = ATTENTION) -> None:

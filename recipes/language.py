@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recipes.huggingface import check_attention, save_folder, whole_tokens
+from recipes.huggingface import check_attention, check_text, save_folder, whole_tokens
 from recipes.language_model import LanguageModel, torch_can_chunk
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -92,10 +92,7 @@ class LanguageRecipe(Recipe):
 
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Choose the size, the context and the form of the loss."""
-        if not isinstance(data, TextSource):
-            raise UserError(
-                f"recipe={self.name} cannot read data={data.kind}; use data=python_docs, text, hub or synthetic"
-            )
+        check_text(data, self.name)
         choices = self.choose_model(hardware)
         if isinstance(self.context, str):
             self.context = self.own_context()
@@ -108,8 +105,7 @@ class LanguageRecipe(Recipe):
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Tokenise and cut into windows."""
-        assert isinstance(data, TextSource)
-        self._tokens = open_tokens(data, self._tokenizer(), self._context)
+        self._tokens = open_tokens(check_text(data, self.name), self._tokenizer(), self._context)
         description = f"{self._tokens.description}, samples of {self._context} tokens"
         train, valid = (TokenWindows(part, self._context) for part in (self._tokens.train, self._tokens.valid))
         return Datasets(train, valid, description)

@@ -29,6 +29,7 @@ IMAGES = ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=
 # What a choice needs besides itself. A new YAML that is not here has to run with bignet as it is.
 NEEDS: dict[str, tuple[str, ...]] = {
     "recipe/gpt2": TINY["gpt2"],
+    "recipe/bert": ("recipe=bert", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/llama": ("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/resnet": TINY["resnet"],
     "data/digits": IMAGES,

@@ -1,0 +1,178 @@
+"""BERT that answers questions about a passage (Devlin et al. 2018), trained on any text, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recipes.huggingface import check_attention, check_dropout, check_text, choose_size, save_folder, whole_tokens
+from recipes.language import open_tokens
+from trainer.hardware import Hardware
+from trainer.recipe import Batch, Choice, Dataset, Datasets, DataSource, LossOutput, Recipe, SampleId, Sizes, TokenData
+
+IGNORED = -100
+"""An end that lies beyond the passage: not a target."""
+LONGEST_QUESTION = 16
+
+
+class Shape(NamedTuple):
+    """The numbers that make one BERT."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+
+# Devlin et al. 2018 with SQuAD's 384 tokens; nano is BERT-Tiny of Turc et al. 2019. Feed-forward layers are 4 × wider.
+SHAPES = {"nano": Shape(2, 128, 2, 64), "base": Shape(12, 768, 12, 384), "large": Shape(24, 1024, 16, 384)}
+
+
+class Quotations(Dataset):
+    """Questions made of a text: where in the passage do these words stand?
+
+    A sample is [CLS] question [SEP] passage [SEP] and padding, as in SQuAD, and the question quotes 8 to 16 tokens of
+    the passage (fewer where ``context`` is small). Passages fill half of the room to all of it. An answer that the
+    passage's end cuts off has no end.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, vocabulary: int) -> None:
+        self.tokens, self.context = tokens, context
+        self.cls, self.sep, self.pad = range(vocabulary, vocabulary + 3)
+        self.longest = min(LONGEST_QUESTION, context // 8)
+        self.room = context - 3 - self.longest
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - self.longest) // self.room
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return ``tokens`` and ``segments`` (B × context) and ``start`` and ``end`` (B), all int64."""
+        size = len(samples)
+        tokens = np.full((size, self.context), self.pad, dtype=np.int64)
+        segments = np.zeros_like(tokens)
+        start, end = np.empty(size, dtype=np.int64), np.full(size, IGNORED, dtype=np.int64)
+        for row, (index, seed) in enumerate(samples):
+            rng = np.random.default_rng(index if seed is None else seed)
+            text = self.tokens[index * self.room :][: self.room + self.longest]
+            passage = int(rng.integers(self.room // 2, self.room + 1))
+            quoted = int(rng.integers((self.longest + 1) // 2, self.longest + 1))
+            first = int(rng.integers(passage))
+            offset = quoted + 2  # of the passage
+            tokens[row, 0] = self.cls
+            tokens[row, 1 : offset - 1] = text[first : first + quoted]
+            tokens[row, [offset - 1, offset + passage]] = self.sep
+            tokens[row, offset : offset + passage] = text[:passage]
+            segments[row, offset : offset + passage + 1] = 1
+            start[row] = offset + first
+            if first + quoted <= passage:
+                end[row] = offset + first + quoted - 1
+        arrays = {"tokens": tokens, "segments": segments, "start": start, "end": end}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+@dataclass
+class Bert(Recipe):
+    """The ``recipe=bert`` config. A target is where an answer starts, or where it ends."""
+
+    name: ClassVar[str] = "bert"
+    unit: ClassVar[str] = "samples"
+    size: str = "auto"
+    """nano, base, large; auto: nano on a CPU, base on a GPU."""
+    context: int | str = "auto"
+    """Tokens of question and passage together; auto: the size's own."""
+    dropout: float = 0.1
+    attention: str = "sdpa"
+    """sdpa: torch's fused kernels; eager: scores of T × T in memory."""
+
+    def __post_init__(self) -> None:
+        self._tokens: TokenData  # set by datasets()
+        check_attention(self.attention)
+        check_dropout(self.dropout)
+        whole_tokens(self.context, least=16)
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Choose the size and the context."""
+        check_text(data, self.name)
+        choices = choose_size(self.size, SHAPES, hardware, "nano", "base")
+        self.size = str(choices[0].value) if choices else self.size
+        if isinstance(self.context, str):
+            self.context = SHAPES[self.size].context
+            choices.append(Choice("recipe.context", self.context, "tokens per sample, the size's own"))
+        return choices
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Return a minute or two of a CPU; on a GPU, the batch of 32 that fine-tuning is published with."""
+        if not hardware.is_gpu:
+            return Sizes(steps=1500, batch_size=32, micro_batch_size=32)
+        return Sizes(steps=2000, batch_size=32, micro_batch_size=32)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Tokenise, and make questions of passages."""
+        assert isinstance(self.context, int)
+        self._tokens = open_tokens(check_text(data, self.name), None, self.context)
+        vocabulary = self._tokens.tokenizer.vocab_size
+        train, valid = (Quotations(part, self.context, vocabulary) for part in (self._tokens.train, self._tokens.valid))
+        self._pad = train.pad
+        return Datasets(train, valid, f"{self._tokens.description}, questions about passages of {train.room} tokens")
+
+    def build_model(self) -> nn.Module:
+        """Return transformers' BERT with random weights in fp32, three token ids added for [CLS], [SEP] and padding."""
+        from transformers import BertConfig, BertForQuestionAnswering
+
+        assert isinstance(self.context, int)
+        shape = SHAPES[self.size]
+        config = BertConfig(
+            vocab_size=self._tokens.tokenizer.vocab_size + 3,
+            hidden_size=shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=4 * shape.width,
+            hidden_dropout_prob=self.dropout,
+            attention_probs_dropout_prob=self.dropout,
+            max_position_embeddings=max(512, self.context),
+            pad_token_id=self._pad,
+            attn_implementation=self.attention,
+        )
+        model: nn.Module = BertForQuestionAnswering(config)
+        return model
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        """Return the encoder's layers."""
+        return list(model.bert.encoder.layer)
+
+    def count_targets(self, batch: Batch) -> int:
+        """Return the number of starts and of ends that are not cut off."""
+        return len(batch["start"]) + int((batch["end"] != IGNORED).sum())
+
+    def count_units(self, batch: Batch) -> int:
+        """Return the number of questions."""
+        return len(batch["start"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Add up the cross-entropies of starts and ends over all positions, in fp32."""
+        tokens = batch["tokens"]
+        dtype = next(model.parameters()).dtype
+        # What is added to the scores, B × 1 × 1 × T. With a mask of B × T transformers would look into it, and wait.
+        mask = torch.zeros_like(tokens, dtype=dtype).masked_fill_(tokens == self._pad, torch.finfo(dtype).min)
+        output = model(input_ids=tokens, token_type_ids=batch["segments"], attention_mask=mask[:, None, None])
+        loss = right = torch.zeros((), device=tokens.device)
+        for logits, place in ((output.start_logits, batch["start"]), (output.end_logits, batch["end"])):
+            loss = loss + F.cross_entropy(logits.float(), place, reduction="sum", ignore_index=IGNORED)
+            right = right + (logits.detach().argmax(1) == place).sum()
+        return LossOutput(loss, {"accuracy": right})
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a folder that ``AutoModelForQuestionAnswering.from_pretrained`` opens, the tokenizer beside it."""
+        save_folder(model, folder)
+        self._tokens.tokenizer.save(folder)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the size."""
+        return {"size": self.size}
