@@ -31,7 +31,9 @@ class LossHead(nn.Linear):
             return super().forward(hidden)
         hidden, targets = hidden.flatten(0, -2), targets.flatten()
         if not self.chunked:
-            return F.cross_entropy(super().forward(hidden), targets, reduction="sum")
+            logits = super().forward(hidden)
+            # Autocast does it too; a model of 16-bit weights has none, and its sum would be 16-bit.
+            return F.cross_entropy(logits.float(), targets, reduction="sum")
         device = hidden.device.type
         weight = self.weight
         if torch.is_autocast_enabled(device):

@@ -24,10 +24,13 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.files import flush, write_json
+from trainer.master import MasterWeights
 from trainer.parallel import is_cut, own_part
 from trainer.world import World
 
 FORMAT = 2
+MASTER = "master_weight"
+"""The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""
 SPARE_BYTES = 1 << 20
 """Left free beside a checkpoint's tensors, for the JSON files and the metric log."""
 
@@ -84,6 +87,7 @@ class Contents:
         progress: dict[str, Any],
         rng: dict[str, Tensor],
         world: World,
+        masters: MasterWeights | None = None,
     ) -> Contents:
         """Collect this rank's part, mostly without copying.
 
@@ -94,10 +98,13 @@ class Contents:
             progress: JSON types; what else the loop needs to go on.
             rng: the states of this rank's generators, see ``trainer.rng``.
             world: the processes that save together.
+            masters: what the optimizer works on in the place of the model's weights; saved with its state.
 
         """
         weights, ties = _untie(model.state_dict())
-        tensors, rest = _optimizer_tensors(model, optimizer)
+        tensors, rest = _optimizer_tensors(masters or model, optimizer)
+        if masters is not None:
+            tensors |= {f"{name}.{MASTER}": master.detach() for name, master in masters.held()}
         cut = any(map(is_cut, weights.values()))
         files = {_part("rng", world.rank, world.size): rng}
         if cut or world.first:
@@ -261,7 +268,9 @@ def _untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]
     return unique, ties
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _optimizer_tensors(
+    model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Split an optimizer's state into tensors named ``parameter.key``, and JSON types."""
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
@@ -277,7 +286,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
     return tensors, {"names": names, "groups": groups, "scalars": scalars}
 
 
-def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def parameter_names(model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters in its own order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -40,8 +40,9 @@ class Hardware:
         """Tell how this device computes ``fp32``, ``tf32``, ``bf16`` or ``fp16``: native, emulated, not available.
 
         Native means that matrix products run in that format's own instructions; emulated, that the results
-        are right but computed in another format (usually no faster).
+        are right but computed in another format (usually no faster). Modes such as ``bf16_master`` are as bf16.
         """
+        mode = mode.partition("_")[0]
         if mode == "fp32":
             return NATIVE
         if self.device.type == "cuda":

@@ -12,12 +12,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
+from trainer.master import masters_of
 from trainer.recipe import Batch
 from trainer.update import Update
 from trainer.world import World
@@ -85,7 +86,7 @@ class Trainer:
         seed_everything(config.seed)
         self.model = self.recipe.build_model().to(self.device)
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
-        self.fp32_modules = config.precision.keep_fp32(self.model, self.device)
+        self.fp32_modules = config.precision.convert(self.model, self.device)
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
         config.compile.apply(config.parallel.compiled(self.model, blocks), self.device)
@@ -93,9 +94,12 @@ class Trainer:
         """The model as training's forward passes call it."""
         if self.world.rank:
             seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
-        self.optimizer = config.optimizer.build(self.model, self.device)
+        self.masters = masters_of(config.precision.mode, self.model, config.seed)
+        """The weights that the optimizer changes, where they are not the model's own."""
+        changed = self.masters or self.model
+        self.optimizer = config.optimizer.build(changed, self.device)
         self.loss_scale = config.scaler.build(config.precision.mode, self.device)
-        self.update = Update(self.optimizer, self.model.parameters(), self.loss_scale, config.clip)
+        self.update = Update(self.optimizer, changed.parameters(), self.loss_scale, config.clip, self.masters)
         self.order = DataOrder(len(self.datasets.train), config.seed)
         self.step = 0
         """Optimizer steps done."""
@@ -111,6 +115,12 @@ class Trainer:
             observer.trained(record)
             if not observer.between(self):
                 return
+
+    def build_model(self) -> nn.Module:
+        """Build another model in the precision of this one, on the host."""
+        model = self.recipe.build_model()
+        self.config.precision.convert(model, self.device)
+        return model
 
     def batches(self) -> Iterator[list[Batch]]:
         """Yield the microbatches of every step that is left."""
@@ -144,7 +154,7 @@ class Trainer:
                 self.update.backward(share)
             loss = share.detach() if loss is None else loss + share.detach()
         assert loss is not None, "an optimizer step has at least one microbatch"
-        grad_norm, skipped, scale = self.update.step()
+        grad_norm, skipped, scale = self.update.step(self.step)
         self.step += 1
         return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
 

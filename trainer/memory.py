@@ -90,7 +90,12 @@ class Ledger:
         names = ["optimizer state" if name == "optimizer" else name for name in STEADY if self.at_peak[name]]
         held = " and ".join(", ".join(names).rsplit(", ", 1))
         if steady >= working:
-            dtype = "already in 16 bits" if self.half_at_peak["weights"] else "in fp32 even under autocast"
+            short = sum(self.half_at_peak[name] for name in STEADY) / steady
+            dtype = (
+                f"{'already' if short == 1 else f'{short:.0%} of that'} in 16 bits"
+                if short
+                else "in fp32 even under autocast"
+            )
             return (
                 f"{held.capitalize()} are {self._share(steady):.0%} of {peak} and {dtype}, so autocast can "
                 f"shrink it by at most {self._share(could_save):.1%}; activations would have to dominate "
@@ -139,8 +144,8 @@ class MemoryLedger(TorchDispatchMode):
     - ``weights``, ``buffers``: storages of the model's parameters and buffers, shared ones once.
     - ``gradients``: storages that were some parameter's ``.grad``, from their allocation on (autograd hands
       the result of a backward operator to ``.grad`` without a copy). Sparse gradients are not recognised.
-    - ``optimizer``: storages in ``optimizer.state`` before or after the step.
-    - ``autocast_copies``: made by a conversion of a parameter to another dtype.
+    - ``optimizer``: storages in ``optimizer.state`` before or after the step, and fp32 masters of 16-bit weights.
+    - ``autocast_copies``: made by a conversion of a parameter to another dtype, in forward or backward.
     - ``inputs``: existed before the recording and used in it, copied from another device, or passed to the
       first module of a microbatch.
     - ``activations``: anything else made in forward. ``temporary``: anything else made in the other phases.
@@ -248,7 +253,7 @@ class MemoryLedger(TorchDispatchMode):
     def _category_of_new(self, made: Tensor, copied: Tensor | None) -> str:
         if copied is not None and copied.device != made.device and self._phase != "backward":
             return "inputs"
-        if copied is not None and copied.dtype != made.dtype:
+        if copied is not None and copied.dtype != made.dtype and self._phase != "optimizer":
             source = self._find(copied)
             if source is not None and source.category == "weights":
                 return "autocast_copies"
@@ -269,6 +274,8 @@ class MemoryLedger(TorchDispatchMode):
             self._mark(buffer, "buffers", name)
         for tensor in _tensors(self._optimizer.state):
             self._mark(tensor, "optimizer", "optimizer state")
+        for tensor in _tensors(group["params"] for group in self._optimizer.param_groups):
+            self._mark(tensor, "optimizer", "master weights")  # but for those that are the model's own
 
     def _gradient_hook(self, name: str) -> Any:
         return lambda parameter: self._mark(parameter.grad, "gradients", name)

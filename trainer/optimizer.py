@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
+from trainer.master import MasterWeights
 from trainer.suggest import nearest
 
 
@@ -60,8 +61,8 @@ class Optimizer:
     def _dampened(self) -> bool:
         return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
-    def build(self, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-        """Return the optimizer over the model's trainable parameters, decayed ones first."""
+    def build(self, model: nn.Module | MasterWeights, device: torch.device) -> torch.optim.Optimizer:
+        """Return the optimizer over the trainable parameters of a model or its masters, decayed ones first."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
         others = [parameter for parameter in parameters if parameter.ndim < 2]

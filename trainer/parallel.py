@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.precision import AUTOCAST_DTYPE, Precision
+from trainer.precision import AUTOCAST_DTYPE, WEIGHTS_DTYPE, Precision
 from trainer.world import World, join, launched_local_rank, launched_processes
 
 
@@ -155,8 +155,22 @@ class FSDP(SeveralProcesses):
     gradients are still summed in fp32). None: weights are gathered in fp32 and only autocast decides, as elsewhere."""
 
     def check(self, precision: Precision) -> None:
+        if precision.mode in WEIGHTS_DTYPE and precision.fp32_modules:
+            raise UserError(
+                f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one format; "
+                "drop it, or use parallel=ddp"
+            )
+        if precision.mode == "bf16_sr":
+            raise UserError(
+                "precision=bf16_sr rounds whole weights, and parallel=fsdp cuts them into rows; "
+                "use precision=bf16_master, or parallel=ddp"
+            )
         if self.param_dtype is None:
             return
+        if precision.mode in WEIGHTS_DTYPE:
+            raise UserError(
+                f"parallel.param_dtype has no effect with precision={precision.mode}, whose weights are 16-bit; drop it"
+            )
         if self.param_dtype != precision.mode:
             raise UserError(
                 f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the weights would be "
@@ -168,7 +182,7 @@ class FSDP(SeveralProcesses):
             raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; drop one of them")
 
     def effective(self) -> dict[str, Any]:
-        return {"gathered_weights_dtype": self.param_dtype or "fp32"}
+        return {"gathered_weights_dtype": self.param_dtype or "as weights_dtype"}
 
     def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         """Return the blocks: gathering their weights happens between them, outside of what is compiled."""

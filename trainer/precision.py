@@ -6,7 +6,8 @@ import difflib
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,7 +20,17 @@ from trainer.errors import UserError
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 
 AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MODES = ("fp32", "tf32", "bf16", "fp16")
+"""Of the modes that keep weights in fp32 and compute under torch.autocast."""
+WEIGHTS_DTYPE = {
+    "bf16_pure": torch.bfloat16,
+    "bf16_sr": torch.bfloat16,
+    "bf16_master": torch.bfloat16,
+    "fp16_pure": torch.float16,
+    "fp16_master": torch.float16,
+}
+"""Of the modes whose weights are 16-bit themselves, without autocast."""
+AUTOCAST_MODES = ("fp32", "tf32", *AUTOCAST_DTYPE)
+MODES = (*AUTOCAST_MODES, *WEIGHTS_DTYPE)
 
 # Libraries read these before torch's own flags, so a flag read back would not show what they did.
 _LOWERING_ENVIRONMENT = {
@@ -35,19 +46,21 @@ class Precision:
     """The ``precision`` config group.
 
     ``fp32`` is IEEE single precision in every backend, ``tf32`` lets matrix products and convolutions round
-    their inputs to TF32, ``bf16`` and ``fp16`` are fp32 weights under torch.autocast of that type.
+    their inputs to TF32, ``bf16`` and ``fp16`` are fp32 weights under torch.autocast of that type. Without autocast:
+    ``*_pure`` has weights, gradients and optimizer state in 16 bits, ``*_master`` 16-bit weights and gradients of which
+    the optimizer holds fp32 copies, and ``bf16_sr`` 16-bit weights that are rounded at random (``trainer.master``).
     """
 
     mode: str = "fp32"
     fp32_modules: list[str] = field(default_factory=list)
-    """Patterns (``lm_head``, ``*.ln_*``) of submodule names that stay in fp32 under autocast."""
+    """Patterns (``lm_head``, ``*.ln_*``) of submodule names that compute, and keep their weights, in fp32."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(MODES)}")
-        if self.fp32_modules and self.mode not in AUTOCAST_DTYPE:
+        if self.fp32_modules and self.mode in ("fp32", "tf32"):
             raise UserError(
-                f"precision.fp32_modules has no effect with precision={self.mode}, which has no autocast; "
+                f"precision.fp32_modules has no effect with precision={self.mode}, which has no 16-bit format; "
                 "drop it, or use precision=bf16 or precision=fp16"
             )
 
@@ -83,7 +96,8 @@ class Precision:
         if hardware.support(self.mode) != EMULATED:
             return None
         return (
-            f"{hardware.name} has no {self.mode} instructions: results are {self.mode}'s, but expect no speed from it"
+            f"{hardware.name} has no {family(self.mode)} instructions: "
+            f"results are {family(self.mode)}'s, but expect no speed from it"
         )
 
     def apply(self) -> None:
@@ -117,10 +131,46 @@ class Precision:
         dtype = AUTOCAST_DTYPE.get(self.mode)
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
-    def keep_fp32(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Take the submodules that match ``fp32_modules`` out of autocast; return their names.
+    def convert(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Give the model's weights this mode's format; return the names of the submodules that stay in fp32.
 
-        Their floating-point inputs are cast to fp32 and their forward runs with autocast off.
+        Where weights are 16-bit, so is what comes into the model and what its buffers hold. Buffers that are not
+        saved with it stay as they are: constants such as rotary frequencies, which transformers keeps in fp32, too.
+
+        Raises:
+            UserError: see ``keep_fp32``; or a weight that such a submodule shares with one in 16 bits.
+
+        """
+        kept = self.keep_fp32(model, device)
+        dtype = WEIGHTS_DTYPE.get(self.mode)
+        if dtype is None:
+            return kept
+        islands = {id(module) for name in kept for module in model.get_submodule(name).modules()}
+        shared = {id(parameter) for name in kept for parameter in model.get_submodule(name).parameters()}
+        for module_name, module in model.named_modules():
+            if id(module) in islands:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in shared:
+                    raise UserError(
+                        f"precision.fp32_modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
+                        f"precision={self.mode} makes 16-bit; name {module_name.rpartition('.')[2]} too, or neither"
+                    )
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = buffer.to(dtype)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype)), with_kwargs=True
+        )
+        return kept
+
+    def keep_fp32(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Let the submodules that match ``fp32_modules`` compute in fp32; return their names.
+
+        Their floating-point inputs are cast to fp32 and their forward runs with autocast off. In a model of 16-bit
+        weights their results return to that format, but for scalars, such as a loss.
 
         Raises:
             UserError: a pattern that matches no submodule.
@@ -145,17 +195,19 @@ class Precision:
                 )
         # A container may be passed by: its children are called directly. So they are taken out with it.
         inside = {id(module): module for match in kept.values() for module in match.modules()}
+        islands = _Islands(WEIGHTS_DTYPE.get(self.mode))
         for module in inside.values():
-            module.forward = _in_fp32(module.forward, device.type)
+            module.forward = _in_fp32(module.forward, device.type, islands)
         return sorted(kept)
 
     def manifest(self, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
         """Return what was requested and what is effective, read back from torch and tried on the device.
 
-        ``matmul_dtype`` is the type that a product of two fp32 matrices really has under this run's autocast.
+        ``matmul_dtype`` is the type that a product of two matrices in the weights' format really has in this run.
+        ``formats`` adds what depends on the model.
         """
         with self.autocast(hardware.device):
-            one = torch.ones(8, 8, device=hardware.device)
+            one = torch.ones(8, 8, device=hardware.device, dtype=WEIGHTS_DTYPE.get(self.mode, torch.float32))
             matmul_dtype = str((one @ one).dtype).removeprefix("torch.")
         backends = torch.backends
         return {
@@ -163,7 +215,6 @@ class Precision:
             "support": hardware.support(self.mode),
             "effective": {
                 "device": str(hardware.device),
-                "weights_dtype": "float32",
                 "matmul_dtype": matmul_dtype,
                 "fp32_modules": fp32_modules,
                 "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
@@ -178,26 +229,62 @@ class Precision:
         }
 
 
+def family(mode: str) -> str:
+    """Return the format that a mode computes in, as ``precision=`` names it: bf16 of bf16_master."""
+    return mode.partition("_")[0]
+
+
+def formats(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return what the manifest says about the weights of the model, and about those that the optimizer changes.
+
+    Read from their tensors; where there are several formats, that of most weights comes first.
+    """
+    changed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {"weights_dtype": _dtypes(model.parameters()), "optimizer_dtype": _dtypes(changed)}
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
+    count: Counter[str] = Counter()
+    for tensor in tensors:
+        count[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return ", ".join(name for name, _ in count.most_common())
+
+
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _in_fp32(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+@dataclass
+class _Islands:
+    """Whether the program is inside one of a model's fp32 modules, and what format their results return to."""
+
+    result: torch.dtype | None
+    entered: bool = False
+
+
+def _in_fp32(forward: Callable[..., Any], device_type: str, islands: _Islands) -> Callable[..., Any]:
     @functools.wraps(forward)
     def fp32_forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, enabled=False):
-            return forward(*_upcast(args), **_upcast(kwargs))
+        outermost = not islands.entered
+        islands.entered = True
+        try:
+            with torch.autocast(device_type, enabled=False):
+                output = forward(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+        finally:
+            islands.entered = not outermost
+        return _cast(output, islands.result, scalars=False) if outermost and islands.result else output
 
     return fp32_forward
 
 
-def _upcast(value: Any) -> Any:
+def _cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:
+    """Cast the floating-point tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
-        return value.float() if value.is_floating_point() else value
+        return value.to(dtype) if value.is_floating_point() and (scalars or value.ndim) else value
     if isinstance(value, dict):
-        return {key: _upcast(item) for key, item in value.items()}
+        return {key: _cast(item, dtype, scalars) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_upcast(item) for item in value))
+        return type(value)(*(_cast(item, dtype, scalars) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_upcast(item) for item in value)
+        return type(value)(_cast(item, dtype, scalars) for item in value)
     return value

@@ -29,7 +29,8 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         precision += (
             f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
         )
-    precision += f", {manifest['support']} on this hardware; weights and optimizer in fp32"
+    precision += f", {manifest['support']} on this hardware"
+    precision += f"; weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}"
     if trainer.fp32_modules:
         precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""

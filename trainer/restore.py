@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainer.checkpoint import find, parameter_names
+from trainer.checkpoint import MASTER, find, parameter_names
 from trainer.errors import UserError
+from trainer.master import MasterWeights
 from trainer.parallel import is_cut, own_part, own_rows
 
 
@@ -29,8 +30,10 @@ class Saved:
         self._weights = _Parts(path, "model")
         self._moments = _Parts(path, "optimizer")
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Load the weights and the optimizer's state in place.
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, masters: MasterWeights | None = None
+    ) -> None:
+        """Load the weights, the optimizer's state and the fp32 masters, where there are any, in place.
 
         Raises:
             UserError: the weights do not fit the model.
@@ -46,7 +49,9 @@ class Saved:
         for name, tensor in state.items():
             self._weights.fill(tensor, self._ties.get(name, name))
         if optimizer is not None:
-            self._restore_optimizer(model, optimizer)
+            for name, master in masters.held() if masters is not None else ():
+                self._moments.fill(master.detach(), f"{name}.{MASTER}")
+            self._restore_optimizer(masters or model, optimizer)
 
     def rng(self, rank: int) -> dict[str, Tensor] | None:
         """Return the states of a rank's generators; None: there was no such rank."""
@@ -61,7 +66,7 @@ class Saved:
             result |= {f"rng/{rank}/{name}": tensor for name, tensor in (self.rng(rank) or {}).items()}
         return result
 
-    def _restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _restore_optimizer(self, model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer) -> None:
         names = parameter_names(model, optimizer)
         groups = self._optimizer["groups"]
         if names != self._optimizer["names"] or len(groups) != len(optimizer.param_groups):
@@ -73,6 +78,8 @@ class Saved:
         index = {name: number for number, name in enumerate(names)}
         for full_name in self._moments.names:
             name, _, key = full_name.rpartition(".")
+            if key == MASTER:
+                continue  # filled already
             like = parameters[index[name]]
             # A moment has its parameter's layout (fused kernels take that for granted) and rows; a count of steps
             # has no dimensions, nor have some parameters, and it may have to stay on the CPU.

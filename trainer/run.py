@@ -25,6 +25,7 @@ from trainer.hardware import Hardware, detect
 from trainer.loop import StepRecord, Trainer
 from trainer.mlflow_store import without_password
 from trainer.monitor import Monitor
+from trainer.precision import formats
 from trainer.profiler import Profiler
 from trainer.provenance import git_facts, resume_command
 from trainer.recipe import Choice
@@ -139,7 +140,7 @@ class Run:
             self._restore(saved)
         self.git = git_facts()
         self.manifest = self.config.precision.manifest(self.hardware, trainer.fp32_modules)
-        self.manifest["effective"] |= self.config.parallel.effective()
+        self.manifest["effective"] |= formats(trainer.model, trainer.optimizer) | self.config.parallel.effective()
         self.profiler = Profiler().start(folder.path, trainer.model, trainer.optimizer, trainer.device)
         self.tracker: Tracker | None = None
         if self.world.first:
@@ -256,7 +257,9 @@ class Run:
             "data": self.fingerprint,
         }
         rng = random_state(trainer.device)
-        self.monitor.stalled(self.saver.save(step, trainer.model, trainer.optimizer, progress, rng, score))
+        self.monitor.stalled(
+            self.saver.save(step, trainer.model, trainer.optimizer, progress, rng, score, trainer.masters)
+        )
 
     def _restore(self, saved: Saved) -> None:
         if saved.progress["data"] != self.fingerprint:
@@ -264,7 +267,7 @@ class Run:
                 f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
                 "put the files back as they were, or start a new run without resume="
             )
-        saved.restore(self.trainer.model, self.trainer.optimizer)
+        saved.restore(self.trainer.model, self.trainer.optimizer, self.trainer.masters)
         self.trainer.loss_scale.load_state_dict(saved.progress["loss_scale"])
         self.trainer.step = saved.step
         self.monitor.load_state_dict(saved.progress["monitor"])
@@ -351,7 +354,7 @@ class Run:
         best = checkpoint.best_step(self.folder.checkpoints) if self.best is not None else None
         if best is not None:
             load(self.folder.checkpoints, best).restore(trainer.model, None)
-        model = self.config.parallel.whole(trainer.model, self.config.recipe.build_model)
+        model = self.config.parallel.whole(trainer.model, trainer.build_model)
         if not self.world.first or model is None:
             return None
         if best is not None:

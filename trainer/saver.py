@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainer import checkpoint
 from trainer.checkpoint import Checkpoint, Contents, NotWritten
 from trainer.errors import NonFiniteError
+from trainer.master import MasterWeights
 from trainer.parallel import own_part
 from trainer.world import World
 
@@ -46,6 +47,7 @@ class Saver:
         progress: dict[str, Any],
         rng: dict[str, Tensor],
         score: float | None,
+        masters: MasterWeights | None = None,
     ) -> float:
         """Save the state after ``step`` and return how long training had to wait, in seconds.
 
@@ -56,6 +58,7 @@ class Saver:
             progress: see there.
             rng: see there.
             score: what the weights were judged by at this step, if they were; the lowest is kept as the best.
+            masters: see ``Contents.of``.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
@@ -64,7 +67,7 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         self._refuse_nonfinite(step, model)
-        contents = Contents.of(step, model, optimizer, progress, rng, self.world)
+        contents = Contents.of(step, model, optimizer, progress, rng, self.world, masters)
         if self.options.background:
             contents = self._copy(contents)
             # Not to be waited for when the process is told to leave at once.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
+from trainer.precision import family
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -59,7 +60,11 @@ class StaticLossScale(LossScale):
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         inverse = self.scale.to(self._wide).reciprocal().float()
-        torch._foreach_mul_(list(gradients), inverse)
+        if wide := [gradient for gradient in gradients if gradient.dtype == torch.float32]:
+            torch._foreach_mul_(wide, inverse)
+        for gradient in gradients:
+            if gradient.dtype != torch.float32:  # in fp32: the inverse of a large scale is 0 in fp16
+                gradient.copy_(gradient.float().mul_(inverse))
 
 
 class DynamicLossScale(StaticLossScale):
@@ -117,9 +122,9 @@ class Scaler:
             UserError: fp16 without a scaler, or a scaler with a precision whose range is fp32's.
 
         """
-        if mode == "fp16" and not self.force:
+        if _in_fp16(mode) and not self.force:
             raise UserError(
-                "scaler=none with precision=fp16 loses gradients below 2^-24 without a word; use scaler=auto, "
+                f"scaler=none with precision={mode} loses gradients below 2^-24 without a word; use scaler=auto, "
                 "or scaler.force=true to see that happen"
             )
 
@@ -198,7 +203,7 @@ class DynamicScaler(Scaler):
 
 @dataclass
 class AutoScaler(DynamicScaler):
-    """``scaler=auto``: dynamic for fp16, none for every other precision."""
+    """``scaler=auto``: dynamic where gradients are computed in fp16, none for every other precision."""
 
     kind: ClassVar[str] = "auto"
 
@@ -206,7 +211,11 @@ class AutoScaler(DynamicScaler):
         pass
 
     def build(self, mode: str, device: torch.device) -> LossScale:
-        return DynamicLossScale(device, self) if mode == "fp16" else LossScale(device)
+        return DynamicLossScale(device, self) if _in_fp16(mode) else LossScale(device)
+
+
+def _in_fp16(mode: str) -> bool:
+    return family(mode) == "fp16"
 
 
 def _check_skips(skips: int) -> None:
@@ -215,7 +224,7 @@ def _check_skips(skips: int) -> None:
 
 
 def _refuse_needless(scaler: Scaler, mode: str) -> None:
-    if mode != "fp16" and not scaler.force:
+    if not _in_fp16(mode) and not scaler.force:
         raise UserError(
             f"scaler={scaler.kind} with precision={mode}: {mode} has fp32's range, so there is nothing to scale; "
             "use scaler=auto, or scaler.force=true to measure it anyway"

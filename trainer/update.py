@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.master import MasterWeights
 from trainer.scaler import LossScale
 
 
@@ -79,8 +80,20 @@ class Update:
         parameters: Iterable[nn.Parameter],
         loss_scale: LossScale,
         clip: Clip,
+        masters: MasterWeights | None = None,
     ) -> None:
+        """Take what an update needs.
+
+        Args:
+            optimizer: over ``parameters``.
+            parameters: of the model, or of ``masters`` where there are any.
+            loss_scale: of the run.
+            clip: what is done to the gradients.
+            masters: the fp32 weights that the optimizer changes in the place of the model's 16-bit ones.
+
+        """
         self.optimizer = optimizer
+        self.masters = masters
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.loss_scale = loss_scale
         self.clip = clip
@@ -95,18 +108,22 @@ class Update:
         self.loss_scale.multiply(loss).backward()
 
     @torch.no_grad()
-    def step(self) -> UpdateResult:
-        """End the optimizer step and clear the gradients (to None)."""
+    def step(self, number: int = 0) -> UpdateResult:
+        """End optimizer step ``number``, on which ``bf16_sr``'s rounding depends, and clear the gradients (to None)."""
+        if self.masters is not None:
+            self.masters.take_gradients()
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.loss_scale.unscale(gradients)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = _total_norm(gradients)
         if hasattr(norm, "full_tensor"):  # a DTensor: of rows that lie on other ranks too
             norm = norm.full_tensor()
         finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
         skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
         self.clip.apply(parameters, norm)
         self._step_unless(skipped)
+        if self.masters is not None:
+            self.masters.write_back(number)  # after a skipped step: what they were
         scale = self.loss_scale.scale
         self.loss_scale.update(finite)
         self.optimizer.zero_grad(set_to_none=True)
@@ -120,3 +137,12 @@ class Update:
             self.optimizer.step()
         elif not skipped.item():
             self.optimizer.step()
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients as one vector, an fp32 scalar."""
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    # Torch's own would add up squares in fp32, and then round each tensor's norm to fp16, beyond which it is infinite.
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))

@@ -1,0 +1,74 @@
+"""16-bit weights against a bare PyTorch loop, by bit: pure, and with fp32 masters as apex's O2 kept them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers import Recorder, compose, copied, same_bits, start
+
+STEPS = 9
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mode", ["bf16_master", "fp16_master", "bf16_pure"])
+def test_gpt2_is_bitwise_the_bare_loop(mode: str, accumulation: int) -> None:
+    clip = mode.endswith("_master")
+    trainer = start(
+        compose(
+            *["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90"],
+            *[f"precision={mode}", f"steps={STEPS}", "batch_size=8", f"micro_batch_size={8 // accumulation}"],
+            *["device=cpu", f"clip={'norm' if clip else 'none'}", f"scaler.init={2.0**19}", "scaler.interval=3"],
+        )
+    )
+    config = trainer.config
+    torch.manual_seed(config.seed)
+    model = config.recipe.build_model().train().to(DTYPES[mode[:4]])
+    weights = list(model.parameters())
+    masters = [weight.detach().float().requires_grad_() for weight in weights] if clip else weights
+    groups = [
+        {"params": [master for master in masters if master.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [master for master in masters if master.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3, enabled=mode == "fp16_master")
+
+    assert same_bits(dict(model.state_dict()), dict(trainer.model.state_dict()))
+    before = copied(dict(model.state_dict()))
+    steps = list(trainer.batches())
+    recorder = Recorder()
+    trainer.fit(recorder)
+    for number, (microbatches, record) in enumerate(zip(steps, recorder.records, strict=True)):
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * config.schedule.factor(number, STEPS)
+        assert record.loss_scale.item() == scaler.get_scale()
+        for batch in microbatches:
+            tokens = batch["tokens"]
+            logits = model.gpt2(tokens[:, :-1], use_cache=False).logits.float()
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (8 * 16)
+            scaler.scale(loss).backward()
+        if clip:
+            for weight, master in zip(weights, masters, strict=True):
+                assert weight.grad is not None
+                master.grad, weight.grad = weight.grad.float(), None
+            scaler.unscale_(optimizer)
+            assert same_bits(torch.nn.utils.clip_grad_norm_(masters, 1.0), record.grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        if clip:
+            with torch.no_grad():
+                for weight, master in zip(weights, masters, strict=True):
+                    weight.copy_(master)
+        optimizer.zero_grad()
+
+    skipped = [bool(record.skipped) for record in recorder.records]
+    assert (skipped[0], skipped.count(False) >= 4) == (mode == "fp16_master", True)
+    assert not same_bits(before, dict(model.state_dict()))
+    assert same_bits(dict(trainer.model.state_dict()), dict(model.state_dict()))
+    assert same_bits(trainer.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+    if clip:
+        assert trainer.masters is not None
+        held = [master.detach() for _, master in trainer.masters.held()]
+        assert same_bits(held, [master.detach() for master in masters])

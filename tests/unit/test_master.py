@@ -1,0 +1,341 @@
+"""Precision modes with 16-bit weights: what is kept in which format, and what becomes of small updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import NoData, Recorder, SmallConvNet, compose, copied, same_bits, start
+from trainer import checkpoint
+from trainer.checkpoint import Contents
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.loop import Trainer
+from trainer.master import MasterWeights, StochasticWeights, masters_of, stochastic_round
+from trainer.memory import Ledger, MemoryLedger
+from trainer.optimizer import Optimizer
+from trainer.parallel import DDP, FSDP
+from trainer.precision import WEIGHTS_DTYPE, Precision, formats
+from trainer.restore import load
+from trainer.rng import random_state
+from trainer.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
+from trainer.update import Clip, ClipNorm, Update
+from trainer.world import World
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MODES = sorted(WEIGHTS_DTYPE)
+
+
+def conv_trainer(mode: str, fp32_modules: list[str] | None = None, **changes: Any) -> Trainer:
+    options: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 4, "steps": 5, "scaler": AutoScaler(init=256.0)}
+    options |= {"precision": Precision(mode, fp32_modules or []), "optimizer": Optimizer("AdamW", lr=1e-3)}
+    return start(Config(SmallConvNet(), NoData(), device="cpu", **options | changes))
+
+
+def fitted(trainer: Trainer, until: int | None = None) -> Recorder:
+    recorder = Recorder(until)
+    trainer.fit(recorder)
+    return recorder
+
+
+class Ones(nn.Module):
+    """A weight at 1.0, where the next bf16 numbers are 2^-8 below and 2^-7 above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def moved(mode: str) -> Tensor:
+    """The weights of ``Ones`` after 100 steps of AdamW at lr 6e-4, each of which moves them by about that much."""
+    net = Ones()
+    Precision(mode).convert(net, CPU)
+    masters = masters_of(mode, net, seed=0)
+    changed = masters or net
+    update = Update(Optimizer(lr=6e-4).build(changed, CPU), changed.parameters(), LossScale(CPU), Clip(), masters)
+    for step in range(100):
+        update.backward(net(torch.ones(16, 48)).float())
+        update.step(step)
+    assert net.weight.dtype == WEIGHTS_DTYPE.get(mode, FP32)
+    return net.weight.detach().float()
+
+
+def test_small_updates_are_lost_in_pure_bf16_and_kept_by_masters_and_stochastic_rounding() -> None:
+    exact = moved("fp32")
+    assert torch.allclose(exact, torch.tensor(0.94), atol=1e-3)
+    assert (moved("bf16_pure") == 1).all()
+    assert torch.equal(moved("bf16_master"), exact.bfloat16().float())
+    rounded = moved("bf16_sr")
+    assert rounded.unique().numel() > 3  # each weight on its own way
+    assert abs(rounded.mean() - 0.94) < 1e-3
+    assert torch.equal(rounded, moved("bf16_sr"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_gradients_and_optimizer_are_in_the_formats_the_manifest_tells(mode: str) -> None:
+    trainer = conv_trainer(mode)
+    dtype = WEIGHTS_DTYPE[mode]
+    seen: list[torch.dtype] = []
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.dtype))
+    trainer.model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    record = fitted(trainer, 1).records[0]
+    assert set(seen) == {dtype}
+    assert record.loss.dtype == record.grad_norm.dtype == FP32
+    assert {tensor.dtype for tensor in trainer.model.state_dict().values()} == {dtype, torch.int64}
+    changed = dtype if mode.endswith("_pure") else FP32
+    moments = {state["exp_avg"].dtype for state in trainer.optimizer.state.values()}
+    assert moments == {changed}
+    names = [str(one).removeprefix("torch.") for one in (dtype, changed)]
+    assert list(formats(trainer.model, trainer.optimizer).values()) == names
+    manifest = trainer.config.precision.manifest(trainer.hardware, trainer.fp32_modules)
+    assert manifest["effective"]["matmul_dtype"] == names[0]
+    assert trainer.loss_scale.recovers == mode.startswith("fp16")
+
+
+def test_constants_that_are_not_saved_with_the_model_keep_their_format() -> None:
+    net = nn.BatchNorm1d(3)
+    net.register_buffer("frequencies", torch.ones(3), persistent=False)
+    Precision("bf16_pure").convert(net, CPU)
+    assert (net.running_mean.dtype, net.frequencies.dtype) == (BF16, FP32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_islands_of_fp32_as_apex_keeps_batch_norm(mode: str) -> None:
+    trainer = conv_trainer(mode, ["1"])
+    norm, dtype = trainer.model[1], WEIGHTS_DTYPE[mode]
+    seen: dict[str, torch.dtype] = {}
+    norm.register_forward_hook(lambda module, inputs, output: seen.update(into=inputs[0].dtype, out=output.dtype))
+    record = fitted(trainer, 1).records[0]
+    assert trainer.fp32_modules == ["1"]
+    assert seen == {"into": dtype, "out": dtype}
+    assert {norm.weight.dtype, norm.running_mean.dtype} == {FP32}
+    assert trainer.model[0].weight.dtype == dtype
+    assert record.grad_norm.isfinite()
+    changed = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert id(norm.weight) in changed  # it is its own master
+    assert formats(trainer.model, trainer.optimizer)["weights_dtype"].endswith(", float32")
+
+
+def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.between = FP16
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.first(x)
+            self.between = hidden.dtype
+            return self.second(hidden), hidden.sum() * 1e6
+
+    net = nn.ModuleDict({"inner": Inner()})
+    Precision("fp16_pure", ["inner"]).convert(net, CPU)
+    out, loss = net["inner"](torch.ones(2, 8, dtype=FP16))
+    assert (out.dtype, loss.dtype, net["inner"].between) == (FP16, FP32, FP32)
+
+
+def test_a_weight_shared_with_an_island_is_refused() -> None:
+    net = nn.ModuleDict({"table": nn.Embedding(4, 8), "head": nn.Linear(8, 4, bias=False)})
+    net["head"].weight = net["table"].weight
+    with pytest.raises(UserError, match=r"head shares a weight with table.weight.*name table too"):
+        Precision("bf16_master", ["head"]).convert(net, CPU)
+    Precision("bf16_master", ["head", "table"]).convert(net, CPU)
+    assert net["head"].weight is net["table"].weight
+    assert net["head"].weight.dtype == FP32
+
+
+def test_an_infinity_skips_the_step_and_leaves_masters_weights_and_state_alone() -> None:
+    trainer = conv_trainer("fp16_master")
+    fitted(trainer, 2)
+    assert trainer.masters is not None
+    state = lambda: copied(  # noqa: E731
+        [
+            dict(trainer.masters.named_parameters()),
+            dict(trainer.model.named_parameters()),
+            trainer.optimizer.state_dict(),
+        ]  # type: ignore[union-attr]
+    )
+    before, scale = state(), trainer.loss_scale.scale.item()
+    trainer.model[0].weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2]), float("inf")))
+    record = fitted(trainer, 3).records[0]
+    assert record.skipped
+    assert same_bits(state(), before)
+    assert trainer.loss_scale.scale.item() == scale / 2
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert all(parameter.grad is None for parameter in trainer.masters.parameters())
+
+
+def test_a_skipped_step_does_not_round_the_weights_again() -> None:
+    net = nn.Linear(64, 64)
+    Precision("bf16_sr").convert(net, CPU)
+    masters = StochasticWeights(net, seed=0)
+    update = Update(Optimizer("SGD").build(masters, CPU), masters.parameters(), StaticLossScale(CPU), Clip(), masters)
+    before = copied(net.state_dict())
+    update.backward(net(torch.ones(1, 64, dtype=BF16)).float().sum() * float("inf"))
+    assert update.step().skipped
+    assert same_bits(dict(net.state_dict()), dict(before))
+
+
+def test_gradients_are_unscaled_and_measured_in_fp32() -> None:
+    """What is 2^-30 after unscaling is nothing in fp16, and a norm above 65504 is infinite there."""
+    net = nn.Linear(4, 4, bias=False)
+    Precision("fp16_master").convert(net, CPU)
+    masters = MasterWeights(net)
+    seen: list[Tensor] = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            seen.append(self.param_groups[0]["params"][0].grad.clone())
+
+    update = Update(
+        Spy(masters.parameters(), lr=1.0), masters.parameters(), StaticLossScale(CPU, 2.0**20), Clip(), masters
+    )
+    net.weight.grad = torch.full((4, 4), 2.0**-10, dtype=FP16)
+    assert update.step().grad_norm.item() == 4 * 2.0**-30
+    assert torch.equal(seen[0], torch.full((4, 4), 2.0**-30))
+
+    pure = nn.Linear(4, 4, bias=False).half()
+    update = Update(
+        torch.optim.SGD(pure.parameters(), lr=0.0), pure.parameters(), StaticLossScale(CPU, 2.0**-2), Clip()
+    )
+    pure.weight.grad = torch.full((4, 4), 16000.0, dtype=FP16)
+    result = update.step()
+    assert (result.grad_norm.item(), result.skipped.item()) == (256000.0, False)
+
+
+def test_a_scale_beyond_fp16_does_not_erase_pure_fp16_gradients() -> None:
+    gradient = torch.full((3,), 1024.0, dtype=FP16)
+    StaticLossScale(CPU, 2.0**26).unscale([gradient])
+    assert (gradient == 2.0**-16).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) -> None:
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    make: Callable[[], Trainer] = lambda: conv_trainer(  # noqa: E731
+        mode,
+        ["1"] if optimizer == "SGD" else [],
+        optimizer=Optimizer(optimizer, lr=0.01, options=options),
+        clip=ClipNorm(),
+    )
+    state = lambda trainer: (dict(trainer.model.state_dict()), trainer.optimizer.state_dict()["state"], list(  # noqa: E731
+        trainer.masters.held() if trainer.masters else ()))  # fmt: skip
+    first = make()
+    fitted(first, 3)
+    scale = first.loss_scale.state_dict()
+    contents = Contents.of(3, first.model, first.optimizer, {}, random_state(CPU), World(), first.masters)
+    checkpoint.write(tmp_path, contents, None, World())
+    fitted(first)
+
+    second = make()
+    saved = load(tmp_path)
+    saved.restore(second.model, second.optimizer, second.masters)
+    second.loss_scale.load_state_dict(scale)
+    second.step = saved.step
+    fitted(second)
+    assert second.step == 5
+    assert same_bits(state(second), state(first))
+    assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
+
+
+def ledger_of(mode: str) -> tuple[Ledger, int]:
+    config = compose("recipe=bignet", "recipe.layers=12", "recipe.width=96", "data.samples=64", "device=cpu", "steps=3")
+    config.batch_size = config.micro_batch_size = 4
+    config.optimizer = Optimizer("AdamW")
+    config.precision = Precision(mode)
+    trainer = start(config)
+    first, second = [step for step, _ in zip(trainer.batches(), range(2), strict=False)]
+    trainer.train_step(first)
+    with MemoryLedger(trainer.model, trainer.optimizer) as ledger:
+        trainer.train_step(second)
+    return ledger.report(), sum(parameter.numel() for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "optimizer", "peak"),
+    [("bf16_pure", 2, 4, 8), ("bf16_master", 2, 12, 18), ("bf16_sr", 2, 8, 18), ("bf16", 4, 8, 16)],
+)
+def test_bytes_of_each_parameter_with_adam(mode: str, weights: int, optimizer: int, peak: int) -> None:
+    """Weights + gradients + optimizer: 2 + 2 + 4 pure; 2 + 4 + 12 at the end of a step with masters."""
+    ledger, count = ledger_of(mode)
+    assert ledger.highest["weights"] == weights * count
+    assert ledger.highest["optimizer"] == pytest.approx(optimizer * count, rel=1e-3)
+    assert ledger.highest["gradients"] == weights * count
+    assert (ledger.highest["autocast_copies"] > 0) == (mode == "bf16")
+    assert ledger.peak_bytes == pytest.approx(peak * count, rel=0.1)
+
+
+def test_stochastic_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for value, low, high in ((1 + 0.3 * 2**-7, 1.0, 1 + 2**-7), (-(1 + 0.3 * 2**-7), -(1 + 2**-7), -1.0)):
+        rounded = stochastic_round(torch.full((100, 1000), value), generator).double()
+        assert rounded.unique().tolist() == [low, high]
+        assert abs(rounded.mean().item() - value) < 6 * 2**-7 * 0.5 / 100_000**0.5
+    exact = torch.tensor([0.0, -0.0, 1.5, -3.0, 2.0**-130, float("inf"), -float("inf")])
+    for _ in range(20):
+        assert same_bits(stochastic_round(exact, generator), exact.bfloat16())
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(
+        FP32
+    )  # a carry would make numbers of them
+    assert stochastic_round(nans, generator).isnan().all()
+    assert stochastic_round(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), generator).shape == (
+        2,
+        3,
+        4,
+        5,
+    )
+
+
+def test_rounding_depends_on_seed_and_step() -> None:
+    def weights(seed: int, step: int) -> Tensor:
+        net = nn.Linear(32, 32, bias=False)
+        nn.init.ones_(net.weight)
+        Precision("bf16_sr").convert(net, CPU)
+        masters = StochasticWeights(net, seed)
+        update = Update(
+            torch.optim.SGD(masters.parameters(), lr=1e-3), masters.parameters(), LossScale(CPU), Clip(), masters
+        )
+        net.weight.grad = torch.ones_like(net.weight)
+        update.step(step)
+        return net.weight.detach()
+
+    assert torch.equal(weights(0, 5), weights(0, 5))
+    assert not torch.equal(weights(0, 5), weights(0, 6))
+    assert not torch.equal(weights(0, 5), weights(1, 5))
+
+
+def test_contradictions_are_refused() -> None:
+    for mode in ("fp16_pure", "fp16_master"):
+        with pytest.raises(UserError, match=rf"scaler=none with precision={mode} loses.*scaler.force=true"):
+            Scaler().check(mode)
+        Scaler(force=True).check(mode)
+        assert isinstance(AutoScaler().build(mode, CPU), DynamicLossScale)
+    with pytest.raises(UserError, match=r"scaler=dynamic with precision=bf16_sr"):
+        compose("precision=bf16_sr", "scaler=dynamic")
+    with pytest.raises(UserError, match=r"precision=bf16_sr.*parallel=fsdp.*use precision=bf16_master"):
+        FSDP().check(Precision("bf16_sr"))
+    with pytest.raises(UserError, match=r"param_dtype has no effect with precision=bf16_pure"):
+        FSDP(param_dtype="bf16").check(Precision("bf16_pure"))
+    with pytest.raises(UserError, match=r"fp32_modules with precision=fp16_master: parallel=fsdp"):
+        FSDP().check(Precision("fp16_master", ["bn"]))
+    for mode in MODES:
+        DDP().check(Precision(mode, ["bn"]))
+
+
+def test_support_is_that_of_the_format() -> None:
+    amx = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
+    assert amx.support("bf16_master") == "native"
+    assert Precision("bf16_sr").warning(amx) is None
+    assert "has no fp16 instructions" in str(Precision("fp16_pure").warning(amx))
