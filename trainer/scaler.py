@@ -60,10 +60,10 @@ class StaticLossScale(LossScale):
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         inverse = self.scale.to(self._wide).reciprocal().float()
-        if wide := [gradient for gradient in gradients if gradient.dtype == torch.float32]:
+        if wide := [gradient for gradient in gradients if gradient.dtype.itemsize > 2]:
             torch._foreach_mul_(wide, inverse)
         for gradient in gradients:
-            if gradient.dtype != torch.float32:  # in fp32: the inverse of a large scale is 0 in fp16
+            if gradient.dtype.itemsize <= 2:  # in fp32: the inverse of a large scale is 0 in fp16
                 gradient.copy_(gradient.float().mul_(inverse))
 
 

@@ -140,8 +140,8 @@ class Update:
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients as one vector, an fp32 scalar."""
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
+    """Return the 2-norm of all gradients as one vector: a scalar in their format, or fp32 where it is 16-bit."""
+    if all(gradient.dtype.itemsize > 2 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     # Torch's own would add up squares in fp32, and then round each tensor's norm to fp16, beyond which it is infinite.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
