@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import re
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import hydra
 import torch
@@ -24,20 +22,16 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import config
+from trainer.compose import CONF, check_arguments
 from trainer.errors import Interrupted, RunError, UserError
 from trainer.explain import explain
 from trainer.run import Run, train
 from trainer.world import launched_processes
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
-
 _USAGE = """\
 python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
 python scripts/train.py -m key=a,b ...      runs every combination
 """
-
-# What Hydra reads as something other than text.
-_NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)
 
 
 def main(run_class: type[Run] = Run) -> int:
@@ -49,7 +43,7 @@ def main(run_class: type[Run] = Run) -> int:
     config.register()
     codes: list[int] = []
     try:
-        _check_arguments(sys.argv[1:])
+        check_arguments(sys.argv[1:])
         with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
             _task(codes, run_class)()
@@ -147,17 +141,6 @@ def _report_of_rank(error: Exception) -> int:
     handler.initialize()
     handler.record_exception(error)
     return 1
-
-
-def _check_arguments(arguments: list[str]) -> None:
-    """Refuse what Hydra answers with a plain ValueError."""
-    for argument in arguments:
-        key, _, typed = argument.lstrip("+").partition("=")
-        if argument[:1] in ("=", "@"):
-            raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
-        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
-        if choices and _NO_NAME.fullmatch(typed):
-            raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")
 
 
 def _choices() -> str:

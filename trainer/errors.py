@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# What torch's CPU allocator, oneDNN and C++ say where CUDA's allocator has a type of its own.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+
 
 class RunError(Exception):
     """A run that ends early for a known reason; the message is shown without a traceback."""
@@ -24,6 +27,12 @@ class NonFiniteError(RunError):
     shared = True
 
 
+class OutOfMemory(RunError):
+    """The device, or the machine, had less memory than the run needs."""
+
+    exit_code = 4
+
+
 class Interrupted(RunError):
     """A signal asked the run to stop."""
 
@@ -35,3 +44,10 @@ class Interrupted(RunError):
 
     def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int]]:
         return type(self), (str(self), self.exit_code - 128)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out, on whatever device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

@@ -19,7 +19,7 @@ from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
 from trainer.master import masters_of
-from trainer.recipe import Batch
+from trainer.recipe import Batch, Datasets
 from trainer.update import Update
 from trainer.world import World
 
@@ -81,10 +81,10 @@ class Trainer:
             torch.cuda.set_device(self.device)
         config.precision.apply()
         set_determinism(config.deterministic)
-        self.datasets = self.world.first_then_others(lambda: self.recipe.datasets(config.data, config.seed))
+        self.datasets = self._open_datasets()
         config.loader.resolve(self.datasets.decodes, hardware)
         seed_everything(config.seed)
-        self.model = self.recipe.build_model().to(self.device)
+        self.model = self._new_model()
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
         blocks = self.recipe.blocks(self.model)
@@ -103,6 +103,13 @@ class Trainer:
         self.order = DataOrder(len(self.datasets.train), config.seed)
         self.step = 0
         """Optimizer steps done."""
+
+    def _open_datasets(self) -> Datasets:
+        return self.world.first_then_others(lambda: self.recipe.datasets(self.config.data, self.config.seed))
+
+    def _new_model(self) -> nn.Module:
+        """Return the model with its first weights, on the device."""
+        return self.recipe.build_model().to(self.device)
 
     def fit(self, observer: Observer) -> None:
         """Train from ``self.step`` to the end of the plan, or until the observer says stop."""
@@ -140,10 +147,7 @@ class Trainer:
         microbatches nor how the targets fall among them changes the gradient.
         """
         lr = self._set_lr()
-        targets, units = self.world.sums(
-            sum(self.recipe.count_targets(batch) for batch in microbatches),
-            sum(self.recipe.count_units(batch) for batch in microbatches),
-        )
+        targets, units = self.world.sums(*self._counts(microbatches))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
             batch = to_device(microbatch, self.device)
@@ -157,6 +161,11 @@ class Trainer:
         grad_norm, skipped, scale = self.update.step(self.step)
         self.step += 1
         return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+
+    def _counts(self, microbatches: list[Batch]) -> tuple[int, int]:
+        """Return this rank's valid targets and units of work in one step."""
+        targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
+        return targets, sum(self.recipe.count_units(batch) for batch in microbatches)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

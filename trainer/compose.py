@@ -1,0 +1,82 @@
+"""From ``key=value`` overrides to a config, for commands that need one, or several, without being Hydra's own."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config import Config, build, register
+from trainer.errors import UserError
+from trainer.explain import explain
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+# What Hydra reads as something other than text.
+_NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Return the config that scripts/train.py would train with these overrides.
+
+    Raises:
+        UserError: one of them is a mistake.
+
+    """
+    check_arguments(overrides)
+    register()
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            return build(hydra.compose("config", list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from error
+
+
+def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Return every combination of overrides with several values (``precision=fp32,bf16``), by what tells it apart.
+
+    Raises:
+        UserError: one of them is no override.
+
+    """
+    check_arguments(overrides)
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise UserError(explain(error)) from error
+    choices: list[list[tuple[str, str]]] = []
+    for override in parsed:
+        assert override.input_line is not None
+        if not override.is_sweep_override():
+            choices.append([("", override.input_line)])
+            continue
+        key = override.get_key_element()
+        values = [str(value) for value in override.sweep_string_iterator()]
+        is_group = (CONF / key).is_dir()
+        choices.append([(value if is_group else f"{key}={value}", f"{key}={value}") for value in values])
+    return {
+        ", ".join(filter(None, (label for label, _ in combination))): [override for _, override in combination]
+        for combination in itertools.product(*choices)
+    }
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra answers with a plain ValueError.
+
+    Raises:
+        UserError: an argument without a key, or a choice that is no name.
+
+    """
+    for argument in arguments:
+        key, _, typed = argument.lstrip("+").partition("=")
+        if argument[:1] in ("=", "@"):
+            raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
+        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
+        if choices and _NO_NAME.fullmatch(typed):
+            raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")

@@ -1,0 +1,130 @@
+"""Two optimizer steps in a fresh process, and the memory they took: what forecasts and batch sizes are held against."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.compose import compose
+from trainer.config import Config
+from trainer.errors import RunError, UserError, is_out_of_memory
+from trainer.forecast import meta_model
+from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
+from trainer.loop import Trainer
+from trainer.memory import MemoryLedger
+
+PROJECT = Path(__file__).resolve().parents[1]
+_WARM_UP = 2**20
+"""Numbers: enough for torch to start its threads, whose stacks are no tensors."""
+
+
+@dataclass
+class Outcome:
+    """What became of the two steps."""
+
+    fits: bool
+    peak_bytes: int = 0
+    """Allocated on a CUDA device, tracked by a ledger, or resident above what the process held before."""
+
+
+def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool = False) -> Outcome:
+    """Train two full optimizer steps in a fresh process.
+
+    Args:
+        overrides: as for scripts/train.py.
+        limit_bytes: of memory for everything from the model on: on a CUDA device the allocator's, on a CPU the
+            kernel's limit for this process's data. What asks for more fails, as it would on a smaller machine.
+        ledger: track the second step with a MemoryLedger, where CUDA does not count. (It holds a tensor more
+            where three branches meet in backward, so not together with a limit.)
+
+    Raises:
+        UserError: train.py would refuse these overrides too.
+        RunError: the steps failed for another reason.
+
+    """
+    options = json.dumps({"limit_bytes": limit_bytes, "ledger": ledger})
+    # -P: what lies in the user's folder is no part of it.
+    command = [sys.executable, "-P", "-m", "trainer.trial", options, *overrides]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    if process.returncode == 0:
+        return Outcome(**json.loads(process.stdout.splitlines()[-1]))
+    words = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
+    if process.returncode == UserError.exit_code:
+        raise UserError(words[0])
+    # The kernel kills where memory was promised and is not there; C++ aborts where it cannot raise.
+    if process.returncode == -signal.SIGKILL or (limit_bytes and process.returncode == -signal.SIGABRT):
+        return Outcome(fits=False)
+    raise RunError(f"a trial with {' '.join(overrides)} failed: {words[0]}")
+
+
+def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Outcome:
+    """Take the two steps in this process; the arguments are ``trial``'s."""
+    hardware = detect(config.device)
+    plan, _ = config.resolve(hardware)
+    # Libraries, the data and threads come first: they are there before anything depends on the batch.
+    config.recipe.datasets(config.data, config.seed)
+    meta_model(config.recipe)
+    torch.ones(_WARM_UP).exp_().sum()
+    reset_peak_memory(hardware.device)
+    before = 0 if hardware.device.type == "cuda" else peak_memory_bytes(hardware.device)
+    if limit_bytes is not None:
+        _limit(hardware, limit_bytes)
+    try:
+        trainer = Trainer(config, plan, hardware)
+        # No overflow: a skipped step would leave the optimizer without its state.
+        trainer.loss_scale.scale.fill_(1.0)
+        trainer.model.train()
+        batches = trainer.batches()
+        trainer.train_step(next(batches))
+        microbatches = next(batches)
+        tracked = ledger and hardware.device.type != "cuda"
+        with MemoryLedger(trainer.model, trainer.optimizer) if tracked else nullcontext() as recording:
+            trainer.train_step(microbatches)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return Outcome(fits=False)
+        raise
+    if not trainer.optimizer.state:
+        raise RunError("the gradients are not finite, so the optimizer took no step")
+    if recording is not None:
+        return Outcome(True, recording.report().peak_bytes)
+    return Outcome(True, peak_memory_bytes(hardware.device) - before)
+
+
+def _limit(hardware: Hardware, limit_bytes: int) -> None:
+    if hardware.device.type == "cuda":
+        fraction = min(1.0, limit_bytes / hardware.memory_bytes)
+        torch.cuda.set_per_process_memory_fraction(fraction, hardware.device)
+        return
+    import resource
+
+    # Not the address space, of which torch reserves far more than it uses: private writable pages.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + limit_bytes, resource.RLIM_INFINITY))
+
+
+def main(arguments: list[str]) -> int:
+    """Take the steps and print what became of them as the last line."""
+    try:
+        config = compose(arguments[1:])
+        outcome = measure(config, **json.loads(arguments[0]))
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(asdict(outcome)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
