@@ -20,6 +20,7 @@ from trainer.data import OnDeviceLoader
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
 from trainer.loop import Trainer
+from trainer.master import StochasticWeights
 from trainer.memory import CATEGORIES, MIB, Ledger, MemoryLedger
 from trainer.recipe import Batch, Datasets, Recipe
 from trainer.update import Update
@@ -141,7 +142,10 @@ class FakeTrainer(Trainer):
 
     def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
         super().__init__(config, plan, hardware)
-        self.update = _UpdateAlways(self.optimizer, self.model.parameters(), self.loss_scale, config.clip)
+        if isinstance(self.masters, StochasticWeights):
+            self.masters.hold_nothing()
+        changed = self.update.parameters
+        self.update = _UpdateAlways(self.optimizer, changed, self.loss_scale, config.clip, self.masters)
         with unset_fake_temporarily():
             few = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
             self._sample = self.datasets.train.batch(few)

@@ -88,6 +88,12 @@ class StochasticWeights(MasterWeights):
         self._generator = torch.Generator(device)
         self._absent = [master.data for _, _, master in self._copies]
 
+    def hold_nothing(self) -> None:
+        """Under FakeTensorMode, where a storage cannot be emptied: let one number stand for each master."""
+        self._absent = [master.new_empty(1).expand(master.shape) for _, _, master in self._copies]
+        for (_, _, master), absent in zip(self._copies, self._absent, strict=True):
+            master.data = absent
+
     def held(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield nothing."""
         yield from ()
