@@ -31,6 +31,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "recipe/gpt2": TINY["gpt2"],
     "recipe/bert": ("recipe=bert", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/llama": ("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/t5": ("recipe=t5", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/resnet": TINY["resnet"],
     "data/digits": IMAGES,
     "data/hub": (*TEXT, "data.name=texts", "data.tokenizer=bytes"),

@@ -1,0 +1,203 @@
+"""T5 that fills in what was cut out of a text (Raffel et al. 2020), with random weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recipes.huggingface import check_attention, check_dropout, check_text, choose_size, save_folder, whole_tokens
+from recipes.language import open_tokens
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import Batch, Choice, Dataset, Datasets, DataSource, LossOutput, Recipe, SampleId, Sizes, TokenData
+
+NOISE, SPAN = 0.15, 3
+"""The share of a text that is cut out, in spans of so many tokens on average."""
+IGNORED = -100
+"""No target: padding, where labels are padded."""
+VOCABULARY_MULTIPLE = 128
+"""As in the published 32,128."""
+
+
+class Shape(NamedTuple):
+    """The numbers that make one T5, encoder and decoder alike."""
+
+    layers: int
+    width: int
+    heads: int
+    head_width: int
+    ffn: int
+    context: int
+
+
+# Raffel et al. 2020, as in the published checkpoints; nano is ours.
+SHAPES = {
+    "nano": Shape(2, 64, 4, 16, 256, 64),
+    "small": Shape(6, 512, 8, 64, 2048, 512),
+    "base": Shape(12, 768, 12, 64, 3072, 512),
+}
+
+
+class Gaps(Dataset):
+    """Windows of a text with spans cut out: T5's own objective.
+
+    In the input a sentinel stands for each span; the target is each sentinel and the span it stands for. Both end with
+    EOS. All samples are equally long: from 512 input tokens on, 114 are the target.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, vocabulary: int) -> None:
+        self.tokens = tokens
+        self.window = context
+        while self._input_length(self.window + 1) <= context:
+            self.window += 1
+        self.noise, self.spans = _cuts(self.window)
+        self.start, self.eos, self.sentinel = range(vocabulary, vocabulary + 3)
+        self.vocabulary = vocabulary + 2 + self.spans
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.window
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return ``inputs`` and ``labels``, int64, B × the length of each."""
+        inputs, labels = zip(*(self._sample(*sample) for sample in samples), strict=True)
+        return {name: torch.from_numpy(np.stack(rows)) for name, rows in (("inputs", inputs), ("labels", labels))}
+
+    def _sample(self, index: int, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(index if seed is None else seed)
+        first = index * self.window + (0 if seed is None else seed % self.window)
+        first = min(first, len(self.tokens) - self.window)
+        text = self.tokens[first : first + self.window].astype(np.int64)
+        lengths = np.stack([_divide(rng, self.window - self.noise, self.spans), _divide(rng, self.noise, self.spans)])
+        cut = np.repeat(np.arange(2 * self.spans) % 2 == 1, lengths.T.flatten())  # kept, cut, kept, cut …
+        return self._with_sentinels(text, cut), self._with_sentinels(text, ~cut)
+
+    def _with_sentinels(self, text: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Return ``text`` with a sentinel for each run of tokens that is ``out``, and EOS."""
+        begins = out & ~np.concatenate([[False], out[:-1]])
+        marked = np.where(begins, self.sentinel - 1 + np.cumsum(begins), text)
+        return np.append(marked[begins | ~out], self.eos)
+
+    @staticmethod
+    def _input_length(window: int) -> int:
+        noise, spans = _cuts(window)
+        return window - noise + spans + 1
+
+
+def _cuts(window: int) -> tuple[int, int]:
+    """Return how many of so many tokens are cut out, and in how many spans."""
+    noise = max(1, round(window * NOISE))
+    return noise, max(1, round(noise / SPAN))
+
+
+def _divide(rng: np.random.Generator, total: int, parts: int) -> np.ndarray:
+    """Return ``parts`` positive lengths that add up to ``total``, all ways to do so equally likely."""
+    borders = np.sort(rng.choice(total - 1, parts - 1, replace=False)) + 1
+    return np.diff(borders, prepend=0, append=total)
+
+
+@dataclass
+class T5(Recipe):
+    """The ``recipe=t5`` config."""
+
+    name: ClassVar[str] = "t5"
+    unit: ClassVar[str] = "samples"
+    size: str = "auto"
+    """nano, small, base; auto: nano on a CPU, small on a GPU."""
+    context: int | str = "auto"
+    """Tokens of the encoder's input, at most; auto: the size's own."""
+    dropout: float = 0.1
+    attention: str = "sdpa"
+    """sdpa: torch's fused kernels, as far as they take T5's position bias; eager: scores of T × T in memory."""
+
+    def __post_init__(self) -> None:
+        self._tokens: TokenData  # set by datasets()
+        check_attention(self.attention)
+        check_dropout(self.dropout)
+        whole_tokens(self.context, least=16)
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Choose the size and the context."""
+        check_text(data, self.name)
+        choices = choose_size(self.size, SHAPES, hardware, "nano", "small")
+        self.size = str(choices[0].value) if choices else self.size
+        if isinstance(self.context, str):
+            self.context = SHAPES[self.size].context
+            choices.append(Choice("recipe.context", self.context, "tokens of the encoder's input, the size's own"))
+        return choices
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """Return a minute or two of a CPU; on a GPU, a quarter of the published batch of 128."""
+        if not hardware.is_gpu:
+            return Sizes(steps=500, batch_size=32, micro_batch_size=32)
+        return Sizes(steps=2000, batch_size=32, micro_batch_size=32)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Tokenise, and cut spans out."""
+        assert isinstance(self.context, int)
+        self._tokens = open_tokens(check_text(data, self.name), None, self.context)
+        vocabulary = self._tokens.tokenizer.vocab_size
+        train, valid = (Gaps(part, self.context, vocabulary) for part in (self._tokens.train, self._tokens.valid))
+        self._gaps = train
+        cut = f"{train.noise} tokens in {train.spans} spans cut out of each {train.window}"
+        return Datasets(train, valid, f"{self._tokens.description}, {cut}")
+
+    def build_model(self) -> nn.Module:
+        """Return transformers' T5 with random weights in fp32, token ids added for its start, EOS and sentinels."""
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        if self.attention == "sdpa" and not T5ForConditionalGeneration._supports_sdpa:
+            raise UserError("the T5 of this version of transformers has no recipe.attention=sdpa; use eager")
+        shape = SHAPES[self.size]
+        config = T5Config(
+            vocab_size=math.ceil(self._gaps.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+            d_model=shape.width,
+            d_kv=shape.head_width,
+            d_ff=shape.ffn,
+            num_layers=shape.layers,
+            num_heads=shape.heads,
+            dropout_rate=self.dropout,
+            pad_token_id=self._gaps.start,
+            decoder_start_token_id=self._gaps.start,
+            eos_token_id=self._gaps.eos,
+            attn_implementation=self.attention,
+        )
+        model: nn.Module = T5ForConditionalGeneration(config)
+        return model
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        """Return the layers of encoder and decoder."""
+        return [*model.encoder.block, *model.decoder.block]
+
+    def count_targets(self, batch: Batch) -> int:
+        """Return the number of tokens to fill in, sentinels and EOS among them."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def count_units(self, batch: Batch) -> int:
+        """Return the number of windows."""
+        return len(batch["labels"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Predict each token of the target from the input and the target before it; add up in fp32."""
+        labels = batch["labels"]
+        before = F.pad(labels[:, :-1], (1, 0), value=self._gaps.start)
+        before = before.masked_fill(before == IGNORED, self._gaps.start)
+        logits = model(input_ids=batch["inputs"], decoder_input_ids=before, use_cache=False).logits.flatten(0, 1)
+        loss = F.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return LossOutput(loss, {})
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a folder that ``AutoModelForSeq2SeqLM.from_pretrained`` opens, the tokenizer beside the weights."""
+        save_folder(model, folder)
+        self._tokens.tokenizer.save(folder)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the size."""
+        return {"size": self.size}
