@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers import NoData, Recorder, compose
+from tests.helpers import NoData, Recorder, compose, same_bits
 from tests.parity.test_accumulation import SAMPLES, Tagging
-from trainer import parallel
+from trainer import checkpoint, parallel
+from trainer.checkpoint import MASTER, Contents
 from trainer.config import Config
 from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
@@ -27,6 +28,8 @@ from trainer.loop import Trainer
 from trainer.parallel import DDP, FSDP, Parallel, is_cut
 from trainer.precision import Precision
 from trainer.recipe import Datasets, DataSource
+from trainer.restore import load
+from trainer.rng import random_state
 from trainer.scaler import AutoScaler
 from trainer.update import ClipNorm
 
@@ -166,6 +169,39 @@ def communication(mode: str) -> dict[str, Any]:
     return {"microbatches": trainer.plan.batching.accumulation, "exchanged": exchanged}
 
 
+def halves(mode: str) -> dict[str, Any]:
+    """Two steps with 16-bit weights: losses, norms and weights, and whether a checkpoint has the whole masters."""
+    result: dict[str, Any] = {}
+    for precision in ("bf16_master", "fp16_master", "bf16_sr", "bf16_pure"):
+        overrides = (f"precision={precision}", f"parallel={mode}", "scaler.init=1024")
+        try:
+            trainer = trainer_of(compose(*BIGNET, *TWO_STEPS, *overrides))
+        except UserError as error:
+            result[precision] = str(error)
+            continue
+        recorder = Recorder()
+        trainer.fit(recorder)
+        losses = [trainer.world.add(record.loss.double()).item() for record in recorder.records]
+        weights = torch.cat([whole(parameter).flatten() for parameter in trainer.model.parameters()])
+        masters = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
+        contents = Contents.of(
+            2, trainer.model, trainer.optimizer, {}, random_state(trainer.device), trainer.world, trainer.masters
+        )
+        folder = Path(sys.argv[2]) / f"{mode}-{precision}"
+        checkpoint.write(folder, contents, None, trainer.world)
+        saved = {name: tensor for name, tensor in load(folder).tensors().items() if name.endswith(MASTER)}
+        export = trainer.config.parallel.whole(trainer.model, trainer.build_model)
+        result[precision] = {
+            "losses": losses,
+            "norms": [record.grad_norm.item() for record in recorder.records],
+            "weights": weights.double().tolist(),
+            "masters": len(masters),
+            "saved": same_bits(saved, {f"optimizer/{name}.{MASTER}": master for name, master in masters.items()}),
+            "exported": [] if export is None else sorted({str(tensor.dtype) for tensor in export.parameters()}),
+        }
+    return result
+
+
 ACTIVATIONS = ("none", "blocks", "selective")
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "steps=2")
 VISION = (
@@ -237,8 +273,9 @@ def main() -> None:
         "gradient": gradient,
         "overflow": overflow,
         "communication": communication,
+        "halves": halves,
     }
-    chosen = [name for name in cases if case in ("all", name) and (several or name == "gradient")]
+    chosen = [name for name in cases if case in ("all", name) and (several or name in ("gradient", "halves"))]
     found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
     if case == "composition":
         found = {"composition": composition(modes)}

@@ -58,6 +58,24 @@ def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
         assert rank["communication"][mode] == {"microbatches": 4, "exchanged": 1}
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", ["bf16_master", "fp16_master", "bf16_sr", "bf16_pure"])
+def test_16_bit_weights_train_alike_on_every_rank(precision: str, mode: str, ranks: Ranks) -> None:
+    (alone,) = ranks("all", 1)
+    expected = alone["halves"]["single"][precision]
+    first, second = (rank["halves"][mode][precision] for rank in ranks("all", 2))
+    if (precision, mode) == ("bf16_sr", "fsdp"):
+        assert first == second
+        assert "use precision=bf16_master, or parallel=ddp" in first
+        return
+    assert first["weights"] == second["weights"]  # bf16_sr rounds by the same random numbers
+    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    assert first["norms"] == second["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+    assert first["masters"] == expected["masters"] == (4 if precision.endswith("master") else 0)
+    assert first["saved"]
+    assert first["exported"] == [f"torch.{'bfloat16' if precision.startswith('bf16') else 'float16'}"]
+
+
 def test_what_rank_0_does_alone_is_heard_by_all(ranks: Ranks) -> None:
     first, second = (rank["exchange"] for rank in ranks("all", 2))
     assert second.pop("bug") == ["RunError", "rank 0 failed: x", 1]
