@@ -316,6 +316,15 @@ def test_rounding_depends_on_seed_and_step() -> None:
     assert not torch.equal(weights(0, 5), weights(1, 5))
 
 
+def test_the_trainer_rounds_every_step_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = conv_trainer("bf16_sr")
+    rounded: list[int] = []
+    monkeypatch.setattr(StochasticWeights, "write_back", lambda masters, step: rounded.append(step))
+    trainer.step = 2
+    fitted(trainer)
+    assert rounded == [2, 3, 4]
+
+
 def test_contradictions_are_refused() -> None:
     for mode in ("fp16_pure", "fp16_master"):
         with pytest.raises(UserError, match=rf"scaler=none with precision={mode} loses.*scaler.force=true"):
