@@ -25,10 +25,14 @@ class BigNet(Recipe):
     unit: ClassVar[str] = "samples"
     layers: int = 20
     width: int = 1000
+    loss_weight: float = 1.0
+    """Multiplies the loss: a small one makes gradients that fp16 cannot hold without loss scaling."""
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.width < 1:
             raise UserError(f"recipe.layers={self.layers} and recipe.width={self.width} must be at least 1")
+        if not self.loss_weight > 0:
+            raise UserError(f"recipe.loss_weight={self.loss_weight} must be above 0")
 
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Refuse data that is not vectors."""
@@ -69,9 +73,10 @@ class BigNet(Recipe):
         return len(batch["x"])
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """Mean squared error over the vector, summed over the samples, in fp32."""
+        """Mean squared error over the vector, summed over the samples, times ``loss_weight``, in fp32."""
         prediction = model(batch["x"]).float()
-        return LossOutput(F.mse_loss(prediction, batch["y"], reduction="sum") / self.width, {})
+        loss = F.mse_loss(prediction, batch["y"], reduction="sum") / self.width
+        return LossOutput(loss * self.loss_weight, {})
 
     def facts(self) -> dict[str, Any]:
         """Return the shape."""

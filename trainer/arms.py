@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,8 @@ class Arm:
     overrides: tuple[str, ...]
     seed_shift: int = 0
     """Added to every seed: a null arm is the baseline with other seeds."""
+    script: str = "train.py"
+    """Of ``scripts/``: what is run."""
 
 
 @dataclass
@@ -80,21 +82,26 @@ def turns(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
 class Runner:
     """Trains arms below a folder; what was done before is kept, what was broken off is done again from the start."""
 
-    def __init__(self, folder: Path, common: list[str]) -> None:
+    def __init__(
+        self, folder: Path, common: Sequence[str] = (), launch: Callable[[list[str], Path], int] | None = None
+    ) -> None:
         """Prepare.
 
         Args:
             folder: runs go to ``folder/runs/<arm>-s<seed>``.
             common: overrides of all arms, which an arm's own may change.
+            launch: runs a command line, writes what it prints to a file, and returns its exit code; None: as a
+                process of its own.
 
         """
         self.runs = folder / "runs"
         self.common = common
+        self.launch = launch or in_a_process
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
         own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={_quoted(self.runs)}"]
-        script = str(PROJECT / "scripts" / "train.py")
+        script = str(PROJECT / "scripts" / arm.script)
         return [sys.executable, script, *self.common, *arm.overrides, *own]
 
     def done(self, arm: Arm, seed: int) -> Outcome | None:
@@ -120,7 +127,7 @@ class Runner:
         self.runs.mkdir(parents=True, exist_ok=True)
         log = self.runs / f"{folder.name}.log"
         began = time.monotonic()
-        code = _wait(self.command(arm, seed), log)
+        code = self.launch(self.command(arm, seed), log)
         if code in (130, 143):
             raise KeyboardInterrupt
         summary = folder / SUMMARY_FILE
@@ -173,7 +180,8 @@ def check_labels(arms: list[Arm]) -> None:
             raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
 
 
-def _wait(command: list[str], log: Path) -> int:
+def in_a_process(command: list[str], log: Path) -> int:
+    """Run a command, its output going to a file, and return its exit code; end it if this process is to end."""
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:

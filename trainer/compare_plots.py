@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from trainer.compare import Result
-from trainer.judge import LOSS, ArmResult
+from trainer.judge import ArmResult
+from trainer.measures import LOSS
 from trainer.memory import CATEGORIES, MIB
 from trainer.plots import INK, QUIET
 

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainer.arms import Arm, Outcome
+from trainer.measures import DIVERGED, LOSS, energy, memory, speed
 from trainer.statistics import INCONCLUSIVE, WORSE, Equivalence, Interval, equivalence, mean_interval, ratio_interval
-
-LOSS = "valid/loss"
-DIVERGED = 3
-"""The exit code of training that turned non-finite."""
 
 
 @dataclass
@@ -93,9 +90,9 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             is_null=bool(arm.seed_shift),
             seeds=list(done),
             failures={seed: o.failure or f"exit code {o.exit_code}" for seed, o in runs.items() if not o.finished},
-            speed=_ratio(lambda o: o.summary["units_per_s"], done, against),
-            memory=_ratio(_memory, done, against),
-            energy=_ratio(_energy, done, against),
+            speed=_ratio(speed, done, against),
+            memory=_ratio(memory, done, against),
+            energy=_ratio(energy, done, against),
             quality=_quality(runs, against, margin),
             ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
@@ -108,17 +105,6 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
 
 def _finished(runs: dict[int, Outcome]) -> dict[int, Outcome]:
     return {seed: outcome for seed, outcome in runs.items() if outcome.finished}
-
-
-def _memory(outcome: Outcome) -> float | None:
-    if str(outcome.summary["hardware"]["device"]).startswith("cuda"):
-        return float(outcome.summary["peak_memory_bytes"])
-    return float(outcome.ledger["peak_bytes"]) if outcome.ledger else None
-
-
-def _energy(outcome: Outcome) -> float | None:
-    joules, units = outcome.summary["energy_j"], outcome.summary["units"]
-    return joules / units if joules and units else None
 
 
 def _ratio(

@@ -57,7 +57,8 @@ class TorchProfiler(Profiler):
     """Profile a few steps with ``torch.profiler``: a Chrome trace and a table of operators.
 
     Writes ``profile/trace.json`` (open it at https://ui.perfetto.dev or chrome://tracing) and
-    ``profile/operators.txt``, sorted by the time spent in each operator itself, on the device.
+    ``profile/operators.txt``, sorted by the time spent in each operator itself, on the device;
+    ``profile/operators.json`` holds these times by operator.
     """
 
     kind: ClassVar[str] = "torch"
@@ -168,7 +169,7 @@ class _TorchSession(Session):
         if not self._kept:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._files = [self._folder / "trace.json", self._folder / "operators.txt"]
+        self._files = [self._folder / name for name in ("trace.json", "operators.txt", "operators.json")]
         profile.export_chrome_trace(str(self._files[0]))
         averages = profile.key_averages()
         where = "device" if self._device.type == "cuda" else "cpu"
@@ -180,6 +181,8 @@ class _TorchSession(Session):
             for row in averages
             if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
         }
+        record = {"device": self._device.type, "steps": self._kept, "self_time_us": times}
+        self._files[2].write_text(json.dumps(record, indent=1))
         total = sum(times.values())
         top = sorted(times, key=lambda key: -times[key])[:3]
         shares = ", ".join(f"{key.removeprefix('aten::')} {times[key] / total:.0%}" for key in top if total)

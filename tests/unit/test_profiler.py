@@ -48,7 +48,10 @@ def test_none_writes_nothing_and_reuses_one_context(tmp_path: Path) -> None:
 def test_torch_profiles_exactly_the_active_steps(tmp_path: Path) -> None:
     session = run(TorchProfiler(wait=1, warmup=1, active=2), tmp_path, 6)
     files = session.finish()
-    assert files == [tmp_path / "profile" / "trace.json", tmp_path / "profile" / "operators.txt"]
+    assert files == [tmp_path / "profile" / name for name in ("trace.json", "operators.txt", "operators.json")]
+    times = json.loads(files[2].read_text())
+    assert times["device"] == "cpu"
+    assert times["self_time_us"]["aten::addmm"] > 0
     names = names_in_trace(files[0])
     # Two linear layers a step: two forward products, three backward (the input needs no gradient).
     assert names.count("aten::addmm") == 2 * 2

@@ -1,0 +1,212 @@
+"""Published claims, tested here: from the claim's file to a verdict that says what was measured and why."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.arms import Arm, Outcome, Runner
+from trainer.claims import Claim, lacking, load
+from trainer.criteria import CONFIRMED, NOT_HERE, Finding, combine, find
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.hardware import Hardware
+from trainer.measures import MEASURES, measured
+from trainer.provenance import git_facts, versions
+from trainer.why import MOST, explain
+
+RECORD_FILE = "record.json"
+
+
+class Reproduction:
+    """Tests claims on this machine; what was trained before for the same file, commit and machine is kept."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        folder: Path,
+        given: list[str],
+        *,
+        reduced: bool = False,
+        tell: Callable[[str], None] = print,
+        launch: Callable[[list[str], Path], int] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            hardware: of this machine.
+            folder: for the runs.
+            given: overrides that claims ask for.
+            reduced: make everything small; nothing is decided then.
+            tell: shows a line.
+            launch: see ``Runner``.
+
+        """
+        self.hardware = hardware
+        self.folder = folder
+        self.given = given
+        self.reduced = reduced
+        self.tell = tell
+        self.launch = launch
+        self.git = git_facts()
+        self.done: dict[str, dict[str, Any]] = {}
+
+    def test(self, name: str) -> dict[str, Any]:
+        """Test one claim and return the record of it, plain JSON types; a claim is tested once.
+
+        Raises:
+            UserError: no such claim, or a mistake in its file.
+
+        """
+        if name not in self.done:
+            claim = load(name)
+            if self.reduced:
+                claim.reduce()
+            missing = claim.lacking(self.hardware, self.given)
+            if missing:
+                self.done[name] = self._record(claim, NOT_HERE, needs=missing)
+            elif claim.combines:
+                self.done[name] = self._combined(claim)
+            else:
+                self.done[name] = self._tested(claim)
+        return self.done[name]
+
+    def _tested(self, claim: Claim) -> dict[str, Any]:
+        here = claim.arms_here(self.hardware)
+        ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
+        arms = claim.runs(here, self.given, self.hardware.device.type, ledger)
+        seeds = list(range(claim.repeats))
+        runner = Runner(self.folder / self._key(claim), launch=self.launch)
+        self.tell(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, in turns; {runner.runs}")
+        outcomes = runner.run_all(arms, seeds, self._progress)
+        findings = [find(criterion, outcomes) for criterion in claim.criteria]
+        verdict = combine([finding.verdict for finding in findings])
+        why = explain(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
+        left_out = {
+            name: "; ".join(words for need in claim.arms_need[name] if (words := lacking(need, self.hardware)))
+            for name in claim.arms
+            if name not in here
+        }
+        return self._record(
+            claim,
+            verdict,
+            findings=[_plain(finding) for finding in findings],
+            why=why,
+            arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
+            left_out=left_out,
+            failures=[f"{o.arm}, seed {o.seed}: {o.failure}" for o in outcomes if o.exit_code not in (0, 3)],
+        )
+
+    def _combined(self, claim: Claim) -> dict[str, Any]:
+        parts = [self.test(name) for name in claim.combines]
+        verdicts = [part["verdict"] for part in parts]
+        verdict = CONFIRMED if set(verdicts) == {CONFIRMED} else combine(verdicts)
+        return self._record(
+            claim,
+            verdict,
+            findings=[
+                finding | {"quantity": f"{part['claim']}: {finding['quantity']}"}
+                for part in parts
+                for finding in part.get("findings", [])
+                if finding["bounds"]
+            ],
+            why=[sentence for part in parts for sentence in part.get("why", [])[:2]],
+        )
+
+    def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
+        record = {
+            "claim": claim.id,
+            "verdict": "reduced: no verdict" if self.reduced else verdict,
+            "claim_sha256": claim.digest,
+            "git": self.git,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "machine": machine(self.hardware),
+            "hardware": self.hardware.facts(),
+            "versions": versions(),
+            "command": f"python scripts/reproduce.py claim={claim.id}",
+        }
+        return record | measured_here
+
+    def _key(self, claim: Claim) -> str:
+        """Name a folder for what must not be mixed: another file, commit, machine or torch."""
+        torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
+        parts = [claim.digest, self.git.get("commit"), machine(self.hardware), torch_version, threads, self.given]
+        digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
+        return f"{claim.id}-{digest[:10]}"
+
+    def _progress(self, number: int, count: int, outcome: Outcome, known: bool) -> None:
+        head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
+        if outcome.exit_code == 0:
+            self.tell(f"{head}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
+        elif outcome.exit_code == 3:
+            self.tell(f"{head}  turned non-finite")
+        else:
+            self.tell(f"{head}  failed with exit code {outcome.exit_code}: {outcome.failure.rpartition(chr(10))[2]}")
+
+
+def machine(hardware: Hardware) -> str:
+    """Return a name for folders: the device's, and of a CPU the cores that were used."""
+    name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
+    name = re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"
+    if hardware.is_gpu:
+        return name
+    return f"{name}{'-amx' if 'amx_bf16' in hardware.cpu_flags else ''}-{hardware.cpu_cores}-cores"
+
+
+def save(record: dict[str, Any], results: Path) -> Path:
+    """Write the outcome to ``results/<machine>/<claim>.json``.
+
+    Raises:
+        UserError: it cannot be written.
+
+    """
+    path = results / record["machine"] / f"{record['claim']}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, record)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from None
+    return path
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    criterion = finding.criterion
+    numbers = {"median": finding.median, "low": finding.low, "high": finding.high}
+    finite = {key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()}
+    return {
+        "quantity": criterion.quantity(),
+        "bounds": criterion.bounds(),
+        "published": criterion.published,
+        "measured": finding.shown(),
+        "verdict": finding.verdict,
+        **finite,
+        "values": [value if math.isfinite(value) else None for value in finding.values],
+        "note": criterion.note,
+        "why": finding.why,
+        "criterion": {key: value for key, value in asdict(criterion).items() if value not in (None, [], "")},
+    }
+
+
+def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
+    asked = {key: f"{key}=…" for key in claim.asks}  # a path of the user's is nobody else's business
+    overrides = [asked.get(override.partition("=")[0], override) for override in arm.overrides]
+    mine = [outcome for outcome in outcomes if outcome.arm == arm.label]
+    names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]
+    values = {name: [measured(outcome, name) for outcome in mine] for name in names}
+    return {
+        "script": arm.script,
+        "overrides": overrides,
+        "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
+        "measures": {
+            name: [value if value is not None and math.isfinite(value) else None for value in found]
+            for name, found in values.items()
+            if any(value is not None for value in found)
+        },
+    }

@@ -1,0 +1,104 @@
+"""The command line of scripts/reproduce.py: which claims, and what is shown of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from trainer import results
+from trainer.claims import Claim, load, names
+from trainer.criteria import NOT_HERE
+from trainer.errors import UserError
+from trainer.hardware import detect
+from trainer.reproduce import Reproduction, machine, save
+from trainer.suggest import nearest
+
+OPTIONS = ("claim", "all", "reduced", "device", "output_dir")
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the command line says and return the exit code.
+
+    Raises:
+        UserError: an unknown claim or option, or a claim that needs another machine.
+
+    """
+    options, given = _parsed(arguments)
+    claims = {name: load(name) for name in names()}
+    hardware = detect(options["device"])
+    if not options["claim"] and options["all"] != "true":
+        _list(claims, results.read(), machine(hardware), Console())
+        return 0
+    wanted = list(claims) if options["all"] == "true" else options["claim"].split(",")
+    asked = {key for name in wanted for key in load(name).asks}
+    if unknown := [override for override in given if override.partition("=")[0] not in asked]:
+        near = nearest(unknown[0].partition("=")[0], OPTIONS)
+        raise UserError(
+            f"{unknown[0]} is no option here{near}: a claim's file fixes what is run "
+            f"({'asked for: ' + ', '.join(sorted(asked)) if asked else 'these claims ask for nothing'})"
+        )
+    reduced = options["reduced"] == "true"
+    if options["all"] != "true" and not reduced:
+        for name in wanted:
+            if missing := claims[name].lacking(hardware, given):
+                raise UserError(f"claim={name} is {NOT_HERE}: it needs {', '.join(missing)}")
+    folder = Path(options["output_dir"]).expanduser().absolute() / "reproduce"
+    reproduction = Reproduction(hardware, folder, given, reduced=reduced)
+    failed = False
+    for name in wanted:
+        record = reproduction.test(name)
+        failed |= bool(record.get("failures"))
+        _tell(record, claims[name])
+        if not reduced:
+            print(f"written to {save(record, results.RESULTS)}")
+            results.update()
+    return int(failed)
+
+
+def _parsed(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    options = {"claim": "", "all": "false", "reduced": "false", "device": "auto", "output_dir": "outputs"}
+    given = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not value:
+            raise UserError(f"{argument!r} is not an option; write key=value, such as claim=two_x")
+        if key in ("all", "reduced") and value not in ("true", "false"):
+            raise UserError(f"{key}={value} must be true or false")
+        if key in options:
+            options[key] = value
+        else:
+            given.append(argument)
+    if options["claim"] and options["all"] == "true":
+        raise UserError("claim=… and all=true exclude each other; drop one")
+    return options, given
+
+
+def _list(claims: dict[str, Claim], records: results.Records, here: str, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("claim", "statement and source", "needs", *records):
+        table.add_column(column, overflow="fold")
+    for name, claim in claims.items():
+        verdicts = [results.verdict(outcomes.get(name), claim) for outcomes in records.values()]
+        table.add_row(name, f"{claim.statement} [dim]{claim.source}[/]", ", ".join(claim.needs) or "any", *verdicts)
+    console.print(table)
+    console.print(f"this machine: {here}. Test one with claim=…, or what it can with all=true.")
+
+
+def _tell(record: dict[str, Any], claim: Claim) -> None:
+    print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
+    if record.get("needs"):
+        print(f"  needs {', '.join(record['needs'])}")
+    for finding in record.get("findings", []):
+        bounds = f"  criterion {finding['bounds']}" if finding["bounds"] else ""
+        published = f"  published {finding['published']}" if finding["published"] else ""
+        print(f"  {finding['quantity']}: {finding['measured']}{bounds}{published}  {finding['verdict']}")
+        if finding["why"]:
+            print(f"    {finding['why']}")
+    for sentence in record.get("why", []):
+        print(f"  {sentence}")
+    for failure in record.get("failures", []):
+        print(f"  failed: {failure}")

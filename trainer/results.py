@@ -1,0 +1,132 @@
+"""The committed outcomes of claims, and the pages that are made of them: docs/results.md and the README's table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.arms import PROJECT
+from trainer.claims import Claim, load, names
+from trainer.criteria import NOT_HERE
+from trainer.files import write_text
+
+RESULTS = PROJECT / "results"
+PAGE = Path("docs") / "results.md"
+BEGIN, END = "<!-- results: made by scripts/reproduce.py -->", "<!-- end of results -->"
+
+Records = dict[str, dict[str, dict[str, Any]]]
+"""By machine, then by claim."""
+
+
+def read(folder: Path = RESULTS) -> Records:
+    """Return all outcomes."""
+    found: Records = {}
+    for path in sorted(folder.glob("*/*.json")):
+        found.setdefault(path.parent.name, {})[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def verdict(record: dict[str, Any] | None, claim: Claim) -> str:
+    """Return a verdict as a list shows it; that of an earlier version of the claim's file does not count."""
+    if record is None:
+        return ""
+    if record["claim_sha256"] != claim.digest:
+        return f"({record['verdict']}, of an earlier file)"
+    return str(record["verdict"])
+
+
+def page(records: Records, claims: dict[str, Claim]) -> str:
+    """Return docs/results.md."""
+    lines = [
+        "# Published claims, tested",
+        "",
+        "Made by `python scripts/reproduce.py` from `results/`; do not edit. Every criterion was fixed in the claim's",
+        "file under `conf/claim/` before it was run: the outcome records the file's hash and the commit. Ratios are of",
+        "runs of the same seed, trained in turns, each in a fresh process: the median, and in brackets Student's 95 %",
+        "interval of their geometric mean (of single quantities: the lowest and the highest). A ratio is CONFIRMED",
+        "when the whole interval keeps the bounds, REFUTED when all of it breaks them, INCONCLUSIVE when it straddles",
+        "one. Bounds on a quantity that is not compared have to hold for every run. `within` is an equivalence test:",
+        "[comparing.md](comparing.md).",
+        "",
+    ]
+    for machine, outcomes in records.items():
+        lines += [f"- `{machine}`: {_machine(outcomes)}"]
+    for name, claim in claims.items():
+        lines += ["", f"## {name}", "", f"> {claim.statement}", "", f"{claim.source}."]
+        if claim.published:
+            lines += [f"Published: {claim.published}."]
+        if claim.label:
+            lines += [f"**{claim.label[0].upper()}{claim.label[1:]}.**"]
+        if claim.traps:
+            lines += ["", *(f"- Trap: {trap}" for trap in claim.traps)]
+        tested = {machine: outcomes[name] for machine, outcomes in records.items() if name in outcomes}
+        for machine, record in tested.items():
+            lines += ["", *_outcome(machine, record, claim)]
+        if not tested:
+            lines += ["", "Not run yet."]
+    return "\n".join(lines) + "\n"
+
+
+def readme_table(records: Records, claims: dict[str, Claim]) -> str:
+    """Return the README's table: what has been tested, and on which machine."""
+    lines = ["| claim | published | verdict | measured | on |", "|---|---|---|---|---|"]
+    for name, claim in claims.items():
+        for machine, outcomes in records.items():
+            record = outcomes.get(name)
+            if record is None or record["verdict"] == NOT_HERE:
+                continue
+            told = "; ".join(_short(finding) for finding in record.get("findings", []) if finding["bounds"])
+            published = claim.published or claim.statement
+            lines.append(f"| {name} | {published} | {record['verdict']} | {told} | `{machine}` |")
+    return "\n".join(lines)
+
+
+def update(root: Path = PROJECT) -> list[Path]:
+    """Write docs/results.md, and the README's table between its two markers; return the files that changed."""
+    claims = {name: load(name) for name in names()}
+    records = read(root / "results")
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    head, _, rest = readme.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    wanted = {
+        root / PAGE: page(records, claims),
+        root / "README.md": f"{head}{BEGIN}\n{readme_table(records, claims)}\n{END}{tail}",
+    }
+    changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in changed:
+        write_text(path, wanted[path])
+    return changed
+
+
+def _machine(outcomes: dict[str, dict[str, Any]]) -> str:
+    record = next(iter(outcomes.values()))
+    hardware = record["hardware"]
+    gib = hardware["memory_bytes"] / 2**30
+    flags = f", {', '.join(hardware['cpu_flags'])}" if hardware["cpu_flags"] else ""
+    cores = f"{hardware['cpu_cores']} cores{flags}, " if hardware["device"] == "cpu" else ""
+    torch_versions = sorted({record["hardware"]["torch"] for record in outcomes.values()})
+    return f"{hardware['name']}, {cores}{gib:.0f} GiB, torch {', '.join(torch_versions)}"
+
+
+def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
+    stale = "" if record["claim_sha256"] == claim.digest else " (of an earlier version of the claim's file)"
+    lines = [f"**{record['verdict']}**{stale} on `{machine}`"]
+    if record["verdict"] == NOT_HERE:
+        return [f"{lines[0]}: needs {', '.join(record['needs'])}."] if record.get("needs") else [f"{lines[0]}."]
+    commit = record["git"].get("commit", "unknown")[:10]
+    lines[0] += f", {record['date']}, commit {commit}."
+    rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]
+    for finding in record["findings"]:
+        note = "; ".join(filter(None, (finding["verdict"], finding["note"], finding["why"])))
+        cells = (finding["quantity"], finding["measured"], finding["bounds"], finding["published"], note)
+        rows.append(f"| {' | '.join(cells)} |")
+    lines += ["", *rows, ""]
+    lines += record["why"]
+    lines += [f"Without the arm {name} ({why})." for name, why in record.get("left_out", {}).items()]
+    lines += [f"Failed: {failure}." for failure in record.get("failures", [])]
+    return lines
+
+
+def _short(finding: dict[str, Any]) -> str:
+    return f"{finding['quantity']}: {finding['measured']} ({finding['bounds']})"

@@ -1,0 +1,174 @@
+"""Why a claim came out as it did, in sentences made of what was measured: operator times, ledgers, the null arm."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.arms import Arm, Outcome, Runner
+from trainer.claims import NULL
+from trainer.criteria import Finding, number
+from trainer.errors import UserError
+from trainer.measures import MEASURES, measured
+from trainer.memory import MIB, STEADY
+
+_PRODUCTS = re.compile(r"(mm|linear|conv\w*|attention\w*)(_backward)?$|convolution|attention|mm_|scaled_mm")
+"""Operators that the hardware's units for matrix products compute."""
+_PROFILED = (
+    "profiler=torch",
+    "profiler.wait=1",
+    "profiler.warmup=1",
+    "profiler.active=2",
+    "profiler.record_shapes=false",
+    "steps=4",
+)
+_LEDGER = ("profiler=memory", "profiler.at_step=2", "steps=2")
+MOST = 3
+"""Sentences for a claim."""
+
+
+@dataclass
+class _Times:
+    """Operator time of a step in milliseconds."""
+
+    products: float
+    rest: float
+
+
+def explain(
+    findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int = MOST
+) -> list[str]:
+    """Return one sentence for each thing that decided; short extra runs measure what they need.
+
+    Args:
+        findings: of the claim.
+        arms: that were run.
+        outcomes: of their runs.
+        runner: of the extra runs, which are not timed.
+        most: sentences.
+
+    """
+    by_name = {arm.label: arm for arm in arms}
+    told: list[str] = []
+    for finding in findings:
+        criterion = finding.criterion
+        if not criterion.decides or finding.median is None:
+            continue
+        for name, other in zip(criterion.arm, criterion.over or criterion.minus or criterion.arm, strict=True):
+            if len(told) == most:
+                return told
+            one, base = by_name[name], by_name[other]
+            if criterion.measure == "speed":
+                sentence = _time_sentence(one, base, runner)
+            elif criterion.measure == "memory":
+                sentence = _memory_sentence(one, base, runner)
+            elif criterion.measure in ("loss", "best_loss"):
+                sentence = _loss_sentence(name, other, outcomes, criterion.measure)
+            else:
+                sentence = _values_sentence(criterion.measure, criterion.arms, outcomes)
+            if sentence and sentence not in told:
+                told.append(sentence)
+    return told
+
+
+def products_and_rest(path: Path) -> _Times:
+    """Split the operator times of ``profile/operators.json`` into matrix products and everything else."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    times = {name.removeprefix("aten::"): us for name, us in record["self_time_us"].items()}
+    products = sum(us for name, us in times.items() if _PRODUCTS.search(name))
+    return _Times(products / record["steps"] / 1e3, (sum(times.values()) - products) / record["steps"] / 1e3)
+
+
+def _time_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
+    one, other = (_profiled(each, runner) for each in (arm, base))
+    if one is None or other is None or not (one.products and other.products and other.rest):
+        return ""
+    share, base_share = (times.products / (times.products + times.rest) for times in (one, other))
+    return (
+        f"Matrix products, convolutions and attention are {base_share:.0%} of the operator time of {base.label} and "
+        f"{share:.0%} of {arm.label}'s; in {arm.label} they take {one.products / other.products:.2f}x the time, "
+        f"everything else {one.rest / other.rest:.2f}x."
+    )
+
+
+def _memory_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
+    one, other = (_ledger(each, runner) for each in (arm, base))
+    if one is None or other is None:
+        return ""
+    steady = sum(other["at_peak"][name] for name in STEADY)
+    kept = sum(one["at_peak"][name] for name in STEADY)
+    return (
+        f"Of {base.label}'s peak of {other['peak_bytes'] / MIB:,.0f} MiB, {steady / other['peak_bytes']:.0%} is "
+        f"weights, gradients and optimizer state, which come to {kept / steady:.2f}x that in {arm.label}; activations "
+        f"go from {other['highest']['activations'] / MIB:,.1f} to {one['highest']['activations'] / MIB:,.1f} MiB, and "
+        f"copies of weights in 16 bits from {other['highest']['autocast_copies'] / MIB:,.1f} to "
+        f"{one['highest']['autocast_copies'] / MIB:,.1f}."
+    )
+
+
+def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str) -> str:
+    runs = {(run.arm, run.seed): run for run in outcomes}
+    seeds = sorted({run.seed for run in outcomes})
+
+    def differences(arm: str, base: str) -> list[float]:
+        pairs = [(runs.get((arm, seed)), runs.get((base, seed))) for seed in seeds]
+        found = [(measured(a, measure), measured(b, measure)) for a, b in pairs if a and b]
+        return [abs(a / b - 1) for a, b in found if a is not None and b]
+
+    said = []
+    done = [run.summary for run in outcomes if run.arm == name and run.finished]
+    skips, steps = ([summary[key] for summary in done] for key in ("skipped_steps", "step"))
+    broken = sum(measured(run, measure) == float("inf") for run in outcomes if run.arm == name)
+    if broken:
+        said.append(f"{broken} of {len([run for run in outcomes if run.arm == name])} runs of {name} turned non-finite")
+    if sum(skips):
+        said.append(f"{name} skipped {sum(skips)} of {sum(steps)} steps for an overflow")
+    apart = differences(name, other) if name != other else []
+    noise = differences(NULL, other)
+    if apart and max(apart) < float("inf"):
+        mean = sum(apart) / len(apart)
+        text = f"run by run {name} and {other} differ by {mean:.3%} on average"
+        if noise:
+            text += f", {other} and the same with other seeds by {sum(noise) / len(noise):.3%}"
+        said.append(text)
+    if not said:
+        return ""
+    sentence = "; ".join(said) + "."
+    return sentence[0].upper() + sentence[1:] if not sentence.startswith((name, other)) else sentence
+
+
+def _values_sentence(measure: str, names: list[str], outcomes: list[Outcome]) -> str:
+    parts = []
+    for name in dict.fromkeys(names):
+        values = [value for run in outcomes if run.arm == name and (value := measured(run, measure)) is not None]
+        if values:
+            parts.append(f"{number(sorted(values)[len(values) // 2])} in {name}")
+    called = MEASURES[measure][1] if measure in MEASURES else measure.replace("_", " ")
+    return f"{called[0].upper()}{called[1:]}: {', '.join(parts)}." if parts else ""
+
+
+def _profiled(arm: Arm, runner: Runner) -> _Times | None:
+    path = _extra(arm, "operators", _PROFILED, runner) / "profile" / "operators.json"
+    return products_and_rest(path) if path.exists() else None
+
+
+def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:
+    done = runner.done(arm, 0)
+    if done and done.ledger:
+        return done.ledger
+    path = _extra(arm, "ledger", _LEDGER, runner) / "profile" / "ledger.json"
+    if not path.exists():
+        return None
+    ledger: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return ledger
+
+
+def _extra(arm: Arm, suffix: str, overrides: tuple[str, ...], runner: Runner) -> Path:
+    """Run an arm shortly under a profiler, and return the run's folder."""
+    if arm.script != "train.py":
+        raise UserError(f"a criterion on speed or memory is about training, and arm {arm.label} is a probe")
+    short = Arm(f"{arm.label}-{suffix}", (*arm.overrides, *overrides), arm.seed_shift)
+    return (runner.done(short, 0) or runner.run(short, 0)).folder
