@@ -99,7 +99,14 @@ class Trainer:
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device)
         self.loss_scale = config.scaler.build(config.precision.mode, self.device)
-        self.update = Update(self.optimizer, changed.parameters(), self.loss_scale, config.clip, self.masters)
+        self.update = Update(
+            self.optimizer,
+            changed.parameters(),
+            self.loss_scale,
+            config.clip,
+            self.masters,
+            config.optimizer.set_to_none,
+        )
         self.order = DataOrder(len(self.datasets.train), config.seed)
         self.step = 0
         """Optimizer steps done."""

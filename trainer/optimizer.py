@@ -27,6 +27,8 @@ class Optimizer:
     """Applied to parameters of two or more dimensions only: norms and biases are not decayed."""
     fused: bool | str = "auto"
     """One kernel for the whole update; auto: where torch has it for this device."""
+    set_to_none: bool = True
+    """Clear gradients to None; false fills them with zeros, to see what that costs."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class, such as ``betas`` or ``momentum``."""
 

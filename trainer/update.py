@@ -81,6 +81,7 @@ class Update:
         loss_scale: LossScale,
         clip: Clip,
         masters: MasterWeights | None = None,
+        set_to_none: bool = True,
     ) -> None:
         """Take what an update needs.
 
@@ -90,6 +91,7 @@ class Update:
             loss_scale: of the run.
             clip: what is done to the gradients.
             masters: the fp32 weights that the optimizer changes in the place of the model's 16-bit ones.
+            set_to_none: how gradients are cleared; False fills them with zeros, which keeps their memory.
 
         """
         self.optimizer = optimizer
@@ -97,6 +99,7 @@ class Update:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.loss_scale = loss_scale
         self.clip = clip
+        self.set_to_none = set_to_none
         device = self.parameters[0].device
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # Fused CUDA optimizers take the flag on the device; for all others the host has to look, which costs
@@ -109,7 +112,7 @@ class Update:
 
     @torch.no_grad()
     def step(self, number: int = 0) -> UpdateResult:
-        """End optimizer step ``number``, on which ``bf16_sr``'s rounding depends, and clear the gradients (to None)."""
+        """End optimizer step ``number``, on which ``bf16_sr``'s rounding depends, and clear the gradients."""
         if self.masters is not None:
             self.masters.take_gradients()
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
@@ -126,7 +129,7 @@ class Update:
             self.masters.write_back(number)  # after a skipped step: what they were
         scale = self.loss_scale.scale
         self.loss_scale.update(finite)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
         return UpdateResult(norm, skipped, scale)
 
     def _step_unless(self, skipped: Tensor) -> None:

@@ -140,6 +140,27 @@ def test_results_do_not_change_with_later_steps() -> None:
     assert torch.isfinite(good.grad_norm)
 
 
+def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:
+    weights = []
+    for set_to_none in (True, False):
+        torch.manual_seed(0)
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        update = Update(optimizer, net.parameters(), LossScale(CPU), Clip(), set_to_none=set_to_none)
+        places = []
+        for _ in range(2):
+            update.backward(loss_of(net))
+            assert net[0].weight.grad is not None
+            places.append(net[0].weight.grad)
+            update.step()
+        assert (net[0].weight.grad is None) == set_to_none
+        if not set_to_none:
+            assert places[0] is places[1] is net[0].weight.grad
+            assert not net[0].weight.grad.any()
+        weights.append(net[0].weight)
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_values_that_cannot_work_are_named(value: float) -> None:
     with pytest.raises(UserError, match=r"clip.max_norm="):
