@@ -21,6 +21,8 @@ from trainer.plots import Series, read_series
 PROJECT = Path(__file__).resolve().parents[1]
 OUTCOME_FILE = "outcome.json"
 STOP_TIMEOUT_S = 120.0
+DIVERGED = 3
+"""The exit code of training that turned non-finite: an outcome, which the same command would have again."""
 SETTLED = (2, 4)
 """Exit codes that another seed would not change: a mistake, and too little memory."""
 
@@ -79,6 +81,11 @@ def turns(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
             yield arm, seed
 
 
+def merged(*groups: Sequence[str]) -> list[str]:
+    """Return overrides of which the last of each key counts. Hydra itself refuses a group that is chosen twice."""
+    return list({text.partition("=")[0].lstrip("+~"): text for group in groups for text in group}.values())
+
+
 class Runner:
     """Trains arms below a folder; what was done before is kept, what was broken off is done again from the start."""
 
@@ -102,17 +109,17 @@ class Runner:
         """Return the command line of one run."""
         own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={_quoted(self.runs)}"]
         script = str(PROJECT / "scripts" / arm.script)
-        return [sys.executable, script, *self.common, *arm.overrides, *own]
+        return [sys.executable, script, *merged(self.common, arm.overrides, own)]
 
     def done(self, arm: Arm, seed: int) -> Outcome | None:
-        """Return the outcome of a run that was finished before."""
+        """Return the outcome of a run that came to its end before, or diverged."""
         folder = self.runs / _name(arm, seed)
         try:
             known = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
             outcome = Outcome(arm.label, seed, folder, **known)
         except (OSError, ValueError, TypeError):
             return None
-        return outcome if outcome.finished else None
+        return outcome if outcome.finished or outcome.exit_code == DIVERGED else None
 
     def run(self, arm: Arm, seed: int) -> Outcome:
         """Train once, in a fresh process, and write down what became of it.
@@ -198,7 +205,7 @@ def in_a_process(command: list[str], log: Path) -> int:
 def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return told[-1] if told else "\n".join(lines[-3:])
+    return told[-1] if told else " / ".join(lines[-3:])
 
 
 def _name(arm: Arm, seed: int) -> str:

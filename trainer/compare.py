@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,19 +17,21 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config
-from trainer.arms import PROJECT, Arm, Outcome, Runner, check_labels
+from trainer.arms import PROJECT, Arm, Outcome, Runner, check_labels, merged
 from trainer.config import Config, flatten
 from trainer.errors import UserError
 from trainer.explain import explain
 from trainer.files import write_json
 from trainer.hardware import detect
-from trainer.judge import ArmResult, judge
+from trainer.judge import LOSS, ArmResult, judge
 from trainer.mlflow_store import tracking_uri
 from trainer.provenance import git_facts, versions
 from trainer.suggest import nearest
 
 CONF = PROJECT / "conf"
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
+CHOSEN = ("seed", "run_name", "resume")
+"""What the comparison chooses for every run."""
 NULL = "null"
 NULL_SHIFT = 1000
 """What the null arm adds to a seed."""
@@ -92,7 +95,7 @@ def parse(arguments: list[str]) -> Comparison:
         key, equals, value = argument.partition("=")
         if not equals:
             raise UserError(f"{argument!r} is not an option; write key=value, such as seeds=5")
-        if key in ("seed", "run_name", "resume"):
+        if key in CHOSEN:
             raise UserError(f"{key}=… is chosen for every run; use seeds=5, and name=… for the comparison")
         if key.startswith("arm."):
             arms.append(Arm(key.removeprefix("arm."), tuple(_unquoted(value).split())))
@@ -108,6 +111,9 @@ def parse(arguments: list[str]) -> Comparison:
     if any(arm.label == NULL for arm in arms):
         raise UserError(f"the label {NULL} is that of the null arm; choose another")
     check_labels(arms)
+    for arm in arms:
+        if fixed := [text for text in arm.overrides if text.partition("=")[0] in (*CHOSEN, "output_dir")]:
+            raise UserError(f"arm {arm.label}: {fixed[0]} cannot differ between arms; drop it, and use seeds=5")
     baseline = values.get("baseline", arms[0].label)
     if baseline not in (labels := [arm.label for arm in arms]):
         raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
@@ -121,7 +127,7 @@ def parse(arguments: list[str]) -> Comparison:
         _margin(values.get("margin", "0.3%")),
         common,
         values.get("output_dir", "outputs"),
-        values.get("name", ""),
+        _folder_name(values.get("name", "")),
     )
 
 
@@ -167,10 +173,16 @@ def check_arms(about: Comparison) -> dict[str, Config]:
     configs: dict[str, Config] = {}
     for arm in about.arms:
         try:
-            composed = composed_config([*about.common, *arm.overrides])
+            composed = composed_config(merged(about.common, arm.overrides))
             if composed.parallel.kind != "single":
                 raise UserError("arms run on one device; drop parallel=…")
-            composed.resolve(detect(composed.device))
+            plan, _ = composed.resolve(detect(composed.device))
+            if plan.steps <= composed.log_every:
+                raise UserError(
+                    f"steps={plan.steps} leaves no step to measure the speed of: those up to log_every="
+                    f"{composed.log_every} are left out, as they warm up; use steps={4 * composed.log_every}, "
+                    "or a smaller log_every"
+                )
         except UserError as error:
             raise UserError(f"arm {arm.label}: {error}") from None
         configs[arm.label] = composed
@@ -211,7 +223,7 @@ def _comparable(composed: Config) -> dict[str, Any]:
 
 def _added(about: Comparison, is_gpu: bool) -> list[str]:
     """Return what runs get unless it was typed: no checkpoints, and a ledger where CUDA does not count memory."""
-    typed = {part.partition("=")[0] for part in [*about.common, *(o for arm in about.arms for o in arm.overrides)]}
+    typed = {part.partition("=")[0] for part in about.common}
     added = {"checkpoint": "none", "profiler": "none" if is_gpu else "memory"}
     return [f"{key}={value}" for key, value in added.items() if key not in typed]
 
@@ -243,7 +255,7 @@ def _begin(about: Comparison, common: list[str], facts: dict[str, Any]) -> None:
                     f"({before.get(different[0])} there, {plan[different[0]]} here); give this one a name=…"
                 )
         else:
-            write_json(path, plan | {"began_s": time.time()})
+            write_json(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex})
     except OSError as error:
         raise UserError(f"output_dir={about.output_dir} cannot be written ({error.strerror})") from None
 
@@ -252,10 +264,10 @@ def _teller(tell: Callable[[str], None], unit: str) -> Callable[[int, int, Outco
     def after(number: int, count: int, outcome: Outcome, known: bool) -> None:
         head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
         if not outcome.finished:
-            tell(f"{head}  failed with exit code {outcome.exit_code}: {outcome.failure.rpartition(chr(10))[2]}")
+            tell(f"{head}  failed{' before' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}")
             return
-        loss, rate = outcome.summary["final"].get("valid/loss"), outcome.summary["units_per_s"]
-        shown = f"loss {'not finite' if loss is None else f'{loss:.4f}'}  {rate:,.0f} {unit}/s" if rate else ""
+        loss, rate = outcome.summary["final"].get(LOSS), outcome.summary["units_per_s"]
+        shown = f"loss {'not finite' if loss is None else f'{loss:.4f}'}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
         tell(f"{head}  {shown}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
 
     return after
@@ -305,6 +317,12 @@ def _margin(text: str) -> float:
             "small to matter, such as margin=0.3%"
         )
     return margin
+
+
+def _folder_name(text: str) -> str:
+    if "/" in text or text in (".", ".."):
+        raise UserError(f"name={text} must be the name of a folder, without a slash")
+    return text
 
 
 def _truth(key: str, text: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from trainer.compare import Result
-from trainer.delivery import first_line, read_record
+from trainer.compare import PLAN_FILE, Result
+from trainer.delivery import TRACKING_FILE, first_line, read_record
 from trainer.mlflow_store import cut, lasting_uri, valid_key
 from trainer.sync import send
 from trainer.ui import comparison_address
@@ -24,23 +25,31 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
         files: of the report.
 
     Returns:
-        What to tell the user: the address of MLflow's page, or why there is none.
+        What to tell the user: the address of MLflow's page, or why there is none; nothing where no run was tracked.
 
     """
-    folders = [outcome.folder for outcome in result.outcomes if outcome.finished]
-    sent = [(folder, send(folder, uri)) for folder in folders]
-    late = [f"{folder.name}: {outcome.text}" for folder, outcome in sent if outcome.left_over]
-    if late:
-        return [f"not all runs are in MLflow, so neither is the comparison ({late[0]}); the same command tries again"]
-    records = [record for folder in folders if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri)]
-    if not records:
-        return ["the runs are not in MLflow (tracking=local)"]
+    records: dict[Path, dict[str, Any]] = {}
+    for outcome in result.outcomes:
+        folder = outcome.folder
+        if not (folder / TRACKING_FILE).exists():  # it ended before it had begun
+            continue
+        sent = send(folder, uri)
+        if sent.left_over:
+            missing = f"{folder.name}: {sent.text}"
+            return [
+                f"not all runs are in MLflow, so neither is the comparison ({missing}); the same command tries again"
+            ]
+        if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri):
+            records[folder] = record
+    shown = [records[outcome.folder] for outcome in result.outcomes if outcome.finished and outcome.folder in records]
+    if not shown:
+        return []
     try:
-        parent = _parent(result, uri, records, files)
+        parent = _parent(result, uri, list(records.values()), files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"MLflow did not take the comparison ({first_line(error)}); the same command tries again"]
     base = uri if uri.startswith(("http://", "https://")) else f"http://127.0.0.1:{PORT}"
-    address = comparison_address(base, records[0]["experiment_id"], [parent, *(record["run_id"] for record in records)])
+    address = comparison_address(base, shown[0]["experiment_id"], [parent, *(record["run_id"] for record in shown)])
     where = "" if base == uri else " (while python scripts/ui.py runs)"
     return [f"side by side in MLflow{where}:", f"  {address}"]
 
@@ -52,11 +61,9 @@ def _parent(result: Result, uri: str, records: list[dict[str, Any]], files: list
     about = result.comparison
     run_ids = [record["run_id"] for record in records]
     experiment = client.get_experiment(records[0]["experiment_id"]).name
-    known = client.get_run(run_ids[0]).data.tags.get("mlflow.parentRunId")
-    # Without a parent yet, the first run's id stands for the comparison: the same command finds it again.
-    key = f"comparison-of-{run_ids[0]}"
-    began = min(client.get_run(run_id).info.start_time for run_id in run_ids) / 1000
-    parent = known or create_run(client, uri, experiment, f"compare-{about.name}", key, began).info.run_id
+    plan = json.loads((about.folder / PLAN_FILE).read_text(encoding="utf-8"))
+    run = create_run(client, uri, experiment, f"compare-{about.name}", plan["key"], plan["began_s"])
+    parent = run.info.run_id
     for run_id in run_ids:
         client.set_tag(run_id, "mlflow.parentRunId", parent)
     params = {"arms": ", ".join(arm.label for arm in about.arms), "baseline": about.baseline, "margin": about.margin}
@@ -65,7 +72,9 @@ def _parent(result: Result, uri: str, records: list[dict[str, Any]], files: list
     for arm in result.arms:
         client.set_tag(parent, valid_key(f"quality.{arm.label}"), arm.quality.verdict)
         for name, value in _numbers(arm).items():
-            client.log_metric(parent, valid_key(f"{arm.label}/{name}"), value, step=len(about.seeds))
+            key = valid_key(f"{arm.label}/{name}")
+            if run.data.metrics.get(key) != value:  # a point logged twice would be kept twice
+                client.log_metric(parent, key, value, step=len(about.seeds))
     for file in files:
         client.log_artifact(parent, str(file))
     client.set_terminated(parent, "FINISHED")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import html
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer import compare_plots
 from trainer.compare import Result
 from trainer.files import write_text
 from trainer.judge import ArmResult, Ratio
-from trainer.statistics import Interval
+from trainer.statistics import WORSE, Interval
 
-HEAD = ("arm", "throughput", "speed", "peak memory", "memory", "energy", "valid. loss", "difference", "quality")
+COST = ("throughput", "times as fast", "peak memory", "of baseline's")
+ENERGY = "energy"
+QUALITY = ("valid. loss", "difference", "curves part at", "quality")
+HEAD = ("arm", *COST, ENERGY, *QUALITY)
 MIB = 2**20
 
 
@@ -46,6 +50,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             _ratio(arm.energy) if arm.energy.values else "not measured",
             _mean(None, arm.quality.values, lambda v: f"{v:.4f}"),
             _difference(arm),
+            _parting(result, arm),
             "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
         )
         for arm in result.arms
@@ -53,12 +58,14 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def table(result: Result) -> str:
-    """Return the table for a terminal."""
+    """Return two tables for a terminal of 80 columns or little more: what an arm costs, and what comes of it."""
     lines = [HEAD, *rows(result)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    energy = (ENERGY,) if any(arm.energy.values for arm in result.arms) else ()
+    blocks = [
+        _aligned([[line[HEAD.index(n)] for n in ("arm", *names)] for line in lines])
+        for names in (COST + energy, QUALITY)
+    ]
+    return "\n\n".join(blocks if energy else [f"{blocks[0]}\nenergy: not measured (it needs an NVIDIA GPU)", blocks[1]])
 
 
 def sentences(result: Result) -> list[str]:
@@ -67,7 +74,7 @@ def sentences(result: Result) -> list[str]:
     base = result.comparison.baseline
     for arm in result.arms:
         told += [f"{arm.label}, seed {seed}, failed: {why}" for seed, why in arm.failures.items()]
-        if arm.label == base or not arm.seeds:
+        if arm.label == base or not (arm.seeds or arm.quality.verdict == WORSE):
             continue
         if arm.is_null:
             told.append(_null_sentence(arm, base))
@@ -81,11 +88,14 @@ def sentences(result: Result) -> list[str]:
             parts.append(f"uses {_times(arm.energy.ratio)} its energy for the same work")
         quality = f"its validation loss is {arm.quality.verdict}"
         if arm.quality.test:
-            quality += f" at a margin of {arm.quality.test.margin:.2%} ({_percent(arm.quality.test.difference)})"
+            margin = f"{100 * arm.quality.test.margin:g} %"
+            quality += f" at a margin of {margin} ({_percent(arm.quality.test.difference)})"
         if arm.quality.why:
             quality += f"; {arm.quality.why}"
         if arm.quality.separates_at is not None:
-            quality += f"; the curves are further apart than the null arm's from step {arm.quality.separates_at}"
+            quality += (
+                f"; at step {arm.quality.separates_at} its curves are further from {base}'s than any null curve is"
+            )
         told.append(f"{arm.label} {', '.join([*parts, 'and ' + quality if parts else quality])}.")
     return told
 
@@ -158,13 +168,14 @@ def _class(cell: str) -> str:
     return f" class={cell}" if cell in ("EQUIVALENT", "BETTER", "WORSE", "INCONCLUSIVE") else ""
 
 
-def _mean(interval: Interval | None, values: list[float], show) -> str:  # type: ignore[no-untyped-def]
+def _mean(interval: Interval | None, values: list[float], show: Callable[[float], str]) -> str:
     if not values:
         return "not measured"
     middle = show(sum(values) / len(values))
-    return (
-        f"{middle} ±{(interval.high - interval.low) / 2 / interval.mean:.1%}" if interval and interval.mean else middle
-    )
+    if interval is None or min(values) == max(values):
+        return middle
+    half = (interval.high - interval.low) / 2 / interval.mean
+    return f"{middle} ± {100 * half:.1f} %" if half < 1 else f"{middle} ± over 100 %"
 
 
 def _ratio(quantity: Ratio) -> str:
@@ -180,7 +191,22 @@ def _times(interval: Interval) -> str:
 
 
 def _percent(interval: Interval) -> str:
-    return f"{interval.mean:+.2%} [{interval.low:+.2%}, {interval.high:+.2%}]"
+    mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
+    return f"{mean} % [{low}, {high}]"
+
+
+def _parting(result: Result, arm: ArmResult) -> str:
+    if arm.label == result.comparison.baseline or arm.is_null or not any(other.is_null for other in result.arms):
+        return ""
+    step = arm.quality.separates_at
+    return "never" if step is None else f"step {step}"
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def _difference(arm: ArmResult) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainer.arms import Arm, Outcome
-from trainer.measures import DIVERGED, LOSS, energy, memory, speed
+from trainer.arms import DIVERGED, Arm, Outcome
+from trainer.measures import LOSS, energy, memory, speed
 from trainer.statistics import INCONCLUSIVE, WORSE, Equivalence, Interval, equivalence, mean_interval, ratio_interval
 
 
@@ -32,14 +32,14 @@ class Quality:
 
     values: list[float] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
-    """(arm − baseline) / baseline, one per pair."""
+    """(arm − baseline) / |baseline|, one per pair."""
     verdict: str = ""
     """Empty for the baseline."""
     why: str = ""
     test: Equivalence | None = None
     separates_at: int | None = None
-    """The first evaluated step at which the mean distance of the arm's validation curves from the baseline's is
-    more than that of the null arm's."""
+    """The first evaluated step at which the arm's validation curves are on average further from the baseline's than
+    any of the null arm's is; None: never, or fewer than two pairs of either."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
 
     """
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
-    base = {seed: outcome for seed, outcome in by_arm[baseline].items() if outcome.finished}
+    base = _finished(by_arm[baseline])
     null = next((arm.label for arm in arms if arm.seed_shift), None)
     noise = _distances(_finished(by_arm[null]), base) if null else {}
     results = []
@@ -93,7 +93,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             speed=_ratio(speed, done, against),
             memory=_ratio(memory, done, against),
             energy=_ratio(energy, done, against),
-            quality=_quality(runs, against, margin),
+            quality=_quality(runs, None if against is None else by_arm[baseline], margin),
             ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
         )
@@ -123,16 +123,14 @@ def _interval(values: list[float], of: Callable[[list[float]], Interval]) -> Int
     return of(values) if len(values) > 1 else None
 
 
-def _quality(runs: dict[int, Outcome], base: dict[int, Outcome] | None, margin: float) -> Quality:
+def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None, margin: float) -> Quality:
     losses = {seed: loss for seed, o in _finished(runs).items() if (loss := _loss(o)) is not None}
     quality = Quality(list(losses.values()))
-    if base is None:
+    if base_runs is None:
         return quality
-    others = {seed: other for seed, o in base.items() if (other := _loss(o)) is not None}
-    quality.differences = [(loss - others[s]) / others[s] for s, loss in losses.items() if others.get(s)]
-    diverged = [
-        s for s, o in runs.items() if s in others and (o.exit_code == DIVERGED or (o.finished and _loss(o) is None))
-    ]
+    others = {seed: other for seed, o in _finished(base_runs).items() if (other := _loss(o)) is not None}
+    quality.differences = [(loss - others[s]) / abs(others[s]) for s, loss in losses.items() if others.get(s)]
+    diverged = [s for s, o in runs.items() if s in others and _diverged(o)]
     if diverged:
         quality.verdict = WORSE
         quality.why = f"{len(diverged)} of {len(runs)} runs diverged where the baseline's did not"
@@ -142,9 +140,19 @@ def _quality(runs: dict[int, Outcome], base: dict[int, Outcome] | None, margin: 
     else:
         quality.test = equivalence(quality.differences, margin)
         quality.verdict = quality.test.verdict
+        why = []
+        if len(quality.differences) < len(runs):
+            why.append(f"only {len(quality.differences)} of {len(runs)} pairs finished")
+        if worse := [s for s, o in base_runs.items() if _diverged(o) and s in losses]:
+            why.append(f"the baseline diverged in {len(worse)} where this arm did not")
         if quality.test.pairs_needed:
-            quality.why = f"about {quality.test.pairs_needed} seeds of this spread would settle it"
+            why.append(f"about {quality.test.pairs_needed} seeds of this spread would settle it")
+        quality.why = "; ".join(why)
     return quality
+
+
+def _diverged(outcome: Outcome) -> bool:
+    return outcome.exit_code == DIVERGED or (outcome.finished and _loss(outcome) is None)
 
 
 def _loss(outcome: Outcome) -> float | None:
@@ -152,8 +160,8 @@ def _loss(outcome: Outcome) -> float | None:
     return loss
 
 
-def _distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, float]:
-    """Return the mean absolute distance of validation losses from the baseline's, by step."""
+def _distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
+    """Return the absolute distance of every pair's validation losses by step; infinite where one is not finite."""
     apart: dict[int, list[float]] = {}
     for seed in runs.keys() & base.keys():
         one, other = runs[seed].series.get(LOSS), base[seed].series.get(LOSS)
@@ -164,8 +172,12 @@ def _distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, 
             if step in known:
                 distance = abs(value - known[step])
                 apart.setdefault(step, []).append(distance if math.isfinite(distance) else math.inf)
-    return {step: float(np.mean(values)) for step, values in sorted(apart.items())}
+    return dict(sorted(apart.items()))
 
 
-def _separation(distances: dict[int, float], noise: dict[int, float]) -> int | None:
-    return next((step for step, distance in distances.items() if distance > noise.get(step, math.inf)), None)
+def _separation(distances: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
+    for step, values in distances.items():
+        null = noise.get(step, [])
+        if min(len(values), len(null)) > 1 and float(np.mean(values)) > max(null):
+            return step
+    return None
