@@ -184,7 +184,8 @@ def check_arms(about: Comparison) -> dict[str, Config]:
                     "or a smaller log_every"
                 )
         except UserError as error:
-            raise UserError(f"arm {arm.label}: {error}") from None
+            told = str(error).replace("add -m to run one after the other", "give each an arm of its own")
+            raise UserError(f"arm {arm.label}: {told}") from None
         configs[arm.label] = composed
     base = _comparable(configs[about.baseline])
     for arm in about.arms:
