@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # into a file, too, a line a run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     from trainer.compare import check_arms, compare, parse, tracking_uri_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def svg(figure: Any) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(buffer, format="svg")
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
 def _color(result: Result, arm: ArmResult) -> str:

@@ -73,7 +73,7 @@ def sentences(result: Result) -> list[str]:
     told = []
     base = result.comparison.baseline
     for arm in result.arms:
-        told += [f"{arm.label}, seed {seed}, failed: {why}" for seed, why in arm.failures.items()]
+        told += _failures(arm)
         if arm.label == base or not (arm.seeds or arm.quality.verdict == WORSE):
             continue
         if arm.is_null:
@@ -86,6 +86,9 @@ def sentences(result: Result) -> list[str]:
             parts.append(f"needs {_times(arm.memory.ratio)} its memory")
         if arm.energy.ratio:
             parts.append(f"uses {_times(arm.energy.ratio)} its energy for the same work")
+        if arm.skipped_steps:
+            steps = result.facts["steps"] * len(arm.seeds)
+            parts.append(f"skipped {arm.skipped_steps} of {steps:,} steps for an overflow")
         quality = f"its validation loss is {arm.quality.verdict}"
         if arm.quality.test:
             margin = f"{100 * arm.quality.test.margin:g} %"
@@ -96,8 +99,18 @@ def sentences(result: Result) -> list[str]:
             quality += (
                 f"; at step {arm.quality.separates_at} its curves are further from {base}'s than any null curve is"
             )
-        told.append(f"{arm.label} {', '.join([*parts, 'and ' + quality if parts else quality])}.")
+        told.append(f"{arm.label} {', '.join([*parts, 'and ' + quality])}." if parts else f"{arm.label}: {quality}.")
     return told
+
+
+def _failures(arm: ArmResult) -> list[str]:
+    seeds_of: dict[str, list[str]] = {}
+    for seed, why in arm.failures.items():
+        seeds_of.setdefault(why, []).append(str(seed))
+    return [
+        f"{arm.label}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}, failed: {why}"
+        for why, seeds in seeds_of.items()
+    ]
 
 
 def method(result: Result) -> list[str]:

@@ -136,7 +136,7 @@ def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None, mar
         quality.why = f"{len(diverged)} of {len(runs)} runs diverged where the baseline's did not"
     elif len(quality.differences) < 2:
         quality.verdict = INCONCLUSIVE
-        quality.why = f"{len(quality.differences)} pairs of runs finished; an interval needs two"
+        quality.why = f"{len(quality.differences)} of {len(runs)} pairs finished, and an interval needs two"
     else:
         quality.test = equivalence(quality.differences, margin)
         quality.verdict = quality.test.verdict
