@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from typing import Any
 
 import numpy as np
 
 from trainer.compare import Result
-from trainer.judge import ArmResult
+from trainer.judge import ArmResult, distances
 from trainer.measures import LOSS
 from trainer.memory import CATEGORIES, MIB
 from trainer.plots import INK, QUIET
@@ -30,7 +31,8 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
     """Return (title, matplotlib figure) by file name; what was not measured is left out."""
     drawn = {
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
-        "speed": (f"Throughput, {result.facts['unit']} per second, with 95 % intervals", _speed(result)),
+        "apart": ("How far the curves are from the baseline's, mean over the seeds", _apart(result)),
+        "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
         "tradeoff": ("Speed against quality, both over the baseline's", _tradeoff(result)),
     }
@@ -90,6 +92,33 @@ def _loss(result: Result) -> Any:
     return figure
 
 
+def _apart(result: Result) -> Any:
+    """Draw what decides where curves part: mean distances, over the largest one of the null arm."""
+    runs = {arm.label: {o.seed: o for o in result.outcomes if o.arm == arm.label and o.finished} for arm in result.arms}
+    base = runs[result.comparison.baseline]
+    figure, axes = _figure()
+    drawn = False
+    for arm in result.arms:
+        apart = distances(runs[arm.label], base) if arm.label != result.comparison.baseline else {}
+        steps = [step for step, values in apart.items() if math.isfinite(max(values)) and max(values) > 0]
+        if arm.is_null and steps:
+            axes.fill_between(
+                steps, [max(apart[step]) for step in steps], color=NOISE, alpha=0.25, label="null, at most"
+            )
+        elif steps:
+            means = [float(np.mean(apart[step])) for step in steps]
+            axes.plot(steps, means, "o-", color=_color(result, arm), linewidth=1.8, markersize=3, label=arm.label)
+            drawn = True
+    if not drawn:
+        return None
+    axes.set_yscale("log")
+    axes.set_xlabel("optimizer step", color=QUIET)
+    axes.set_ylabel("difference in validation loss", color=QUIET)
+    axes.grid(axis="y", color="#e8eaed")
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
 def _speed(result: Result) -> Any:
     from matplotlib.ticker import EngFormatter
 
@@ -98,15 +127,18 @@ def _speed(result: Result) -> Any:
         return None
     figure, axes = _figure()
     for row, arm in enumerate(arms):
-        middle = float(np.mean(arm.speed.values))
-        axes.barh(row, middle, color=_color(result, arm), height=0.6)
+        values = arm.speed.values
+        middle = float(np.mean(values))
+        axes.barh(row, middle, color=_color(result, arm), height=0.7)
         if arm.speed.value:
             half = (arm.speed.value.high - arm.speed.value.low) / 2
-            axes.errorbar(middle, row, xerr=half, color=INK, capsize=3, linewidth=1)
+            axes.errorbar(middle, row + 0.18, xerr=half, color=INK, capsize=3, linewidth=1)
+        axes.plot(values, [row + 0.18] * len(values), "o", color="white", markeredgecolor=INK, markersize=4)
         shown = f"{arm.speed.ratio.mean:.2f}x" if arm.speed.ratio else EngFormatter(places=1)(middle)
         axes.annotate(
-            shown, (0, row), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
+            shown, (0, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
         )
+    axes.set_xlim(0, 1.2 * max(max(arm.speed.values) for arm in arms))  # of few seeds the interval may be absurdly wide
     _rows(axes, arms)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     return figure
@@ -149,8 +181,7 @@ def _tradeoff(result: Result) -> Any:
     figure, axes = _figure()
     margin = 100 * result.comparison.margin
     axes.axhspan(-margin, margin, color="#e6f4ea", label=f"margin ±{margin:g} %")
-    axes.plot(1, 0, "o", color=COLORS[0])
-    axes.annotate(result.comparison.baseline, (1, 0), xytext=(6, 5), textcoords="offset points", color=INK)
+    axes.plot(1, 0, "D", color=COLORS[0], label=result.comparison.baseline, zorder=3)
     for arm in arms:
         assert arm.speed.ratio
         assert arm.quality.test
@@ -164,8 +195,8 @@ def _tradeoff(result: Result) -> Any:
             fmt="o",
             color=color,
             capsize=3,
+            label=arm.label,
         )
-        axes.annotate(arm.label, (x.mean, 100 * y.mean), xytext=(6, 5), textcoords="offset points", color=INK)
     axes.set_xlabel("times as fast", color=QUIET)
     axes.set_ylabel("difference in validation loss, %", color=QUIET)
     axes.margins(0.2)

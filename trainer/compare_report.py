@@ -38,16 +38,16 @@ def write_report(result: Result, command: list[str]) -> list[Path]:
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
-    """Return the table's rows, one per arm, under ``HEAD``."""
+    """Return the table: its head, and a row for each arm. Without energy, where that was not measured at all."""
     unit = result.facts["unit"]
-    return [
+    lines = [
         (
             f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
             _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s"),
-            _ratio(arm.speed),
+            _ratio(result, arm, arm.speed),
             _mean(arm.memory.value, arm.memory.values, lambda v: f"{v / MIB:,.1f} MiB"),
-            _ratio(arm.memory),
-            _ratio(arm.energy) if arm.energy.values else "not measured",
+            _ratio(result, arm, arm.memory),
+            _ratio(result, arm, arm.energy),
             _mean(None, arm.quality.values, lambda v: f"{v:.4f}"),
             _difference(arm),
             _parting(result, arm),
@@ -55,17 +55,24 @@ def rows(result: Result) -> list[tuple[str, ...]]:
         )
         for arm in result.arms
     ]
+    shown = [column for column, name in enumerate(HEAD) if name != ENERGY or _has_energy(result)]
+    return [tuple(line[column] for column in shown) for line in (HEAD, *lines)]
 
 
 def table(result: Result) -> str:
     """Return two tables for a terminal of 80 columns or little more: what an arm costs, and what comes of it."""
-    lines = [HEAD, *rows(result)]
-    energy = (ENERGY,) if any(arm.energy.values for arm in result.arms) else ()
-    blocks = [
-        _aligned([[line[HEAD.index(n)] for n in ("arm", *names)] for line in lines])
-        for names in (COST + energy, QUALITY)
-    ]
-    return "\n\n".join(blocks if energy else [f"{blocks[0]}\nenergy: not measured (it needs an NVIDIA GPU)", blocks[1]])
+    lines = rows(result)
+    first = len(lines[0]) - len(QUALITY)
+    blocks = [_aligned([line[:first] for line in lines]), _aligned([(line[0], *line[first:]) for line in lines])]
+    return "\n\n".join([*blocks, *_unmeasured(result)])
+
+
+def _has_energy(result: Result) -> bool:
+    return any(arm.energy.values for arm in result.arms)
+
+
+def _unmeasured(result: Result) -> list[str]:
+    return [] if _has_energy(result) else ["Energy: not measured (it takes an NVIDIA GPU)."]
 
 
 def sentences(result: Result) -> list[str]:
@@ -121,14 +128,14 @@ def method(result: Result) -> list[str]:
     memory = "what CUDA's allocator gave out at most"
     if not str(hardware["device"]).startswith("cuda"):
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
-    where = f"{hardware['name']}, {hardware['device']}, {hardware['threads']} threads"
+    where = f"{hardware['name']}, {hardware['device']}, threads {hardware['threads']}"
     return [
         f"Machine: {where}; torch {facts['versions']['torch']}{commit}.",
         f"{facts['steps']} optimizer steps, seeds {', '.join(map(str, about.seeds))}. The arms of a seed have the same "
         "initial weights and data order, and run one after another, each in a fresh process, in an order that turns "
         "round from seed to seed.",
-        f"Throughput leaves out the first window, evaluation and checkpoints. Memory is {memory}. "
-        "Energy is the GPU's own counter over training and evaluation.",
+        "Throughput leaves out the steps that warm up (the first log interval), evaluation and checkpoints. "
+        f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
         "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987). "
         "WORSE and BETTER: their 95 % interval lies wholly beyond the margin. Several arms are not corrected for.",
@@ -139,20 +146,22 @@ def markdown(result: Result, command: list[str], images: str) -> str:
     """Return ``report.md``."""
     lines = [f"# {result.comparison.name}", "", f"    {shlex.join(command)}", ""]
     lines += [f"- {sentence}" for sentence in sentences(result)]
-    lines += ["", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows(result)]
-    lines += ["", images, "## How it was measured", "", *method(result), ""]
+    head, *below = rows(result)
+    lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in below]
+    lines += ["", *_unmeasured(result), "", images, "## How it was measured", "", *method(result), ""]
     return "\n".join(lines)
 
 
 def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) -> str:
     """Return ``report.html``: styles and plots inside, no script, no address."""
     name = html.escape(result.comparison.name)
+    names, *below = rows(result)
     cells = "".join(
-        "<tr>" + "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows(result)
+        "<tr>" + "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in below
     )
-    head = "".join(f"<th>{cell}</th>" for cell in HEAD)
+    head = "".join(f"<th>{name}</th>" for name in names)
+    note = "".join(f"<p>{sentence}</p>" for sentence in _unmeasured(result))
     said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences(result))
     figures = "".join(
         f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in plots.values()
@@ -162,16 +171,18 @@ def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) 
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{name}</title><style>{_STYLE}</style>\n<h1>{name}</h1>\n<pre>{html.escape(shlex.join(command))}</pre>\n"
         f"<ul>{said}</ul>\n<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table></div>\n"
-        f"<div class=plots>{figures}</div>\n<h2>How it was measured</h2>\n{how}</html>\n"
+        f"{note}<div class=plots>{figures}</div>\n<h2>How it was measured</h2>\n{how}</html>\n"
     )
 
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #202124; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem } pre { background: #f1f3f4; padding: .6rem .8rem; overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem } .wide { overflow-x: auto }
-th, td { text-align: left; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid #dadce0; vertical-align: top }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; margin: 1.5rem 0 }
+body { font: 16px/1.5 system-ui, sans-serif; color: #202124; max-width: 80rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem }
+pre { background: #f1f3f4; padding: .6rem .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem } .wide { overflow-x: auto }
+th, td { text-align: left; padding: .4rem .7rem .4rem 0; border-bottom: 1px solid #dadce0; white-space: nowrap }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem }
+.plots { margin: 1.5rem 0 }
 figure { margin: 0 } figcaption { color: #5f6368 } svg { width: 100%; height: auto }
 .EQUIVALENT, .BETTER { color: #137333 } .WORSE { color: #c5221f } .INCONCLUSIVE { color: #7a4f00 }
 """
@@ -191,10 +202,12 @@ def _mean(interval: Interval | None, values: list[float], show: Callable[[float]
     return f"{middle} ± {100 * half:.1f} %" if half < 1 else f"{middle} ± over 100 %"
 
 
-def _ratio(quantity: Ratio) -> str:
-    if quantity.ratio is None:
-        return f"{quantity.ratios[0]:.2f}x" if quantity.ratios else ("1" if quantity.values else "not measured")
-    return _times(quantity.ratio)
+def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
+    if quantity.ratio is not None:
+        return _times(quantity.ratio)
+    if quantity.ratios:
+        return f"{quantity.ratios[0]:.2f}x"
+    return "1" if quantity.values and arm.label == result.comparison.baseline else "not measured"
 
 
 def _times(interval: Interval) -> str:
@@ -215,7 +228,7 @@ def _parting(result: Result, arm: ArmResult) -> str:
     return "never" if step is None else f"step {step}"
 
 
-def _aligned(lines: list[list[str]]) -> str:
+def _aligned(lines: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

@@ -78,7 +78,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
     base = _finished(by_arm[baseline])
     null = next((arm.label for arm in arms if arm.seed_shift), None)
-    noise = _distances(_finished(by_arm[null]), base) if null else {}
+    noise = distances(_finished(by_arm[null]), base) if null else {}
     results = []
     for arm in arms:
         runs = by_arm[arm.label]
@@ -98,7 +98,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
         )
         if against is not None and not arm.seed_shift and noise:
-            result.quality.separates_at = _separation(_distances(done, base), noise)
+            result.quality.separates_at = _separation(distances(done, base), noise)
         results.append(result)
     return results
 
@@ -160,7 +160,7 @@ def _loss(outcome: Outcome) -> float | None:
     return loss
 
 
-def _distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
+def distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
     """Return the absolute distance of every pair's validation losses by step; infinite where one is not finite."""
     apart: dict[int, list[float]] = {}
     for seed in runs.keys() & base.keys():
@@ -175,8 +175,8 @@ def _distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, 
     return dict(sorted(apart.items()))
 
 
-def _separation(distances: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
-    for step, values in distances.items():
+def _separation(apart: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
+    for step, values in apart.items():
         null = noise.get(step, [])
         if min(len(values), len(null)) > 1 and float(np.mean(values)) > max(null):
             return step
