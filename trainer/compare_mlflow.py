@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.arms import Outcome
 from trainer.compare import PLAN_FILE, Result
 from trainer.delivery import TRACKING_FILE, first_line, read_record
 from trainer.mlflow_store import cut, lasting_uri, valid_key
 from trainer.sync import send
-from trainer.ui import comparison_address
+from trainer.ui import comparison_address, run_address
 
 PORT = 5000
 """Where ``scripts/ui.py`` shows the runs, unless that port is taken."""
@@ -28,7 +29,7 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
         What to tell the user: the address of MLflow's page, or why there is none; nothing where no run was tracked.
 
     """
-    records: dict[Path, dict[str, Any]] = {}
+    told: list[tuple[Outcome, dict[str, Any]]] = []
     for outcome in result.outcomes:
         folder = outcome.folder
         if not (folder / TRACKING_FILE).exists():  # it ended before it had begun
@@ -40,32 +41,36 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
                 f"not all runs are in MLflow, so neither is the comparison ({missing}); the same command tries again"
             ]
         if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri):
-            records[folder] = record
-    shown = [records[outcome.folder] for outcome in result.outcomes if outcome.finished and outcome.folder in records]
+            told.append((outcome, record))
+    shown = [record["run_id"] for outcome, record in told if outcome.finished]
     if not shown:
         return []
     try:
-        parent = _parent(result, uri, list(records.values()), files)
+        parent = _parent(result, uri, told, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"MLflow did not take the comparison ({first_line(error)}); the same command tries again"]
     base = uri if uri.startswith(("http://", "https://")) else f"http://127.0.0.1:{PORT}"
-    address = comparison_address(base, shown[0]["experiment_id"], [parent, *(record["run_id"] for record in shown)])
-    where = "" if base == uri else " (while python scripts/ui.py runs)"
-    return [f"side by side in MLflow{where}:", f"  {address}"]
+    experiment = told[0][1]["experiment_id"]
+    where = "" if base == uri else ", while python scripts/ui.py runs"
+    return [
+        f"in MLflow{where}: {run_address(base, experiment, parent)}",
+        "its runs side by side:",
+        f"  {comparison_address(base, experiment, shown)}",
+    ]
 
 
-def _parent(result: Result, uri: str, records: list[dict[str, Any]], files: list[Path]) -> str:
+def _parent(result: Result, uri: str, told: list[tuple[Outcome, dict[str, Any]]], files: list[Path]) -> str:
     from trainer.mlflow_store import connect, create_run
 
     client = connect(uri)
     about = result.comparison
-    run_ids = [record["run_id"] for record in records]
-    experiment = client.get_experiment(records[0]["experiment_id"]).name
+    experiment = client.get_experiment(told[0][1]["experiment_id"]).name
     plan = json.loads((about.folder / PLAN_FILE).read_text(encoding="utf-8"))
     run = create_run(client, uri, experiment, f"compare-{about.name}", plan["key"], plan["began_s"])
     parent = run.info.run_id
-    for run_id in run_ids:
-        client.set_tag(run_id, "mlflow.parentRunId", parent)
+    for outcome, record in told:
+        client.set_tag(record["run_id"], "mlflow.parentRunId", parent)
+        client.set_tag(record["run_id"], "arm", outcome.arm)
     params = {"arms": ", ".join(arm.label for arm in about.arms), "baseline": about.baseline, "margin": about.margin}
     for name, value in (params | {"common": " ".join(about.common)}).items():
         client.log_param(parent, name, cut(str(value), 500))
@@ -77,7 +82,8 @@ def _parent(result: Result, uri: str, records: list[dict[str, Any]], files: list
                 client.log_metric(parent, key, value, step=len(about.seeds))
     for file in files:
         client.log_artifact(parent, str(file))
-    client.set_terminated(parent, "FINISHED")
+    ended = max(client.get_run(record["run_id"]).info.end_time for _, record in told)
+    client.set_terminated(parent, "FINISHED", ended)
     return str(parent)
 
 

@@ -103,6 +103,11 @@ def curves_address(base: str, experiment_id: str) -> str:
     return f"{experiment_address(base, experiment_id)}&compareRunsMode=CHART"
 
 
+def run_address(base: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page."""
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
+
+
 def comparison_address(base: str, experiment_id: str, run_ids: list[str]) -> str:
     """Return the address of the page that shows the params and metrics of runs side by side."""
     runs, experiments = (quote(json.dumps(ids, separators=(",", ":")), safe="") for ids in (run_ids, [experiment_id]))

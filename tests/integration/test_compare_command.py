@@ -74,8 +74,11 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert sorted((run.info.run_name, run.info.status) for run in children) == [
         *(("fp32-s0", "FINISHED"), ("fp32-s1", "FINISHED"), ("hot-s0", "FAILED"), ("hot-s1", "FAILED"))
     ]
-    finished = [run.info.run_id for run in children if run.info.status == "FINISHED"]
-    assert all(run_id in third.out for run_id in (parent.info.run_id, *finished))
+    assert [run.data.tags["arm"] for run in children] == [run.info.run_name.partition("-")[0] for run in children]
+    told = third.out.splitlines()
+    assert f"/runs/{parent.info.run_id}?" in told[-3]
+    assert [run.info.run_id in told[-1] for run in children] == [run.info.status == "FINISHED" for run in children]
+    assert parent.info.run_id not in told[-1]
     assert parent.data.tags["quality.hot"] == "WORSE"
     assert parent.data.params["arms"] == "fp32, hot"
     assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
