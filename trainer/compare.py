@@ -23,7 +23,8 @@ from trainer.errors import UserError
 from trainer.explain import explain
 from trainer.files import write_json
 from trainer.hardware import detect
-from trainer.judge import LOSS, ArmResult, judge
+from trainer.judge import ArmResult, judge
+from trainer.measures import LOSS
 from trainer.mlflow_store import tracking_uri
 from trainer.provenance import git_facts, versions
 from trainer.suggest import nearest

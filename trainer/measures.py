@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from trainer.arms import Outcome
+from trainer.arms import DIVERGED, Outcome
 
 LOSS = "valid/loss"
-DIVERGED = 3
-"""The exit code of training that turned non-finite."""
 
 
 def speed(outcome: Outcome) -> float | None:
