@@ -126,18 +126,23 @@ def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str)
         said.append(f"{broken} of {len([run for run in outcomes if run.arm == name])} runs of {name} turned non-finite")
     if sum(skips):
         said.append(f"{name} skipped {sum(skips)} of {sum(steps)} steps for an overflow")
+    norms = [norm for run in outcomes if run.arm == name for norm in run.series.get("grad_norm", ((), ()))[1]]
+    if zeros := sum(norm == 0 for norm in norms):
+        said.append(f"the gradient of {name} was exactly zero in {zeros} of {len(norms)} logged steps")
     apart = differences(name, other) if name != other else []
     noise = differences(NULL, other)
     if apart and max(apart) < float("inf"):
-        mean = sum(apart) / len(apart)
-        text = f"run by run {name} and {other} differ by {mean:.3%} on average"
-        if noise:
-            text += f", {other} and the same with other seeds by {sum(noise) / len(noise):.3%}"
-        said.append(text)
+        text = f"run by run {name} and {other} differ by {_mean_percent(apart)} on average"
+        said.append(text + (f", {other} and the same with other seeds by {_mean_percent(noise)}" if noise else ""))
     if not said:
         return ""
     sentence = "; ".join(said) + "."
     return sentence[0].upper() + sentence[1:] if not sentence.startswith((name, other)) else sentence
+
+
+def _mean_percent(values: list[float]) -> str:
+    mean = 100 * sum(values) / len(values)
+    return f"{mean:,.0f} %" if mean >= 10 else f"{mean:.2g} %"
 
 
 def _values_sentence(measure: str, names: list[str], outcomes: list[Outcome]) -> str:
