@@ -16,7 +16,7 @@ from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.suggest import nearest
 
 FOLDER = PROJECT / "conf" / "claim"
-NULL = "null"
+NULL = "null_arm"
 NULL_SHIFT = 1000
 """What the null arm adds to a seed."""
 QUIET = ("tracking=local", "checkpoint=none")
@@ -28,7 +28,7 @@ STAND_INS = {"precision=tf32": "precision=fp32", "precision=fp8": "precision=bf1
 
 @dataclass
 class Claim:
-    """One published claim, as its YAML says it. ``conf/claim/README.md`` explains the fields by example."""
+    """One published claim, as its YAML says it. The README shows how to write one."""
 
     id: str
     statement: str
@@ -52,8 +52,8 @@ class Claim:
     """Further overrides by setup on a CUDA GPU, which takes other sizes than a CPU."""
     repeats: int = 3
     """Runs of each arm, each with a seed of its own."""
-    null: str = ""
-    """The arm that is also run with other seeds, to show what noise looks like."""
+    null_arm: str = ""
+    """The arm that is also run with other seeds, to show what noise looks like; criteria call that one null_arm."""
     label: str = ""
     """What the test is not: scaled down, or an analogue."""
     traps: list[str] = field(default_factory=list)
@@ -74,13 +74,13 @@ class Claim:
                 raise UserError(
                     f"{where}: arm {name} begins with {setup}, which is no setup ({', '.join(self.setups)})"
                 )
-        known = {*self.arms, *([NULL] if self.null else [])}
+        known = {*self.arms, *([NULL] if self.null_arm else [])}
         for key, names in (("criteria", [n for c in self.criteria for n in c.arms]), ("arms_need", self.arms_need)):
             for name in names:
                 if name not in known:
                     raise UserError(f"{where}: {key} name the arm {name}, which is not there{nearest(name, known)}")
-        if self.null and self.null not in self.arms:
-            raise UserError(f"{where}: null={self.null} is no arm{nearest(self.null, self.arms)}")
+        if self.null_arm and self.null_arm not in self.arms:
+            raise UserError(f"{where}: null_arm={self.null_arm} is no arm{nearest(self.null_arm, self.arms)}")
         for key, by_setup in (("reduced", self.reduced), ("on_cuda", self.on_cuda)):
             for name in by_setup:
                 if name not in self.setups:
@@ -119,8 +119,8 @@ class Claim:
                 arms.append(Arm(name, (words[0].removeprefix(PROBE), *words[1:]), script="probe.py"))
             else:
                 arms.append(Arm(name, (*quiet, *words, *asked)))
-        if self.null in names:
-            base = arms[names.index(self.null)]
+        if self.null_arm in names:
+            base = arms[names.index(self.null_arm)]
             arms.append(Arm(NULL, base.overrides, NULL_SHIFT, base.script))
         return arms
 

@@ -12,17 +12,18 @@ from pathlib import Path
 from trainer.world import launched_processes
 
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
+_NO_CODE = (":!*.md", ":!results")
 _PROJECT = Path(__file__).resolve().parents[1]
 
 
 def git_facts() -> dict[str, str]:
-    """Return the commit and whether the tree differs from it; nothing outside a git checkout."""
+    """Return the commit and whether the tree differs from it, pages and outcomes aside; nothing outside a checkout."""
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return {}
     return {
         "commit": commit,
-        "dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower(),
+        "dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NO_CODE))).lower(),
     }
 
 

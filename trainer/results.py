@@ -9,6 +9,7 @@ from typing import Any
 from trainer.arms import PROJECT
 from trainer.claims import Claim, load, names
 from trainer.criteria import NOT_HERE
+from trainer.errors import UserError
 from trainer.files import write_text
 
 RESULTS = PROJECT / "results"
@@ -87,8 +88,10 @@ def update(root: Path = PROJECT) -> list[Path]:
     claims = {name: load(name) for name in names()}
     records = read(root / "results")
     readme = (root / "README.md").read_text(encoding="utf-8")
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
+    head, found, rest = readme.partition(BEGIN)
+    _, ended, tail = rest.partition(END)
+    if not (found and ended):
+        raise UserError(f"README.md has lost the line {BEGIN if not found else END}, between which the table belongs")
     wanted = {
         root / PAGE: page(records, claims),
         root / "README.md": f"{head}{BEGIN}\n{readme_table(records, claims)}\n{END}{tail}",

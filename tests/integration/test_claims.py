@@ -61,7 +61,7 @@ def test_every_claim_runs_reduced(
     assert record["failures"] == []
     assert record["left_out"] == {}
     claim = load(name)
-    assert set(record["arms"]) - {"null"} == set(claim.arms)
+    assert set(record["arms"]) - {"null_arm"} == set(claim.arms)
     for finding, criterion in zip(record["findings"], claim.criteria, strict=True):
         assert finding["bounds"] == criterion.bounds()
         assert finding["measured"] != "not measured" or criterion.measure in ("speed", "energy"), finding
