@@ -28,7 +28,7 @@ from trainer.folder import RunFolder
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.loop import Trainer
 from trainer.memory import MemoryLedger
-from trainer.precision import AUTOCAST_MODES
+from trainer.precision import BASIC_MODES
 from trainer.run import Run
 from trainer.signals import Requests
 
@@ -84,7 +84,7 @@ def _background_s() -> float:
 def precision(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
     """Measure how much faster each precision trains than fp32, and bf16 with channels_last than without."""
     language, vision = jobs or (gpt2_job(hardware), resnet_job(hardware))
-    modes = [mode for mode in AUTOCAST_MODES if hardware.support(mode) != UNAVAILABLE]
+    modes = [mode for mode in BASIC_MODES if hardware.support(mode) != UNAVAILABLE]
     every: Variants = {mode: (f"precision={mode}",) for mode in modes}
     some = every if hardware.is_gpu else {mode: every[mode] for mode in ("fp32", "bf16")}
     rows = _speedups(language, every, [(mode, "fp32") for mode in modes[1:]], hardware, repeats)

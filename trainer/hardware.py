@@ -37,7 +37,7 @@ class Hardware:
         return self.device.type == "cuda"
 
     def support(self, mode: str) -> str:
-        """Tell how this device computes ``fp32``, ``tf32``, ``bf16`` or ``fp16``: native, emulated, not available.
+        """Tell how this device computes fp32, tf32, bf16, fp16 or fp8: native, emulated, not available.
 
         Native means that matrix products run in that format's own instructions; emulated, that the results
         are right but computed in another format (usually no faster). Modes such as ``bf16_master`` are as bf16.
@@ -47,6 +47,8 @@ class Hardware:
             return NATIVE
         if self.device.type == "cuda":
             return self._support_on_cuda(mode)
+        if mode == "fp8":
+            return UNAVAILABLE
         if self.device.type == "mps":
             return {"tf32": UNAVAILABLE, "bf16": NATIVE, "fp16": NATIVE}[mode]
         if mode == "tf32":
@@ -59,8 +61,10 @@ class Hardware:
 
     def _support_on_cuda(self, mode: str) -> str:
         if torch.version.hip:
-            return UNAVAILABLE if mode == "tf32" else NATIVE
+            return UNAVAILABLE if mode in ("tf32", "fp8") else NATIVE  # fp8 there: never tried here
         assert self.capability is not None
+        if mode == "fp8":
+            return NATIVE if self.capability >= (8, 9) else UNAVAILABLE
         if mode == "fp16":  # tensor cores came with 7.0; before it fp16 runs, slowly or through fp32
             return NATIVE if self.capability >= (7, 0) else EMULATED
         if self.capability >= (8, 0):

@@ -176,7 +176,7 @@ class FSDP(SeveralProcesses):
                 f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the weights would be "
                 "rounded to another format than the run is named after; drop it, or make the two equal (bf16 or fp16)"
             )
-        if precision.mode not in AUTOCAST_DTYPE:
+        if precision.mode not in ("bf16", "fp16"):
             raise UserError(f"parallel.param_dtype={self.param_dtype} must be bf16 or fp16, or left out")
         if precision.fp32_modules:
             raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; drop one of them")

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer import fp8
 from trainer.errors import UserError
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 
-AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
+"""Those that need nothing but torch and change nothing but what products compute in."""
+AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Of the modes that keep weights in fp32 and compute under torch.autocast."""
 WEIGHTS_DTYPE = {
     "bf16_pure": torch.bfloat16,
@@ -29,8 +32,7 @@ WEIGHTS_DTYPE = {
     "fp16_master": torch.float16,
 }
 """Of the modes whose weights are 16-bit themselves, without autocast."""
-AUTOCAST_MODES = ("fp32", "tf32", *AUTOCAST_DTYPE)
-MODES = (*AUTOCAST_MODES, *WEIGHTS_DTYPE)
+MODES = (*BASIC_MODES, *WEIGHTS_DTYPE, "fp8")
 
 # Libraries read these before torch's own flags, so a flag read back would not show what they did.
 _LOWERING_ENVIRONMENT = {
@@ -49,11 +51,14 @@ class Precision:
     their inputs to TF32, ``bf16`` and ``fp16`` are fp32 weights under torch.autocast of that type. Without autocast:
     ``*_pure`` has weights, gradients and optimizer state in 16 bits, ``*_master`` 16-bit weights and gradients of which
     the optimizer holds fp32 copies, and ``bf16_sr`` 16-bit weights that are rounded at random (``trainer.master``).
+    ``fp8`` is bf16 whose linear layers compute in fp8 (``trainer.fp8``).
     """
 
     mode: str = "fp32"
     fp32_modules: list[str] = field(default_factory=list)
     """Patterns (``lm_head``, ``*.ln_*``) of submodule names that compute, and keep their weights, in fp32."""
+    fp8_scaling: str | None = None
+    """``tensorwise`` or ``rowwise``: what shares a scale in ``fp8``."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -64,8 +69,17 @@ class Precision:
                 "drop it, or use precision=bf16 or precision=fp16"
             )
 
+        if self.mode == "fp8":
+            self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
+            if self.fp8_scaling not in fp8.SCALINGS:
+                raise UserError(f"precision.fp8_scaling={self.fp8_scaling} is unknown; use {' or '.join(fp8.SCALINGS)}")
+        elif self.fp8_scaling is not None:
+            raise UserError(
+                f"precision.fp8_scaling has no effect with precision={self.mode}; drop it, or use precision=fp8"
+            )
+
     def check(self, hardware: Hardware) -> None:
-        """Refuse what this hardware cannot compute, or what the environment would silently change.
+        """Refuse what this hardware cannot compute, what is not installed, what the environment would silently change.
 
         Raises:
             UserError: the mode is not available here, or a variable such as NVIDIA_TF32_OVERRIDE lowers fp32.
@@ -73,9 +87,12 @@ class Precision:
         """
         if hardware.support(self.mode) == UNAVAILABLE:
             raise UserError(
-                f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); "
-                "tf32 needs an NVIDIA GPU of compute capability 8.0 or later. Use precision=fp32 or precision=bf16"
+                f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); {self.mode} "
+                f"needs an NVIDIA GPU of compute capability {'8.9' if self.mode == 'fp8' else '8.0'} or later. "
+                "Use precision=fp32 or precision=bf16"
             )
+        if self.mode == "fp8":
+            fp8.require_torchao()
         variable, value = _NO_TF32
         if self.mode == "tf32" and os.environ.get(variable) == value:
             raise UserError(
@@ -138,10 +155,12 @@ class Precision:
         saved with it stay as they are: constants such as rotary frequencies, which transformers keeps in fp32, too.
 
         Raises:
-            UserError: see ``keep_fp32``; or a weight that such a submodule shares with one in 16 bits.
+            UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits.
 
         """
         kept = self.keep_fp32(model, device)
+        if self.mode == "fp8":
+            fp8.convert(model, kept, str(self.fp8_scaling))
         dtype = WEIGHTS_DTYPE.get(self.mode)
         if dtype is None:
             return kept
@@ -211,7 +230,8 @@ class Precision:
             matmul_dtype = str((one @ one).dtype).removeprefix("torch.")
         backends = torch.backends
         return {
-            "requested": {"mode": self.mode, "fp32_modules": list(self.fp32_modules)},
+            "requested": {"mode": self.mode, "fp32_modules": list(self.fp32_modules)}
+            | ({} if self.fp8_scaling is None else {"fp8_scaling": self.fp8_scaling}),
             "support": hardware.support(self.mode),
             "effective": {
                 "device": str(hardware.device),
@@ -234,13 +254,17 @@ def family(mode: str) -> str:
     return mode.partition("_")[0]
 
 
-def formats(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def formats(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what the manifest says about the weights of the model, and about those that the optimizer changes.
 
     Read from their tensors; where there are several formats, that of most weights comes first.
     """
     changed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {"weights_dtype": _dtypes(model.parameters()), "optimizer_dtype": _dtypes(changed)}
+    return {
+        "weights_dtype": _dtypes(model.parameters()),
+        "optimizer_dtype": _dtypes(changed),
+        "fp8_modules": fp8.converted(model),
+    }
 
 
 def _dtypes(tensors: Iterable[torch.Tensor]) -> str:

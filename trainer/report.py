@@ -31,6 +31,8 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         )
     precision += f", {manifest['support']} on this hardware"
     precision += f"; weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}"
+    if layers := effective["fp8_modules"]:
+        precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"
     if trainer.fp32_modules:
         precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""

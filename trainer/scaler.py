@@ -225,7 +225,8 @@ def _check_skips(skips: int) -> None:
 
 def _refuse_needless(scaler: Scaler, mode: str) -> None:
     if not _in_fp16(mode) and not scaler.force:
+        reason = "every tensor has a scale of its own" if mode == "fp8" else f"{family(mode)} has fp32's range"
         raise UserError(
-            f"scaler={scaler.kind} with precision={mode}: {mode} has fp32's range, so there is nothing to scale; "
+            f"scaler={scaler.kind} with precision={mode}: {reason}, so there is nothing to scale; "
             "use scaler=auto, or scaler.force=true to measure it anyway"
         )

@@ -57,6 +57,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 REFUSED = {
     "precision/tf32": "precision=tf32 is not available",
+    "precision/fp8": "fp8 needs an NVIDIA GPU of compute capability 8.9 or later",
     "parallel/ddp": "start them with torchrun",  # see tests/parallel
     "parallel/fsdp": "start them with torchrun",
     "data/own": "recipe=bignet cannot read data=own",  # no recipe here brings its own; see test_own_recipe.py

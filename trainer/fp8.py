@@ -1,0 +1,91 @@
+"""fp8 matrix products by torchao: which linear layers take part, and what that asks of them.
+
+Inputs and weights are scaled and rounded to e4m3, gradients to e5m2 (tensorwise) or e4m3 (rowwise), just before each
+product, whose result is bf16; weights stay fp32 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+
+SCALINGS = ("tensorwise", "rowwise")
+"""One scale for a tensor (fastest), or one for each row (more exact)."""
+_MULTIPLE = 16  # of every side of an fp8 product, for the hardware
+
+
+def require_torchao() -> None:
+    """Refuse to go on without torchao.
+
+    Raises:
+        UserError: it is not installed.
+
+    """
+    if find_spec("torchao") is None:
+        raise UserError("precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16")
+
+
+def convert(model: nn.Module, fp32_modules: list[str], scaling: str, emulate: bool = False) -> None:
+    """Let the model's linear layers compute in fp8, in place; parameters keep their names.
+
+    Left out: ``fp32_modules``, classes derived from nn.Linear (such as the output layer of a language model, which has
+    a loss in it), and layers whose sides are no multiples of 16.
+
+    Args:
+        model: in fp32.
+        fp32_modules: names of submodules that stay in fp32, with all they contain.
+        scaling: one of ``SCALINGS``.
+        emulate: compute in fp32 with the same rounding, anywhere; for tests.
+
+    Raises:
+        UserError: no layer is left.
+
+    """
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    chosen = convertible(model, fp32_modules)
+    if not chosen:
+        raise UserError(
+            f"precision=fp8: this model has no plain nn.Linear whose sides are multiples of {_MULTIPLE} (GPT-2 in "
+            "transformers has none at all); use recipe=llama, another width, or precision=bf16"
+        )
+    config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+    for name in chosen:
+        model.get_submodule(name).register_forward_pre_hook(_check_rows)
+
+
+def convertible(model: nn.Module, fp32_modules: list[str]) -> list[str]:
+    """Return the names of the linear layers that can compute in fp8."""
+    islands = {id(module) for name in fp32_modules for module in model.get_submodule(name).modules()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and name  # the model itself cannot be replaced in place
+        and id(module) not in islands
+        and module.in_features % _MULTIPLE == 0
+        and module.out_features % _MULTIPLE == 0
+    ]
+
+
+def converted(model: nn.Module) -> list[str]:
+    """Return the names of the layers that do compute in fp8."""
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def _check_rows(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse a microbatch that the gradient's product, which adds up over its rows, cannot take."""
+    rows: Tensor = inputs[0]
+    count = rows.numel() // rows.shape[-1]
+    if module.training and count % _MULTIPLE:
+        raise UserError(
+            f"precision=fp8: a linear layer gets {count} rows (samples × tokens of a microbatch), which must be a "
+            f"multiple of {_MULTIPLE}; use another micro_batch_size"
+        )
