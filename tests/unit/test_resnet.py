@@ -120,6 +120,23 @@ def test_architectures_with_constructors_of_their_own_train(arch: str, size: int
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_vision_transformer_computes_in_16_bits(dtype: torch.dtype) -> None:
+    recipe = ready(arch="vit_b_32")
+    model = recipe.build_model()
+    seen: list[torch.dtype] = []
+    blocks = recipe.blocks(model)
+    assert len(blocks) == 12
+    for block in blocks:
+        block.get_submodule("mlp").get_submodule("0").register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    with torch.autocast("cpu", dtype):
+        output = recipe.loss(model, some_digits(2))
+    (output.loss_sum * 16).backward()
+    assert output.loss_sum.dtype == torch.float32
+    assert seen == [dtype] * 12
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_checking_the_size_leaves_the_random_numbers_alone() -> None:
     state = torch.get_rng_state()
     ready(arch="resnet50")
