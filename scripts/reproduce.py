@@ -5,6 +5,7 @@
   python scripts/reproduce.py all=true           test what this machine can
 
   reduced=true       at a tiny size, to see that it runs; nothing is decided or recorded
+  pages=true         only make docs/results.md and the README's table anew
   device=cpu         as for train.py
   output_dir=…       of the runs (default: outputs)
   data.path=…        and other overrides that a claim asks for

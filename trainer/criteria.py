@@ -103,8 +103,8 @@ class Finding:
         """Return the measured quantity in words."""
         if self.median is None:
             return "not measured"
-        unit = "x" if self.criterion.over else ""
-        if self.low is None or self.high is None or self.high - self.low < 1e-3 * abs(self.median):
+        unit = "x" if self.criterion.over and math.isfinite(self.median) else ""
+        if self.low is None or self.high is None or not self.high - self.low >= 1e-3 * abs(self.median):
             return f"{number(self.median)}{unit}"
         return f"{number(self.median)}{unit} [{number(self.low)}, {number(self.high)}]"
 

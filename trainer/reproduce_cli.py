@@ -17,7 +17,14 @@ from trainer.hardware import detect
 from trainer.reproduce import Reproduction, machine, save
 from trainer.suggest import nearest
 
-OPTIONS = ("claim", "all", "reduced", "device", "output_dir")
+DEFAULTS = {
+    "claim": "",
+    "all": "false",
+    "reduced": "false",
+    "pages": "false",
+    "device": "auto",
+    "output_dir": "outputs",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -28,6 +35,9 @@ def main(arguments: list[str]) -> int:
 
     """
     options, given = _parsed(arguments)
+    if options["pages"] == "true":
+        print("\n".join(f"written: {path}" for path in results.update()) or "the pages are as they should be")
+        return 0
     claims = {name: load(name) for name in names()}
     hardware = detect(options["device"])
     if not options["claim"] and options["all"] != "true":
@@ -36,7 +46,7 @@ def main(arguments: list[str]) -> int:
     wanted = list(claims) if options["all"] == "true" else options["claim"].split(",")
     asked = {key for name in wanted for key in load(name).asks}
     if unknown := [override for override in given if override.partition("=")[0] not in asked]:
-        near = nearest(unknown[0].partition("=")[0], OPTIONS)
+        near = nearest(unknown[0].partition("=")[0], DEFAULTS)
         raise UserError(
             f"{unknown[0]} is no option here{near}: a claim's file fixes what is run "
             f"({'asked for: ' + ', '.join(sorted(asked)) if asked else 'these claims ask for nothing'})"
@@ -60,13 +70,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _parsed(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    options = {"claim": "", "all": "false", "reduced": "false", "device": "auto", "output_dir": "outputs"}
+    options = dict(DEFAULTS)
     given = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not value:
             raise UserError(f"{argument!r} is not an option; write key=value, such as claim=two_x")
-        if key in ("all", "reduced") and value not in ("true", "false"):
+        if key in ("all", "reduced", "pages") and value not in ("true", "false"):
             raise UserError(f"{key}={value} must be true or false")
         if key in options:
             options[key] = value

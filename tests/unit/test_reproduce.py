@@ -1,0 +1,203 @@
+"""From a claim's file to the record of its outcome, with runs that are made up; and the command line's mistakes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import reproduce as script
+from tests.helpers import CPU
+from trainer import claims, reproduce, reproduce_cli, results
+from trainer.criteria import CONFIRMED, NOT_HERE, REFUTED
+from trainer.reproduce import Reproduction, machine, save
+from trainer.statistics import INCONCLUSIVE
+
+SPEED = {"fp32": 100.0, "bf16": 250.0}
+CLAIM = {
+    "statement": "bf16 is twice as fast",
+    "source": "a hunch",
+    "setups": {"net": "recipe=bignet"},
+    "arms": {"fp32": "net precision=fp32", "bf16": "net precision=bf16"},
+    "criteria": [
+        {"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 2.0, "published": "2x"},
+        {"measure": "loss", "arm": "bf16", "over": "fp32"},
+    ],
+}
+
+
+class Machine:
+    """Runs command lines by writing what a run would have left."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.exit_codes: dict[str, int] = {}
+
+    def __call__(self, command: list[str], log: Path) -> int:
+        options = dict(argument.split("=", 1) for argument in command[2:])
+        name = options["run_name"]
+        self.started.append(name)
+        folder = Path(options["output_dir"].strip("'")) / name
+        code = self.exit_codes.get(name, 0)
+        if code:
+            log.write_text("error: it broke\n")
+            return code
+        (folder / "profile").mkdir(parents=True)
+        if options.get("profiler") == "torch":
+            slow = 1.0 if options["precision"] == "bf16" else 4.0
+            times = {"aten::mm": 900.0 * slow, "aten::convolution_backward": 100 * slow, "aten::add": 250.0}
+            record = {"device": "cpu", "steps": 2, "self_time_us": times}
+            (folder / "profile" / "operators.json").write_text(json.dumps(record))
+        summary = {
+            "status": "FINISHED",
+            "units_per_s": SPEED[options["precision"]] * (1 + 0.01 * int(options["seed"])),
+            "final": {"valid/loss": 2.0},
+            "best": {"value": 2.0},
+            "energy_j": None,
+            "units": 10,
+            "skipped_steps": 0,
+            "step": 3,
+            "hardware": {"device": "cpu"},
+        }
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return 0
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Write claims to a folder of their own."""
+    folder = tmp_path / "claim"
+    folder.mkdir()
+    monkeypatch.setattr(reproduce, "load", functools.partial(claims.load, folder=folder))
+
+    def write(name: str, **changes: Any) -> None:
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(CLAIM | changes, sort_keys=False))
+
+    return write
+
+
+@pytest.fixture
+def made_up() -> Machine:
+    return Machine()
+
+
+def reproduction(tmp_path: Path, made_up: Machine) -> Reproduction:
+    return Reproduction(CPU, tmp_path / "runs", [], tell=lambda _: None, launch=made_up)
+
+
+def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("mine")
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert record["verdict"] == CONFIRMED
+    assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, ""]
+    assert record["findings"][0]["measured"] == "2.5x"
+    assert record["arms"]["bf16"]["measures"]["speed"] == [250.0, 252.5, 255.0]
+    assert made_up.started[:6] == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
+    # of fp32's 2.125 ms a step 2 are products, of bf16's 0.625 ms half a millisecond
+    assert record["why"] == [
+        "Matrix products, convolutions and attention are 94% of the operator time of fp32 and 80% of bf16's; in bf16 "
+        "they take 0.25x the time, everything else 1.00x."
+    ]
+    path = save(record, tmp_path / "results")
+    assert path == tmp_path / "results" / machine(CPU) / "mine.json"
+    assert json.loads(path.read_text()) == record
+    assert results.read(tmp_path / "results") == {machine(CPU): {"mine": record}}
+
+
+def test_what_was_run_is_not_run_again_unless_the_file_changed(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("mine")
+    first = reproduction(tmp_path, made_up).test("mine")
+    count = len(made_up.started)
+    assert reproduction(tmp_path, made_up).test("mine") == first
+    assert len(made_up.started) == count
+    files("mine", published="2x")
+    reproduction(tmp_path, made_up).test("mine")
+    assert len(made_up.started) == 2 * count
+
+
+def test_a_failed_arm_leaves_the_others_and_the_verdict_open(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("mine")
+    made_up.exit_codes = {"bf16-s1": 1}
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert record["verdict"] == INCONCLUSIVE
+    assert record["failures"] == ["bf16, seed 1: it broke"]
+    assert len(record["arms"]["fp32"]["measures"]["speed"]) == 3
+    made_up.exit_codes = {}
+    assert reproduction(tmp_path, made_up).test("mine")["verdict"] == CONFIRMED  # only what failed was run anew
+    assert made_up.started.count("fp32-s1") == 1
+
+
+def test_a_claim_may_combine_others(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("one")
+    files("two", criteria=[{"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 3.0}])
+    empty: dict[str, Any] = {"setups": {}, "arms": {}, "criteria": []}
+    files("both", **empty, combines=["one", "two"])
+    record = reproduction(tmp_path, made_up).test("both")
+    assert record["verdict"] == REFUTED
+    assert [finding["quantity"].split(":")[0] for finding in record["findings"]] == ["one", "two"]
+
+
+def test_what_the_machine_lacks_is_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("mine", needs=["cuda"])
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert (record["verdict"], record["needs"]) == (NOT_HERE, ["an NVIDIA GPU"])
+    assert not made_up.started
+
+
+def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("mine", asks={"data.path": "a text"})
+    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], tell=lambda _: None, launch=made_up)
+    record = here.test("mine")
+    assert "data.path=…" in record["arms"]["fp32"]["overrides"]
+    assert "/home/me" not in json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["claim=two_xx"], "claim=two_xx is not a claim; did you mean 'two_x'?"),
+        (["claim=gpt2_ladder", "device=cpu"], "claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"),
+        (["claim=shakespeare_cpu", "device=cpu"], "it needs data.path=… (the text https://"),
+        (["claim=bignet_memory", "steps=3"], "a claim's file fixes what is run (these claims ask for nothing)"),
+        (["claim=bignet_memory", "reduce=true"], "did you mean 'reduced'?"),
+        (["all=yes"], "all=yes must be true or false"),
+        (["claim=bignet_memory", "all=true"], "exclude each other"),
+        (["bignet_memory"], "'bignet_memory' is not an option; write key=value"),
+        (["device=tpu"], "use auto, cpu"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
+    assert script.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert words in told
+
+
+def test_the_list_shows_every_claim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert reproduce_cli.main(["device=cpu"]) == 0
+    shown = capsys.readouterr().out
+    for name in claims.names():
+        assert re.search(rf"^{name}\b", shown, re.MULTILINE)
+
+
+def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reproduction, "test", interrupted)
+    assert script.main(["claim=clip_order", "device=cpu"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
