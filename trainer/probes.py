@@ -12,6 +12,7 @@ from typing import Any, ClassVar, get_type_hints
 import torch
 from torch import Tensor
 
+from trainer.compose import compose
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files import write_json
@@ -93,7 +94,8 @@ class ClipOrder:
         return {"grad_norm": norm.item(), "update_norm": torch.nn.utils.get_total_norm(gradients).item()}
 
 
-PROBES: dict[str, type[Gemm] | type[ClipOrder]] = {probe.name: probe for probe in (Gemm, ClipOrder)}
+Probe = Gemm | ClipOrder
+PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (Gemm, ClipOrder)}
 
 
 def run(arguments: list[str]) -> Path:
@@ -125,9 +127,7 @@ def run(arguments: list[str]) -> Path:
     return folder / "summary.json"
 
 
-def _parsed(
-    cls: type[Gemm] | type[ClipOrder], options: list[str]
-) -> tuple[Gemm | ClipOrder, int, dict[str, str], list[str]]:
+def _parsed(cls: type[Probe], options: list[str]) -> tuple[Probe, int, dict[str, str], list[str]]:
     """Sort key=value into the probe's own options, the seed and the place, and the rest (overrides for train.py)."""
     types = get_type_hints(cls)
     own: dict[str, Any] = {}
@@ -151,10 +151,9 @@ def _parsed(
 
 
 def _trainer(hardware: Hardware, seed: int, overrides: list[str]) -> tuple[Any, Config]:
-    from trainer.compare import composed_config
     from trainer.loop import Trainer
 
-    config = composed_config([*overrides, f"seed={seed}"])
+    config = compose([*overrides, f"seed={seed}"])
     plan, _ = config.resolve(hardware)
     return Trainer(config, plan, hardware), config
 

@@ -115,7 +115,7 @@ def test_an_arm_that_needs_more_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", names())
 def test_every_claim_here_says_what_decides_and_measures_what_is_known(name: str) -> None:
     here = load(name)
-    known = {*MEASURES, "tflops", "error", "grad_norm", "update_norm", "largest_batch"}
+    known = {*MEASURES, "tflops", "error", "grad_norm", "update_norm", "largest_batch", "mib_per_sample", "fixed_mib"}
     assert here.combines or any(criterion.decides for criterion in here.criteria)
     assert {criterion.measure for criterion in here.criteria} <= known
     assert here.published
