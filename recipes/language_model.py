@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.huggingface import use_causal_kernels
+
 
 class LossHead(nn.Linear):
     """The output layer, which can go straight to the summed loss.
@@ -49,6 +51,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, network: Any, name: str, chunked: bool = False) -> None:
         super().__init__()
+        use_causal_kernels(network)
         network.lm_head = LossHead(network.lm_head.weight, chunked)
         self._name = name
         self.add_module(name, network)

@@ -121,6 +121,11 @@ def table(forecasts: list[Forecast], width: int = 120) -> str:
 _ROWS = (*CATEGORIES, "peak", "over the first", "reached in", "measured", "error")
 
 
+def copies_on_device(config: Config, hardware: Hardware) -> bool:
+    """Tell whether the host's copy of a checkpoint (weights, buffers, optimizer state) takes the device's memory."""
+    return hardware.device.type != "cuda" and config.checkpoint.enabled and config.checkpoint.background
+
+
 def meta_model(recipe: Recipe) -> nn.Module:
     """Return the model without its weights where it can be built so, on the meta device."""
     try:

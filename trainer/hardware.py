@@ -127,9 +127,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        return held_bytes("VmHWM")
     import psutil
 
     memory = psutil.Process().memory_info()
@@ -161,3 +159,31 @@ def _cpu_flags() -> frozenset[str]:
     capabilities = torch.cpu.get_capabilities()
     flags = ("amx_bf16", "avx512_bf16", "amx_fp16", "avx512_fp16", "bf16", "fp16", "fp16_arith")
     return frozenset(flag for flag in flags if capabilities.get(flag))
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how much more this process could allocate: what the device, the machine and its own limits leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    left = int(psutil.virtual_memory().available)
+    with suppress(ImportError, OSError):  # Linux; elsewhere these limits mean little
+        import resource
+
+        for limit, held in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+            soft, _ = resource.getrlimit(limit)
+            if soft != resource.RLIM_INFINITY:
+                left = min(left, soft - held_bytes(held))
+    return max(0, left)
+
+
+def held_bytes(name: str) -> int:
+    """Return one of Linux's figures about this process, such as ``VmData``, its private writable pages.
+
+    Raises:
+        OSError: not on Linux.
+
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -233,14 +233,14 @@ class MemoryLedger(TorchDispatchMode):
             self._phase = "backward"
         elif self._phase == "backward":
             self._phase = "optimizer"
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors((args, kwargs)))
         for tensor in inputs:
             # A number in an expression comes as a tensor without dimensions: not worth a row.
             if tensor.dim() and self._find(tensor) is None:
                 category = "inputs" if self._phase == "forward" else "temporary"
                 self._add(tensor, category, "existed before", before=True)
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors(result):
             block = self._find(tensor)
             if block is None:
                 copied = inputs[0] if func is torch.ops.aten._to_copy.default else None
@@ -263,7 +263,7 @@ class MemoryLedger(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return
         if self._phase != "forward":
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors((args, kwargs)):
                 self._mark(tensor, "inputs", "input of the model")
         self._phase = "forward"
 
@@ -272,9 +272,9 @@ class MemoryLedger(TorchDispatchMode):
             self._mark(parameter, "weights", name)
         for name, buffer in self._model.named_buffers():
             self._mark(buffer, "buffers", name)
-        for tensor in _tensors(self._optimizer.state):
+        for tensor in tensors(self._optimizer.state):
             self._mark(tensor, "optimizer", "optimizer state")
-        for tensor in _tensors(group["params"] for group in self._optimizer.param_groups):
+        for tensor in tensors(group["params"] for group in self._optimizer.param_groups):
             self._mark(tensor, "optimizer", "master weights")  # but for those that are the model's own
 
     def _gradient_hook(self, name: str) -> Any:
@@ -327,12 +327,12 @@ def _highest(events: list[tuple[int, _Block, str]]) -> tuple[int, dict[str, int]
     return peak_index, highest
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Walk through nested tuples, lists and dicts."""
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(value.values())
+        yield from tensors(value.values())
     elif isinstance(value, Iterable) and not isinstance(value, str):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from trainer.compose import compose
-from trainer.config import Config
+from trainer.config import Config, Plan
 from trainer.errors import RunError, UserError, is_out_of_memory
-from trainer.forecast import meta_model
-from trainer.hardware import Hardware, detect, peak_memory_bytes, reset_peak_memory
+from trainer.forecast import copies_on_device, meta_model
+from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
 from trainer.loop import Trainer
-from trainer.memory import MemoryLedger
+from trainer.memory import MemoryLedger, tensors
 
 PROJECT = Path(__file__).resolve().parents[1]
 _WARM_UP = 2**20
@@ -41,10 +41,10 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
 
     Args:
         overrides: as for scripts/train.py.
-        limit_bytes: of memory for everything from the model on: on a CUDA device the allocator's, on a CPU the
-            kernel's limit for this process's data. What asks for more fails, as it would on a smaller machine.
-        ledger: track the second step with a MemoryLedger, where CUDA does not count. (It holds a tensor more
-            where three branches meet in backward, so not together with a limit.)
+        limit_bytes: of memory for everything from the model on, with the host's copy of a checkpoint where that is
+            the same memory. What asks for more fails, as on a smaller machine: on CUDA by the allocator's limit, on
+            Linux by the kernel's for this process's data; elsewhere a ledger is compared with it.
+        ledger: track the second step with a MemoryLedger, where CUDA does not count.
 
     Raises:
         UserError: train.py would refuse these overrides too.
@@ -72,46 +72,58 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Outcome:
     hardware = detect(config.device)
     plan, _ = config.resolve(hardware)
     # Libraries, the data and threads come first: they are there before anything depends on the batch.
-    config.recipe.datasets(config.data, config.seed)
+    datasets = config.recipe.datasets(config.data, config.seed)
     meta_model(config.recipe)
     torch.ones(_WARM_UP).exp_().sum()
     reset_peak_memory(hardware.device)
     before = 0 if hardware.device.type == "cuda" else peak_memory_bytes(hardware.device)
-    if limit_bytes is not None:
-        _limit(hardware, limit_bytes)
+    enforced = limit_bytes is not None and _limit(hardware, limit_bytes)
+    del datasets  # their place is taken by the trainer's own
+    tracked = hardware.device.type != "cuda" and (ledger or limit_bytes is not None) and not enforced
     try:
-        trainer = Trainer(config, plan, hardware)
-        # No overflow: a skipped step would leave the optimizer without its state.
-        trainer.loss_scale.scale.fill_(1.0)
-        trainer.model.train()
-        batches = trainer.batches()
-        trainer.train_step(next(batches))
-        microbatches = next(batches)
-        tracked = ledger and hardware.device.type != "cuda"
-        with MemoryLedger(trainer.model, trainer.optimizer) if tracked else nullcontext() as recording:
-            trainer.train_step(microbatches)
+        tracked_bytes = _two_steps(config, plan, hardware, tracked, copied=limit_bytes is not None)
     except Exception as error:
         if is_out_of_memory(error):
             return Outcome(fits=False)
         raise
+    peak = peak_memory_bytes(hardware.device) - before if tracked_bytes is None else tracked_bytes
+    return Outcome(limit_bytes is None or enforced or peak <= limit_bytes, peak)
+
+
+def _two_steps(config: Config, plan: Plan, hardware: Hardware, tracked: bool, copied: bool) -> int | None:
+    """Train; return the peak of the second step if it is ``tracked``; ``copied``: beside a checkpoint's copy."""
+    trainer = Trainer(config, plan, hardware)
+    # No overflow: a skipped step would leave the optimizer without its state.
+    trainer.loss_scale.scale.fill_(1.0)
+    trainer.model.train()
+    batches = trainer.batches()
+    trainer.train_step(next(batches))
+    microbatches = next(batches)
+    saved = []
+    if copied and copies_on_device(config, hardware):
+        masters = [] if trainer.masters is None else list(trainer.masters.held())
+        saved = [tensor.clone() for tensor in tensors((trainer.model.state_dict(), trainer.optimizer.state, masters))]
+    with MemoryLedger(trainer.model, trainer.optimizer) if tracked else nullcontext() as recording:
+        trainer.train_step(microbatches)
+    del saved
     if not trainer.optimizer.state:
         raise RunError("the gradients are not finite, so the optimizer took no step")
-    if recording is not None:
-        return Outcome(True, recording.report().peak_bytes)
-    return Outcome(True, peak_memory_bytes(hardware.device) - before)
+    return None if recording is None else recording.report().peak_bytes
 
 
-def _limit(hardware: Hardware, limit_bytes: int) -> None:
+def _limit(hardware: Hardware, limit_bytes: int) -> bool:
+    """Make allocations beyond the limit fail; return False where the system cannot do that."""
     if hardware.device.type == "cuda":
         fraction = min(1.0, limit_bytes / hardware.memory_bytes)
         torch.cuda.set_per_process_memory_fraction(fraction, hardware.device)
-        return
+        return True
+    if sys.platform != "linux" or hardware.device.type != "cpu":
+        return False
     import resource
 
     # Not the address space, of which torch reserves far more than it uses: private writable pages.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (held + limit_bytes, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + limit_bytes, resource.RLIM_INFINITY))
+    return True
 
 
 def main(arguments: list[str]) -> int:

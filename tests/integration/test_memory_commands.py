@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from scripts import memory
+from scripts import max_batch, memory
+from trainer.trial import Outcome, trial
 
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
@@ -46,3 +48,27 @@ def test_memory_tells_mistakes(arguments: tuple[str, ...], says: str, capsys: py
     assert printed.out == ""
     assert says in printed.err
     assert len(printed.err.splitlines()) == 1
+
+
+def test_a_trial_fails_where_its_limit_is_reached() -> None:
+    job = [*JOB, "checkpoint=none"]
+    assert trial([*job, "batch_size=512", "micro_batch_size=512"], 60 * 2**20).fits
+    assert not trial(
+        [*job, "batch_size=16384", "micro_batch_size=16384"], 60 * 2**20
+    ).fits  # activations alone: 4 × 256 × 16384 × 4 bytes
+
+
+def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretended(overrides: list[str], limit_bytes: int) -> Outcome:
+        return Outcome(int(overrides[-2].split("=")[1]) <= 1000)
+
+    monkeypatch.setattr("trainer.max_batch.trial", pretended)
+    assert max_batch.main([*JOB, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split(" ", 1)[1] for line in lines[:-4]} == {"fits", "does not fit"}
+    size = re.match(r"largest micro_batch_size in 100MiB, 10% of it left free: (\d+) ", lines[-3])
+    assert size
+    assert 968 <= int(size[1]) <= 1000
+    assert lines[-1] == "micro_batch_size=768 batch_size=3072"
+    assert max_batch.main([*JOB, "budget=1MiB"]) == 2
+    assert "the weights alone take 1 MiB" in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_published_sizes_have_their_parameters(size: str, millions: int) -> None
 def test_attention_is_sdpa_and_causal() -> None:
     trainer = trainer_of(*TINY)
     gpt2 = trainer.model.gpt2.eval()
-    assert gpt2.config._attn_implementation == "sdpa"
+    assert gpt2.config._attn_implementation == "sdpa_causal"
     tokens = torch.randint(90, (1, 16))
     changed = tokens.clone()
     changed[0, 10:] = (changed[0, 10:] + 1) % 90
