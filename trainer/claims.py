@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ NULL_SHIFT = 1000
 QUIET = ("tracking=local", "checkpoint=none")
 """Overrides of every training run: what is measured has no part in tracking or saving."""
 PROBE = "probe="
-STAND_INS = {"precision=tf32": "precision=fp32", "precision=fp8": "precision=bf16", "loader=pinned": "loader=plain"}
+STAND_INS = {
+    "precision=tf32": "precision=fp32",
+    "precision=fp8": "precision=bf16",
+    "precision.fp8_scaling=tensorwise": "",
+    "precision.fp8_scaling=rowwise": "",
+    "loader=pinned": "loader=plain",
+}
 """What a reduced run takes where a CPU has not got the real thing."""
 
 
@@ -152,6 +159,7 @@ def lacking(need: str, hardware: Hardware) -> str:
         "native_bf16": (hardware.support("bf16") not in (EMULATED, UNAVAILABLE), "bf16 in hardware"),
         "native_fp16": (hardware.support("fp16") not in (EMULATED, UNAVAILABLE), "fp16 in hardware"),
         "hopper": (hardware.is_gpu and (hardware.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
+        "torchao": (find_spec("torchao") is not None, "torchao: pip install torchao"),
         "amx": ("amx_bf16" in hardware.cpu_flags, "a CPU with AMX"),
     }
     if need not in met:
