@@ -11,16 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from trainer import config
-from trainer.arms import PROJECT, Arm, Outcome, Runner, check_labels, merged
+from trainer.arms import Arm, Outcome, Runner, check_labels, merged
+from trainer.compose import CONF, compose
 from trainer.config import Config, flatten
 from trainer.errors import UserError
-from trainer.explain import explain
 from trainer.files import write_json
 from trainer.hardware import detect
 from trainer.judge import ArmResult, judge
@@ -29,7 +23,6 @@ from trainer.mlflow_store import tracking_uri
 from trainer.provenance import git_facts, versions
 from trainer.suggest import nearest
 
-CONF = PROJECT / "conf"
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
 CHOSEN = ("seed", "run_name", "resume")
 """What the comparison chooses for every run."""
@@ -174,7 +167,7 @@ def check_arms(about: Comparison) -> dict[str, Config]:
     configs: dict[str, Config] = {}
     for arm in about.arms:
         try:
-            composed = composed_config(merged(about.common, arm.overrides))
+            composed = compose(merged(about.common, arm.overrides))
             if composed.parallel.kind != "single":
                 raise UserError("arms run on one device; drop parallel=…")
             plan, _ = composed.resolve(detect(composed.device))
@@ -201,22 +194,6 @@ def check_arms(about: Comparison) -> dict[str, Config]:
 def tracking_uri_of(composed: Config) -> str | None:
     """Return where the runs of a config are tracked; None: nowhere but in their folders."""
     return tracking_uri(composed.tracking.uri) if composed.tracking.mlflow else None
-
-
-def composed_config(overrides: list[str]) -> Config:
-    """Compose a config as the command line does, in this process.
-
-    Raises:
-        UserError: what train.py would refuse.
-
-    """
-    config.register()
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            return config.build(compose("config", overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from None
 
 
 def _comparable(composed: Config) -> dict[str, Any]:
