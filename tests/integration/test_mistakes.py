@@ -95,6 +95,9 @@ TYPED: dict[str, tuple[str, ...]] = {
     "precision.fp32_modules=[lm_head]": ("no effect with precision=fp32", "precision=bf16"),
     "recipe=gpt2 data=digits": ("recipe=gpt2 cannot read data=digits", "data=python_docs"),
     "recipe=resnet data=text data.path=.": ("recipe=resnet needs images", "data=digits"),
+    "recipe=bert data=digits": ("recipe=bert cannot read data=digits; use data=python_docs, text, hub or synthetic",),
+    "recipe=t5 recipe.size=tiny": ("recipe.size=tiny is unknown", "(nano, small, base)"),
+    "recipe=llama recipe.heads=4 recipe.kv_heads=3": ("recipe.kv_heads=3 must divide", "use recipe.kv_heads=2"),
     "recipe=bignet data=digits": ("recipe=bignet cannot read data=digits; use data=synthetic",),
     f"{TOKENS} precision=bf16 precision.fp32_modules=[lm_haed]": ("'lm_haed' matches no submodule", "lm_head"),
     f"{RESNET} data=digits recipe.classes=5": ("recipe.classes=5", "10 classes", "recipe.classes=auto"),
@@ -163,6 +166,7 @@ def test_a_mistake_imports_no_heavy_library(folder: Path) -> None:
         ["precision=bf61"], ["presicion=bf16"], ["+typo=1"], ["batch_size=7", "micro_batch_size=2"],
         ["precision=tf32", "device=cpu"], ["recipe=gpt2", "data=digits"], ["data=text", "data.path=nowhere"],
         ["resume=nowhere"], ["output_dir=/dev/null/x"], ["recipe=resnet", "steps=x"],
+        ["recipe=bert", "recipe.size=big"], ["recipe=t5", "data=digits"], ["recipe=llama", "recipe.kv_heads=3"],
     ]  # fmt: skip
     program = f"""
 import sys
@@ -183,7 +187,7 @@ def test_the_process_ends_with_the_code(start: Callable[..., subprocess.Popen[st
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert out == ""
-    assert err == "error: precision=bf61 is not a choice; did you mean 'bf16'? (bf16, fp16, fp32, tf32)\n"
+    assert err == f"error: precision=bf61 is not a choice; did you mean 'bf16'? {choices('precision')}\n"
     assert not list(folder.iterdir())
 
 
