@@ -68,7 +68,6 @@ class Precision:
                 f"precision.fp32_modules has no effect with precision={self.mode}, which has no 16-bit format; "
                 "drop it, or use precision=bf16 or precision=fp16"
             )
-
         if self.mode == "fp8":
             self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
             if self.fp8_scaling not in fp8.SCALINGS:

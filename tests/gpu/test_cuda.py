@@ -18,7 +18,7 @@ from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, detect
 from trainer.loop import Trainer
 from trainer.monitor import Monitor
-from trainer.precision import Precision
+from trainer.precision import Precision, formats
 from trainer.recipe import Batch
 
 pytestmark = [
@@ -28,6 +28,7 @@ pytestmark = [
 
 STEPS = 9
 MODES = ["fp32", "tf32", "bf16", "fp16"]
+HALVES = ["bf16_master", "bf16_sr", "bf16_pure", "fp16_master", "fp16_pure"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GPT2 = ["recipe=gpt2", "recipe.size=small", "recipe.context=64", "data=synthetic", "data.vocab_size=500", "clip=norm"]
 RESNET = ["recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=10"]
@@ -79,7 +80,15 @@ def monitor_of(trainer: Trainer, log_every: int) -> Monitor:
 @pytest.mark.parametrize("mode", MODES, indirect=True)
 def test_the_host_never_waits_between_log_steps(mode: str, clip: str, optimizer: str, recipe: list[str]) -> None:
     """The copies included, from pinned memory as loader=pinned gives it."""
-    trainer = on_gpu(*recipe, f"precision={mode}", f"clip={clip}", f"optimizer={optimizer}", "optimizer.lr=0.001")
+    never_waits(on_gpu(*recipe, f"precision={mode}", f"clip={clip}", f"optimizer={optimizer}", "optimizer.lr=0.001"))
+
+
+@pytest.mark.parametrize("mode", HALVES, indirect=True)
+def test_nor_does_it_with_16_bit_weights(mode: str) -> None:
+    never_waits(on_gpu(*GPT2, f"precision={mode}"))
+
+
+def never_waits(trainer: Trainer) -> None:
     assert trainer.update._takes_flag
     monitor = monitor_of(trainer, log_every=100)
     steps = list(trainer.batches())
@@ -95,9 +104,11 @@ def test_the_host_never_waits_between_log_steps(mode: str, clip: str, optimizer:
         monitor.collect()  # so the mode does see a wait
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16_master"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_skipped_fused_step_leaves_weights_and_state(optimizer: str) -> None:
-    trainer = on_gpu(*BIGNET, "precision=fp16", "scaler.init=1024", f"optimizer={optimizer}", "optimizer.lr=0.001")
+def test_a_skipped_fused_step_leaves_weights_and_state(optimizer: str, precision: str) -> None:
+    options = (f"precision={precision}", "scaler.init=1024", f"optimizer={optimizer}", "optimizer.lr=0.001")
+    trainer = on_gpu(*BIGNET, *options)
     steps = on_device(trainer)
     for step in steps[:2]:
         trainer.train_step(step)
@@ -285,3 +296,19 @@ def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     assert ledger is not None
     weights = sum(parameter.numel() * 4 for parameter in trainer.model.parameters())
     assert ledger.at_peak["weights"] == weights
+
+
+@pytest.mark.parametrize("mode", ["fp8"], indirect=True)
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_fp8_trains_as_bf16_does(mode: str, scaling: str) -> None:
+    pytest.importorskip("torchao.float8", reason="torchao is optional")
+    llama = ("recipe=llama", "recipe.layers=2", "recipe.context=64", "data=synthetic", "data.vocab_size=500")
+    losses = []
+    for precision in ("precision=bf16", f"precision=fp8 precision.fp8_scaling={scaling}"):
+        trainer = on_gpu(*llama, *precision.split())
+        recorder = Recorder()
+        trainer.fit(recorder)
+        losses.append(torch.stack([record.loss for record in recorder.records]))
+    assert formats(trainer.model, trainer.optimizer)["fp8_modules"]
+    assert torch.allclose(losses[0], losses[1], rtol=0.03)
+    assert not torch.equal(losses[0], losses[1])
