@@ -92,6 +92,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "batch_size=7 micro_batch_size=2": ("batch_size=7", "micro_batch_size=1 or 7", "batch_size=6 or 8"),
     "precision=bf16 scaler=dynamic": ("scaler=dynamic with precision=bf16", "scaler=auto", "scaler.force=true"),
     "precision=fp16 scaler=none": ("scaler=none with precision=fp16", "scaler=auto", "scaler.force=true"),
+    "precision=fp16_pure scaler=none": ("scaler=none with precision=fp16_pure", "scaler.force=true"),
+    f"{TOKENS} precision=bf16_master precision.fp32_modules=[lm_head]": ("lm_head shares a weight", "name wte too"),
     "precision.fp32_modules=[lm_head]": ("no effect with precision=fp32", "precision=bf16"),
     "recipe=gpt2 data=digits": ("recipe=gpt2 cannot read data=digits", "data=python_docs"),
     "recipe=resnet data=text data.path=.": ("recipe=resnet needs images", "data=digits"),

@@ -25,7 +25,7 @@ from trainer.config import Config
 from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
 from trainer.loop import Trainer
-from trainer.parallel import DDP, FSDP, Parallel, is_cut
+from trainer.parallel import DDP, FSDP, Parallel, is_cut, own_part
 from trainer.precision import Precision
 from trainer.recipe import Datasets, DataSource
 from trainer.restore import load
@@ -190,6 +190,10 @@ def halves(mode: str) -> dict[str, Any]:
         folder = Path(sys.argv[2]) / f"{mode}-{precision}"
         checkpoint.write(folder, contents, None, trainer.world)
         saved = {name: tensor for name, tensor in load(folder).tensors().items() if name.endswith(MASTER)}
+        for _, master in trainer.masters.held() if trainer.masters else ():
+            own_part(master.detach()).zero_()
+        load(folder).restore(trainer.model, trainer.optimizer, trainer.masters)
+        restored = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
         export = trainer.config.parallel.whole(trainer.model, trainer.build_model)
         result[precision] = {
             "losses": losses,
@@ -197,6 +201,7 @@ def halves(mode: str) -> dict[str, Any]:
             "weights": weights.double().tolist(),
             "masters": len(masters),
             "saved": same_bits(saved, {f"optimizer/{name}.{MASTER}": master for name, master in masters.items()}),
+            "restored": same_bits(restored, masters),
             "exported": [] if export is None else sorted({str(tensor.dtype) for tensor in export.parameters()}),
         }
     return result
