@@ -94,8 +94,43 @@ class ClipOrder:
         return {"grad_norm": norm.item(), "update_norm": torch.nn.utils.get_total_norm(gradients).item()}
 
 
-Probe = Gemm | ClipOrder
-PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (Gemm, ClipOrder)}
+@dataclass
+class MaxBatch:
+    """``max_batch``: the largest batch that trains within a budget of memory, in one microbatch.
+
+    Takes train.py's overrides. Measures ``largest_batch``, and by forecast what it is made of: ``mib_per_sample`` and
+    ``fixed_mib``, what the straight line through batches of 4 and 8 leaves for none.
+    """
+
+    name: ClassVar[str] = "max_batch"
+    budget: str = "1GiB"
+    by: str = "trials"
+    """``trials`` in fresh processes, or ``forecast``: where that line meets the budget."""
+
+    def measure(self, hardware: Hardware, seed: int, rest: list[str]) -> dict[str, float]:
+        """Search by trials, or read it off the forecast."""
+        from trainer.forecast import forecast
+        from trainer.max_batch import MARGIN, largest_micro_batch, parse_budget
+        from trainer.memory import MIB
+
+        if self.by not in ("trials", "forecast"):
+            raise UserError(f"by={self.by} is neither trials nor forecast")
+        budget = parse_budget(self.budget, hardware)
+        four, eight = (
+            forecast(compose([*rest, f"batch_size={size}", f"micro_batch_size={size}"])).peak_bytes / MIB
+            for size in (4, 8)
+        )
+        each = (eight - four) / 4
+        fixed = eight - 8 * each
+        if self.by == "forecast":
+            largest = int((budget * (1 - MARGIN) / MIB - fixed) / each)
+        else:
+            largest = largest_micro_batch([*rest, "batch_size=1"], budget).micro_batch_size
+        return {"largest_batch": largest, "mib_per_sample": each, "fixed_mib": fixed}
+
+
+Probe = Gemm | ClipOrder | MaxBatch
+PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (Gemm, ClipOrder, MaxBatch)}
 
 
 def run(arguments: list[str]) -> Path:

@@ -44,14 +44,24 @@ def test_before_unscaling_the_norm_is_that_of_the_scaled_gradients(tmp_path: Pat
     assert before["update_norm"] == pytest.approx(1 / 1024, rel=1e-3)
 
 
+def test_the_forecast_of_the_largest_batch_is_where_its_line_meets_the_budget(tmp_path: Path) -> None:
+    small = measures(tmp_path, f"max_batch by=forecast budget=64MiB {GPT2}")
+    large = measures(tmp_path, f"max_batch by=forecast budget=128MiB {GPT2}")
+    assert small["mib_per_sample"] == large["mib_per_sample"] > 0
+    assert small["fixed_mib"] > 4 * 4 * 12 * 128**2 * 4 / 2**20  # weights, gradients and two moments of four blocks
+    more = large["largest_batch"] - small["largest_batch"]
+    assert more == pytest.approx(0.95 * 64 / small["mib_per_sample"], abs=1)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("gem size=4", "did you mean 'gemm'?"),
-        ("", "nothing is not a probe (gemm, clip_order"),
+        ("", "nothing is not a probe (gemm, clip_order, max_batch)"),
         ("gemm size=x", "size=x must be a whole number"),
         ("gemm precision=fp8 device=cpu", "precision=fp8 is not one of fp32, tf32, bf16, fp16"),
         ("gemm precision=tf32 device=cpu", "precision=tf32 is not available"),
+        (f"max_batch by=magic {GPT2}", "by=magic is neither trials nor forecast"),
         (f"clip_order order=during {GPT2}", "order=during is neither before nor after"),
     ],
 )
