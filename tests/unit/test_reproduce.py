@@ -186,6 +186,32 @@ def test_a_mistake_is_answered_with_what_to_type(
     assert words in told
 
 
+def test_all_leaves_alone_what_has_an_outcome_of_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(reproduce_cli.results, "read", functools.partial(results.read, tmp_path))
+    monkeypatch.setattr(results, "update", list)
+    here = machine(reproduce_cli.detect("cpu"))
+    common = {"machine": here, "date": "2026-01-01", "verdict": CONFIRMED}
+    for name, digest in (("two_x", claims.load("two_x").digest), ("cpu_bf16", "of an earlier file")):
+        save(common | {"claim": name, "claim_sha256": digest}, tmp_path)
+    tested: list[str] = []
+
+    def test(self: Reproduction, name: str) -> dict[str, Any]:
+        tested.append(name)
+        self.done[name] = common | {"claim": name, "claim_sha256": "x"}
+        return self.done[name]
+
+    monkeypatch.setattr(Reproduction, "test", test)
+    assert reproduce_cli.main(["all=true", "device=cpu"]) == 0
+    assert set(claims.names()) - set(tested) == {"two_x"}
+    assert "two_x: CONFIRMED, of 2026-01-01" in capsys.readouterr().out
+    tested.clear()
+    reproduce_cli.main(["claim=clip_order", "device=cpu"])
+    assert tested == ["clip_order"]
+
+
 def test_the_list_shows_every_claim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert reproduce_cli.main(["device=cpu"]) == 0
