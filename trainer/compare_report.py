@@ -11,7 +11,7 @@ from trainer import compare_plots
 from trainer.compare import Result
 from trainer.files import write_text
 from trainer.judge import ArmResult, Ratio
-from trainer.statistics import WORSE, Interval
+from trainer.statistics import EQUIVALENT, WORSE, Interval
 
 COST = ("throughput", "times as fast", "peak memory", "of baseline's")
 ENERGY = "energy"
@@ -99,7 +99,8 @@ def sentences(result: Result) -> list[str]:
         quality = f"its validation loss is {arm.quality.verdict}"
         if arm.quality.test:
             margin = f"{100 * arm.quality.test.margin:g} %"
-            quality += f" at a margin of {margin} ({_percent(arm.quality.test.difference)})"
+            p = f"p = {arm.quality.test.p_equivalent:.2g}; " if arm.quality.verdict == EQUIVALENT else ""
+            quality += f" at a margin of {margin} ({p}{_percent(arm.quality.test.difference)})"
         if arm.quality.why:
             quality += f"; {arm.quality.why}"
         if arm.quality.separates_at is not None:
