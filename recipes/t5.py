@@ -55,9 +55,8 @@ class Gaps(Dataset):
 
     def __init__(self, tokens: np.ndarray, context: int, vocabulary: int) -> None:
         self.tokens = tokens
-        self.window = context
-        while self._input_length(self.window + 1) <= context:
-            self.window += 1
+        # The most tokens that leave room for sentinels and EOS.
+        self.window = max(n for n in range(context, 2 * context) if n - _cuts(n)[0] + _cuts(n)[1] + 1 <= context)
         self.noise, self.spans = _cuts(self.window)
         self.start, self.eos, self.sentinel = range(vocabulary, vocabulary + 3)
         self.vocabulary = vocabulary + 2 + self.spans
@@ -84,11 +83,6 @@ class Gaps(Dataset):
         begins = out & ~np.concatenate([[False], out[:-1]])
         marked = np.where(begins, self.sentinel - 1 + np.cumsum(begins), text)
         return np.append(marked[begins | ~out], self.eos)
-
-    @staticmethod
-    def _input_length(window: int) -> int:
-        noise, spans = _cuts(window)
-        return window - noise + spans + 1
 
 
 def _cuts(window: int) -> tuple[int, int]:
