@@ -16,6 +16,7 @@ from trainer.compose import CONF, compose
 from trainer.config import Config, flatten
 from trainer.errors import UserError
 from trainer.files import write_json
+from trainer.folder import RunFolder
 from trainer.hardware import detect
 from trainer.judge import ArmResult, judge
 from trainer.measures import LOSS
@@ -134,7 +135,7 @@ def compare(about: Comparison, configs: dict[str, Config], tell: Callable[[str],
         tell: shows a line.
 
     Raises:
-        UserError: the folder holds another comparison, or cannot be written.
+        UserError: the folder holds another comparison, is worked on by another process, or cannot be written.
 
     """
     first = configs[about.baseline]
@@ -151,7 +152,8 @@ def compare(about: Comparison, configs: dict[str, Config], tell: Callable[[str],
     }
     _begin(about, common, facts)
     tell(f"{len(about.arms)} arms × {len(about.seeds)} seeds, in turns; every run is a fresh process. {about.folder}")
-    outcomes = Runner(about.folder, common).run_all(about.arms, about.seeds, _teller(tell, first.recipe.unit))
+    with RunFolder(about.folder).locked():  # a second one would take runs under way for broken off
+        outcomes = Runner(about.folder, common).run_all(about.arms, about.seeds, _teller(tell, first.recipe.unit))
     result = Result(about, judge(about.arms, about.baseline, outcomes, about.margin), outcomes, facts)
     write_json(about.folder / RESULT_FILE, result.to_dict())
     return result
@@ -220,6 +222,7 @@ def _begin(about: Comparison, common: list[str], facts: dict[str, Any]) -> None:
         "baseline": about.baseline,
         "margin": about.margin,
         "hardware": facts["hardware"]["name"],
+        "number of threads": facts["hardware"]["threads"],
         "torch": facts["versions"]["torch"],
         "commit": facts["git"].get("commit"),
     }

@@ -126,16 +126,17 @@ def method(result: Result) -> list[str]:
     about, facts = result.comparison, result.facts
     hardware, git = facts["hardware"], facts["git"]
     commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] == 'true' else ''}" if git else ""
-    memory = "what CUDA's allocator gave out at most"
+    memory, warmup = "what CUDA's allocator gave out at most", "first step"
     if not str(hardware["device"]).startswith("cuda"):
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
+        warmup = "first log interval"
     where = f"{hardware['name']}, {hardware['device']}, threads {hardware['threads']}"
     return [
         f"Machine: {where}; torch {facts['versions']['torch']}{commit}.",
         f"{facts['steps']} optimizer steps, seeds {', '.join(map(str, about.seeds))}. The arms of a seed have the same "
         "initial weights and data order, and run one after another, each in a fresh process, in an order that turns "
         "round from seed to seed.",
-        "Throughput leaves out the steps that warm up (the first log interval), evaluation and checkpoints. "
+        f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
         f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
         "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987). "

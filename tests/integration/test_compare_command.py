@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,23 @@ COMMAND = [
 ]
 
 
-@pytest.fixture
-def compare(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., Result]:
-    def run(*arguments: str) -> Result:
-        process = start(*arguments, script=SCRIPT)
-        out, err = process.communicate(timeout=120)
-        return Result(process.returncode, out, err)
+def finish(process: subprocess.Popen[str]) -> Result:
+    out, err = process.communicate(timeout=120)
+    return Result(process.returncode, out, err)
 
-    return run
+
+@pytest.fixture
+def compare(folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
+    """The command in this process, where torch and MLflow are loaded; what it trains has processes of its own."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> Result:
+        code = main(list(arguments))
+        return Result(code, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
 
 
 def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
@@ -84,14 +94,14 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
 
 
-def test_a_mistake_is_told_quickly_and_nothing_is_written(folder: Path, compare: Callable[..., Result]) -> None:
-    done = compare(*TINY, "arms=[fp32,bf61]")
+def test_a_mistake_is_told_and_nothing_is_written(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    done = finish(start(*TINY, "arms=[fp32,bf61]", script=SCRIPT))
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: arms: bf61 is not a precision")
     assert not list(folder.iterdir())
 
 
-def test_help(compare: Callable[..., Result]) -> None:
-    done = compare("--help")
+def test_help(start: Callable[..., subprocess.Popen[str]]) -> None:
+    done = finish(start("--help", script=SCRIPT))
     assert (done.code, done.err) == (0, "")
     assert all(word in done.out for word in ("arms=[fp32,bf16]", "arm.<name>=", "margin=0.3%", "Exit code"))
