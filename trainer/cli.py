@@ -23,9 +23,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import config
 from trainer.compose import CONF, check_arguments
-from trainer.errors import Interrupted, RunError, UserError
+from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory
 from trainer.explain import explain
 from trainer.run import Run, train
+from trainer.shortage import out_of_memory
 from trainer.world import launched_processes
 
 _USAGE = """\
@@ -35,7 +36,7 @@ python scripts/train.py -m key=a,b ...      runs every combination
 
 
 def main(run_class: type[Run] = Run) -> int:
-    """Run ``sys.argv`` and return the exit code: 0, 2 for a mistake, 3 for non-finite training, 128 + signal."""
+    """Run ``sys.argv`` and return the exit code: 0, 2 a mistake, 3 not finite, 4 no memory, 128 + signal."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(_USAGE + _choices())
         return 0
@@ -67,8 +68,10 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
         nonlocal interrupted
         if interrupted:
             return
+        overrides = list(HydraConfig.get().overrides.task)
+        shortage: BaseException | None = None
         try:
-            train(config.build(composed), list(HydraConfig.get().overrides.task), run_class)
+            train(config.build(composed), overrides, run_class)
             codes.append(0)
         except RunError as error:
             codes.append(_report(error))
@@ -79,18 +82,19 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
             stop = Interrupted("interrupted outside of training; what was saved before is untouched", signal.SIGINT)
             codes.append(_report(stop))
             interrupted = True
-        except torch.OutOfMemoryError as error:
-            codes.append(
-                _report(RunError(f"out of memory ({str(error).splitlines()[0]}); try half the micro_batch_size"))
-            )
-            interrupted = launched_processes() > 1
         except Exception as error:
-            if launched_processes() < 2:
+            if is_out_of_memory(error):
+                shortage = error.with_traceback(None)  # which holds the run
+                shortage.__context__ = shortage.__cause__ = None
+            elif launched_processes() < 2:
                 raise
-            codes.append(_report_of_rank(error))
-            interrupted = True
+            else:
+                codes.append(_report_of_rank(error))
+            interrupted = launched_processes() > 1
         finally:
             _release_memory()
+        if shortage is not None:
+            codes.append(_report(out_of_memory(shortage, overrides)))
 
     run: Callable[[], None] = task
     return run

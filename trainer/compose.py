@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -31,11 +32,14 @@ def compose(overrides: Sequence[str]) -> Config:
     """
     check_arguments(overrides)
     register()
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             return build(hydra.compose("config", list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-# What torch's CPU allocator, oneDNN and C++ say where CUDA's allocator has a type of its own.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+# What torch's CPU allocator, oneDNN, C++ and cuBLAS say where CUDA's allocator has a type of its own.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "bad_alloc",
+    "STATUS_ALLOC_FAILED",
+)
 
 
 class RunError(Exception):

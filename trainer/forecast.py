@@ -121,9 +121,17 @@ def table(forecasts: list[Forecast], width: int = 120) -> str:
 _ROWS = (*CATEGORIES, "peak", "over the first", "reached in", "measured", "error")
 
 
-def copies_on_device(config: Config, hardware: Hardware) -> bool:
+def required_bytes(config: Config, ledger: Ledger) -> int:
+    """Return what a run needs: the ledger's peak, and on a CPU a checkpoint's copy and the next step's samples."""
+    copied = ("weights", "buffers", "optimizer") if copies_on_device(config) else ()
+    loaded = ("inputs",) if detect(config.device).device.type != "cuda" else ()
+    return ledger.peak_bytes + sum(ledger.highest[name] for name in (*copied, *loaded))
+
+
+def copies_on_device(config: Config) -> bool:
     """Tell whether the host's copy of a checkpoint (weights, buffers, optimizer state) takes the device's memory."""
-    return hardware.device.type != "cuda" and config.checkpoint.enabled and config.checkpoint.background
+    on_host = detect(config.device).device.type != "cuda"
+    return on_host and config.checkpoint.enabled and config.checkpoint.background
 
 
 def meta_model(recipe: Recipe) -> nn.Module:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainer.compose import compose
 from trainer.errors import UserError
-from trainer.forecast import copies_on_device, forecast
+from trainer.forecast import forecast, required_bytes
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.memory import MIB
 from trainer.trial import Outcome, trial
@@ -134,7 +134,7 @@ def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
 
 
 def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:
-    """Return the forecast's bytes, with the copy that a checkpoint is written from where that is the same memory.
+    """Return the forecast, see ``required_bytes``.
 
     Raises:
         UserError: the weights alone are above the limit.
@@ -148,8 +148,7 @@ def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:
             f"the weights alone take {_mib(weights)}, more than the budget leaves ({_mib(limit_bytes)}); "
             "use a larger budget or a smaller model"
         )
-    copied = ("weights", "buffers", "optimizer") if copies_on_device(config, detect(config.device)) else ()
-    return ledger.peak_bytes + sum(ledger.highest[name] for name in copied)
+    return required_bytes(config, ledger)
 
 
 def _mib(amount: int) -> str:

@@ -100,7 +100,7 @@ def _two_steps(config: Config, plan: Plan, hardware: Hardware, tracked: bool, co
     trainer.train_step(next(batches))
     microbatches = next(batches)
     saved = []
-    if copied and copies_on_device(config, hardware):
+    if copied and copies_on_device(config):
         masters = [] if trainer.masters is None else list(trainer.masters.held())
         saved = [tensor.clone() for tensor in tensors((trainer.model.state_dict(), trainer.optimizer.state, masters))]
     with MemoryLedger(trainer.model, trainer.optimizer) if tracked else nullcontext() as recording:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from scripts import max_batch, memory
 from trainer.trial import Outcome, trial
 
+PROJECT = Path(__file__).resolve().parents[2]
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
 
@@ -72,3 +77,41 @@ def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkey
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
     assert max_batch.main([*JOB, "budget=1MiB"]) == 2
     assert "the weights alone take 1 MiB" in capsys.readouterr().err
+
+
+LIMITED = """
+import resource, sys
+import torch
+from trainer.cli import main
+from trainer.hardware import held_bytes
+torch.ones(2**20).exp_()  # starts torch's threads
+resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 600 * 2**20, resource.RLIM_INFINITY))
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
+def test_a_run_out_of_memory_says_what_fits_and_that_fits(folder: Path) -> None:
+    def train(*overrides: str) -> subprocess.CompletedProcess[str]:
+        job = ["recipe=bignet", "recipe.width=64", "recipe.layers=32", "data.samples=512", "device=cpu"]
+        common = [*job, "batch_size=131072", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]
+        return subprocess.run(
+            [sys.executable, "-c", LIMITED, *common, *overrides],
+            # A mapping for each tensor: glibc's heap wastes as much again on tensors of a few MiB.
+            env=os.environ | {"PYTHONPATH": str(PROJECT), "MALLOC_MMAP_THRESHOLD_": "131072"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    failed = train("micro_batch_size=131072")
+    assert failed.returncode == 4, failed.stderr
+    assert "error: out of memory (tried to allocate " in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert rows(failed.stderr)["weights"][0] == "0.5"
+    summary = json.loads((folder / "outputs" / "bignet-fp32-s0" / "summary.json").read_text())
+    assert summary["status"] == "FAILED"
+    fitting = [line.strip() for line in failed.stderr.splitlines() if line.startswith("  ")]
+    assert fitting[0].startswith("micro_batch_size=")
+    done = train(fitting[0])
+    assert done.returncode == 0, done.stderr
