@@ -30,9 +30,9 @@ BIGNET = ("recipe=bignet", "recipe.width=128", "recipe.layers=6", "data.samples=
 @pytest.mark.parametrize(
     ("job", "mode"),
     [
-        *((GPT2, mode) for mode in ("fp32", "bf16")),
-        *((RESNET, mode) for mode in ("bf16", "fp16")),
-        *((BIGNET, mode) for mode in ("fp32", "bf16", "fp16", "bf16_master", "bf16_sr", "fp16_pure")),
+        (GPT2, "bf16"),
+        (RESNET, "fp16"),
+        *((BIGNET, mode) for mode in ("fp32", "bf16_master", "bf16_sr", "fp16_pure")),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
