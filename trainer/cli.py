@@ -68,9 +68,10 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
         nonlocal interrupted
         if interrupted:
             return
-        overrides = list(HydraConfig.get().overrides.task)
+        overrides: list[str] = []
         shortage: BaseException | None = None
         try:
+            overrides = list(HydraConfig.get().overrides.task)
             train(config.build(composed), overrides, run_class)
             codes.append(0)
         except RunError as error:
