@@ -71,8 +71,9 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
         overrides: list[str] = []
         shortage: BaseException | None = None
         try:
+            built = config.build(composed)
             overrides = list(HydraConfig.get().overrides.task)
-            train(config.build(composed), overrides, run_class)
+            train(built, overrides, run_class)
             codes.append(0)
         except RunError as error:
             codes.append(_report(error))
