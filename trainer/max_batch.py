@@ -90,7 +90,7 @@ def largest_micro_batch(
     largest = search(fits, guess)
     if not largest:
         raise UserError(
-            f"not even micro_batch_size=1 fits into {_mib(limit_bytes)} (the forecast is {_mib(_needed(sized(1)))}); "
+            f"not even micro_batch_size=1 fits into {_mib(limit_bytes)}; "
             "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
         )
     return Largest(largest, outcomes[largest].peak_bytes, batch_size, len(outcomes))
@@ -128,8 +128,9 @@ def search(fits: Callable[[int], bool], guess: int) -> int:
 
 def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
     """Return where the straight line through two forecasts meets the limit."""
-    one, eight = _needed(sized(1), limit_bytes), _needed(sized(8))
-    slope = max(1.0, (eight - one) / 7)
+    # Not of a single sample: batch norm refuses it where its last feature map is one pixel.
+    two, eight = _needed(sized(2), limit_bytes), _needed(sized(8))
+    slope = max(1.0, (eight - two) / 6)
     return int(min(_LARGEST, max(1, 8 + (limit_bytes - eight) / slope)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -125,6 +126,8 @@ class MaxBatch:
         if self.by == "forecast":
             largest = int((budget * (1 - MARGIN) / MIB - fixed) / each)
         else:
+            # What glibc keeps of small freed blocks would count too, and hide what the precision makes of tensors.
+            os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")
             largest = largest_micro_batch([*rest, "batch_size=1"], budget).micro_batch_size
         return {"largest_batch": largest, "mib_per_sample": each, "fixed_mib": fixed}
 
