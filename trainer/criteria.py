@@ -99,15 +99,6 @@ class Finding:
     why: str = ""
     """What stood in the way of a verdict."""
 
-    def shown(self) -> str:
-        """Return the measured quantity in words."""
-        if self.median is None:
-            return "not measured"
-        unit = "x" if self.criterion.over and math.isfinite(self.median) else ""
-        if self.low is None or self.high is None or not self.high - self.low >= 1e-3 * abs(self.median):
-            return f"{number(self.median)}{unit}"
-        return f"{number(self.median)}{unit} [{number(self.low)}, {number(self.high)}]"
-
 
 def find(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     """Measure one criterion on the runs of a claim, and judge it if it decides."""
@@ -146,10 +137,28 @@ def combine(verdicts: list[str]) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number as people write it: four figures, none of them after a large one's point."""
+    """Return a number as people write it: about four figures, none of them after a large one's point."""
     if not math.isfinite(value):
         return "not finite"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if 0.1 <= abs(value) < 10 else f"{value:.4g}"
+
+
+def shown(finding: dict[str, Any]) -> str:
+    """Return what was measured in words.
+
+    Args:
+        finding: as recorded: ``median``, ``low``, ``high`` (None: not finite, or not known), ``values``, ``criterion``.
+
+    """
+    median, low, high = (finding[key] for key in ("median", "low", "high"))
+    if median is None:
+        return "not finite" if finding["values"] else "not measured"
+    unit = "x" if finding["criterion"].get("over") else ""
+    if low is None or high is None or high - low < 1e-3 * abs(median):
+        return f"{number(median)}{unit}"
+    return f"{number(median)}{unit} [{number(low)}, {number(high)}]"
 
 
 def _values(criterion: Criterion, runs: dict[str, dict[int, Outcome]]) -> list[float]:

@@ -184,7 +184,6 @@ def _plain(finding: Finding) -> dict[str, Any]:
         "quantity": criterion.quantity(),
         "bounds": criterion.bounds(),
         "published": criterion.published,
-        "measured": finding.shown(),
         "verdict": finding.verdict,
         **finite,
         "values": [value if math.isfinite(value) else None for value in finding.values],

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from trainer import results
 from trainer.claims import Claim, load, names
-from trainer.criteria import NOT_HERE
+from trainer.criteria import NOT_HERE, shown
 from trainer.errors import UserError
 from trainer.hardware import detect
 from trainer.reproduce import Reproduction, machine, save
@@ -123,7 +123,7 @@ def _tell(record: dict[str, Any], claim: Claim) -> None:
     for finding in record.get("findings", []):
         bounds = f"  criterion {finding['bounds']}" if finding["bounds"] else ""
         published = f"  published {finding['published']}" if finding["published"] else ""
-        print(f"  {finding['quantity']}: {finding['measured']}{bounds}{published}  {finding['verdict']}")
+        print(f"  {finding['quantity']}: {shown(finding)}{bounds}{published}  {finding['verdict']}")
         if finding["why"]:
             print(f"    {finding['why']}")
     for sentence in record.get("why", []):

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.arms import PROJECT
 from trainer.claims import Claim, load, names
-from trainer.criteria import NOT_HERE
+from trainer.criteria import NOT_HERE, shown
 from trainer.errors import UserError
 from trainer.files import write_text
 
@@ -71,15 +71,15 @@ def page(records: Records, claims: dict[str, Claim]) -> str:
 
 def readme_table(records: Records, claims: dict[str, Claim]) -> str:
     """Return the README's table: what has been tested, and on which machine."""
-    lines = ["| claim | published | verdict | measured | on |", "|---|---|---|---|---|"]
+    lines = ["| claim | as published | verdict | measured (criterion) | on |", "|---|---|---|---|---|"]
     for name, claim in claims.items():
         for machine, outcomes in records.items():
             record = outcomes.get(name)
             if record is None or record["verdict"] == NOT_HERE:
                 continue
             told = "; ".join(_short(finding) for finding in record.get("findings", []) if finding["bounds"])
-            published = claim.published or claim.statement
-            lines.append(f"| {name} | {published} | {record['verdict']} | {told} | `{machine}` |")
+            link = f"[{name}](docs/results.md#{name})"
+            lines.append(f"| {link} | {claim.statement} | {record['verdict']} | {told} | `{machine}` |")
     return "\n".join(lines)
 
 
@@ -122,7 +122,7 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
     rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]
     for finding in record["findings"]:
         note = "; ".join(filter(None, (finding["verdict"], finding["note"], finding["why"])))
-        cells = (finding["quantity"], finding["measured"], finding["bounds"], finding["published"], note)
+        cells = (finding["quantity"], shown(finding), finding["bounds"], finding["published"], note)
         rows.append(f"| {' | '.join(cells)} |")
     lines += ["", *rows, ""]
     lines += record["why"]
@@ -132,4 +132,4 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
 
 
 def _short(finding: dict[str, Any]) -> str:
-    return f"{finding['quantity']}: {finding['measured']} ({finding['bounds']})"
+    return f"{finding['quantity']}: {shown(finding)} ({finding['bounds']})"

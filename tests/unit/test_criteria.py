@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.arms import Outcome
-from trainer.criteria import CONFIRMED, NOT_HERE, REFUTED, Criterion, Finding, combine, find
+from trainer.criteria import CONFIRMED, NOT_HERE, REFUTED, Criterion, combine, find, shown
 from trainer.errors import UserError
 from trainer.statistics import INCONCLUSIVE
 
@@ -91,7 +90,6 @@ def test_a_run_that_diverged_has_an_infinite_loss() -> None:
     worse = Criterion("loss", "pure", "base", at_least=1.1)
     finding = find(worse, [*base, *(outcome("pure", seed, loss=None, code=3) for seed in range(3))])
     assert finding.verdict == CONFIRMED
-    assert finding.shown() == "not finite"
     mixed = [outcome("pure", 0, loss=2.0), *(outcome("pure", seed, code=3) for seed in (1, 2))]
     assert find(worse, [*base, *mixed]).verdict == INCONCLUSIVE
     parity = Criterion("loss", "pure", "base", within=0.01)
@@ -165,8 +163,20 @@ def test_criteria_that_cannot_be_judged_are_refused(fields: dict[str, Any], word
         Criterion("loss", **fields)
 
 
-def test_numbers_are_shown_with_their_interval_unless_it_is_nothing() -> None:
-    criterion = speed(at_least=1.0)
-    assert Finding(criterion, "", 2.0, 1.9, 2.1).shown() == "2x [1.9, 2.1]"
-    assert Finding(criterion, "", 2.0, 2.0, 2.0).shown() == "2x"
-    assert Finding(Criterion("loss", "a"), "", 12345.6, math.nan, None).shown() == "12,346"
+@pytest.mark.parametrize(
+    ("median", "low", "high", "over", "words"),
+    [
+        (2.0, 1.9, 2.1, ["a"], "2.000x [1.900, 2.100]"),
+        (2.0, 2.0, 2.0, ["a"], "2.000x"),
+        (12345.6, None, None, [], "12,346"),
+        (0.000125, 0.0001, 0.0002, [], "0.000125 [0.0001, 0.0002]"),
+        (28.834, 24.9, 33.2, ["a"], "28.83x [24.9, 33.2]"),
+        (None, None, None, ["a"], "not finite"),
+    ],
+)
+def test_numbers_are_shown_with_their_interval_unless_it_is_nothing(
+    median: float | None, low: float | None, high: float | None, over: list[str], words: str
+) -> None:
+    finding = {"median": median, "low": low, "high": high, "values": [1.0], "criterion": {"over": over}}
+    assert shown(finding) == words
+    assert shown(finding | {"median": None, "values": []}) == "not measured"

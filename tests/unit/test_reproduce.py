@@ -96,7 +96,7 @@ def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[...
     record = reproduction(tmp_path, made_up).test("mine")
     assert record["verdict"] == CONFIRMED
     assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, ""]
-    assert record["findings"][0]["measured"] == "2.5x"
+    assert record["findings"][0]["median"] == 2.5
     assert record["arms"]["bf16"]["measures"]["speed"] == [250.0, 252.5, 255.0]
     assert made_up.started[:6] == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
     # of fp32's 2.125 ms a step 2 are products, of bf16's 0.625 ms half a millisecond
