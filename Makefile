@@ -1,5 +1,5 @@
 # make train   set up .venv, then train GPT-2 on text that needs no download
-# make test    set up what the tests need, then format, lint, type and behaviour checks
+# make test    set up what the tests need, then format, lint, type and behaviour checks, two tests at a time
 # make ui      the runs side by side in MLflow
 # make bench   the ratios of the README, measured here
 
@@ -20,7 +20,7 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 ui: $(VENV)/.run
 	$(BIN)/python scripts/ui.py
