@@ -25,8 +25,9 @@ from trainer import config
 from trainer.compose import CONF, check_arguments
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory
 from trainer.explain import explain
-from trainer.run import Run, train
+from trainer.run import Run
 from trainer.shortage import out_of_memory
+from trainer.start import train
 from trainer.world import launched_processes
 
 _USAGE = """\

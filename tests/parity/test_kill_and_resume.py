@@ -17,7 +17,7 @@ from trainer.errors import Interrupted
 from trainer.loop import StepRecord, Trainer
 from trainer.recipe import Batch
 from trainer.restore import load
-from trainer.run import train
+from trainer.start import train
 
 STEPS = 11
 RECIPES = {

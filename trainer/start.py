@@ -1,0 +1,75 @@
+"""Where a run begins: a new one, or one that is taken up where it stopped."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint
+from trainer.config import Config, flatten
+from trainer.console import Terminal
+from trainer.delivery import final_status
+from trainer.errors import UserError
+from trainer.folder import RunFolder, earlier_folder
+from trainer.hardware import detect
+from trainer.loop import Trainer
+from trainer.restore import Saved
+from trainer.run import Run
+from trainer.signals import Requests
+
+
+def train(config: Config, overrides: list[str] | None = None, run_class: type[Run] = Run) -> dict[str, Any]:
+    """Train what the config describes and return the summary that is also in summary.json.
+
+    Args:
+        config: as composed; its ``auto`` fields are resolved in place.
+        overrides: the command line's overrides, for the command that resumes this run.
+        run_class: what watches over the trainer; another one for those who measure.
+
+    Raises:
+        UserError: the config, the data or the hardware cannot do this; nothing was written.
+        NonFiniteError: training turned non-finite.
+        Interrupted: a signal stopped the run after saving a checkpoint.
+
+    """
+    with Requests(config.checkpoint.save_on_signal) as requests, ExitStack() as stack:
+        world = config.parallel.world(config.device)
+        terminal = Terminal(shown=world.first)
+        hardware = detect(config.device)
+        try:
+            plan, choices = config.resolve(hardware, world)
+        except UserError as error:
+            error.shared = True
+            raise
+        folder = world.on_first(lambda: earlier_folder(config))
+        saved = None
+        if folder is not None:
+            saved = Saved(world.on_first(partial(_taken_up, folder, config, stack)))
+            # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
+            if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
+                done = f"{folder.path} has done its {saved.step} steps"
+                terminal.note(f"{done}; steps={2 * saved.step} would go on")
+                return {}
+        trainer = Trainer(config, plan, hardware, world)
+        stack.callback(trainer.close)
+        if folder is None:
+            folder = world.on_first(partial(_begun, config, stack))
+        return run_class(trainer, folder, saved, terminal, requests, choices, overrides or []).execute()
+
+
+def _is_finished(folder: RunFolder) -> bool:
+    return final_status(folder.path) == "FINISHED"
+
+
+def _begun(config: Config, stack: ExitStack) -> RunFolder:
+    folder = RunFolder.create(config.output_dir, str(config.run_name))
+    stack.enter_context(folder.locked())
+    return folder
+
+
+def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
+    stack.enter_context(folder.locked())
+    folder.check_same(flatten(config))
+    return checkpoint.find(folder.checkpoints)
