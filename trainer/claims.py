@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, get_type_hints
 
 from trainer.arms import PROJECT, Arm
+from trainer.claim_yaml import check_keys, check_type, read
 from trainer.criteria import Criterion
 from trainer.errors import UserError
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
+from trainer.measures import MEASURES, PROBE_MEASURES
 from trainer.suggest import nearest
 
 FOLDER = PROJECT / "conf" / "claim"
@@ -74,26 +76,58 @@ class Claim:
 
     def __post_init__(self) -> None:
         where = f"conf/claim/{self.id}.yaml"
-        if not self.combines and not (self.setups and self.arms and self.criteria):
+        if self.combines:
+            if self.setups or self.arms or self.criteria:
+                raise UserError(f"{where}: combines stands alone; drop setups, arms and criteria")
+            if self.id in self.combines:
+                raise UserError(f"{where} combines itself; name other claims")
+            return
+        if not (self.setups and self.arms and self.criteria):
             raise UserError(f"{where} needs setups, arms and criteria")
-        for name, text in self.arms.items():
-            if (setup := text.split()[0]) not in self.setups:
-                raise UserError(
-                    f"{where}: arm {name} begins with {setup}, which is no setup ({', '.join(self.setups)})"
-                )
-        known = {*self.arms, *([NULL] if self.null_arm else [])}
-        for key, names in (("criteria", [n for c in self.criteria for n in c.arms]), ("arms_need", self.arms_need)):
-            for name in names:
-                if name not in known:
-                    raise UserError(f"{where}: {key} name the arm {name}, which is not there{nearest(name, known)}")
-        if self.null_arm and self.null_arm not in self.arms:
-            raise UserError(f"{where}: null_arm={self.null_arm} is no arm{nearest(self.null_arm, self.arms)}")
+        self._check_arms(where)
         for key, by_setup in (("reduced", self.reduced), ("on_cuda", self.on_cuda)):
             for name in by_setup:
                 if name not in self.setups:
                     raise UserError(f"{where}: {key} names the setup {name}, which is not there")
+        for need in [*self.needs, *(need for needs in self.arms_need.values() for need in needs)]:
+            _check_need(need, where)
+        for criterion in self.criteria:
+            self._check_measure(criterion, where)
+        if not any(criterion.decides for criterion in self.criteria):
+            raise UserError(f"{where}: no criterion decides; give one at_least, at_most or within")
         if self.repeats < 2:
             raise UserError(f"{where}: repeats={self.repeats} gives no interval; use 3")
+
+    def _check_arms(self, where: str) -> None:
+        for name, text in self.arms.items():
+            if not re.fullmatch(r"[\w.-]+", name) or name == NULL:
+                raise UserError(f"{where}: an arm cannot be called {name}; use letters, digits, - and _")
+            if (setup := text.split()[0]) not in self.setups:
+                raise UserError(
+                    f"{where}: arm {name} begins with {setup}, which is no setup ({', '.join(self.setups)})"
+                )
+        if self.null_arm and self.null_arm not in self.arms:
+            raise UserError(f"{where}: null_arm={self.null_arm} is no arm{nearest(self.null_arm, self.arms)}")
+        known = {*self.arms, *([NULL] if self.null_arm else [])}
+        for key, names in (("criteria", [n for c in self.criteria for n in c.arms]), ("arms_need", self.arms_need)):
+            for name in names:
+                if name == NULL and name not in known:
+                    raise UserError(
+                        f"{where}: {key} name the null_arm; say which it is: null_arm: {next(iter(self.arms))}"
+                    )
+                if name not in known:
+                    raise UserError(f"{where}: {key} name the arm {name}, which is not there{nearest(name, known)}")
+
+    def _check_measure(self, criterion: Criterion, where: str) -> None:
+        for name in criterion.arms:
+            words = self.setups[self.arms[self.null_arm if name == NULL else name].split()[0]].split()
+            probe = words[0].removeprefix(PROBE) if words and words[0].startswith(PROBE) else ""
+            known = PROBE_MEASURES.get(probe, ()) if probe else tuple(MEASURES)
+            if known and criterion.measure not in known:
+                near = nearest(criterion.measure, known)
+                raise UserError(
+                    f"{where}: {criterion.measure} is not measured of arm {name}{near} ({', '.join(known)})"
+                )
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
         """Return what is missing here to run the claim, as words for the user; empty: nothing."""
@@ -132,7 +166,17 @@ class Claim:
         return arms
 
     def reduce(self) -> None:
-        """Make every arm small enough for any CPU: a test that the file works, not of the claim."""
+        """Make every arm small enough for any CPU: a test that the file works, not of the claim.
+
+        Raises:
+            UserError: the file does not say how.
+
+        """
+        if missing := [name for name in self.setups if name not in self.reduced]:
+            raise UserError(
+                f"conf/claim/{self.id}.yaml gives no reduced size for {missing[0]}; add, for example, "
+                f"reduced: {{{missing[0]}: steps=3 batch_size=2 micro_batch_size=2}}"
+            )
         for name, text in self.arms.items():
             small = self.reduced.get(text.split()[0], "")
             self.arms[name] = " ".join(STAND_INS.get(word, word) for word in f"{text} {small}".split())
@@ -149,23 +193,27 @@ def lacking(need: str, hardware: Hardware) -> str:
         UserError: no such need.
 
     """
-    if need.endswith("GiB") and need.removesuffix("GiB").isdigit():
-        enough = hardware.memory_bytes >= int(need.removesuffix("GiB")) * 2**30
-        return "" if enough else f"{need} of {'GPU ' if hardware.is_gpu else ''}memory"
-    met = {
-        "cuda": (hardware.is_gpu, "an NVIDIA GPU"),
-        "cpu": (hardware.device.type == "cpu", "a CPU: type device=cpu"),
-        "tf32": (hardware.support("tf32") != UNAVAILABLE, "TF32 (an NVIDIA GPU from Ampere on)"),
-        "native_bf16": (hardware.support("bf16") not in (EMULATED, UNAVAILABLE), "bf16 in hardware"),
-        "native_fp16": (hardware.support("fp16") not in (EMULATED, UNAVAILABLE), "fp16 in hardware"),
-        "hopper": (hardware.is_gpu and (hardware.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
-        "torchao": (find_spec("torchao") is not None, "torchao: pip install torchao"),
-        "amx": ("amx_bf16" in hardware.cpu_flags, "a CPU with AMX"),
-    }
-    if need not in met:
-        raise UserError(f"needs: {need} is not known{nearest(need, met)} ({', '.join(met)}, or memory such as 40GiB)")
-    has, words = met[need]
-    return "" if has else words
+    _check_need(need, "needs")
+    if need in NEEDS:
+        has, words = NEEDS[need]
+        return "" if has(hardware) else words
+    # A card sold as one of 80 GB reports 79 GiB.
+    enough = hardware.memory_bytes >= _MEMORY_IS_SOLD_AS * int(need.removesuffix("GiB")) * 2**30
+    return "" if enough else f"{need} of {'GPU ' if hardware.is_gpu else ''}memory"
+
+
+_MEMORY_IS_SOLD_AS = 0.92
+NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
+    "cuda": (lambda here: here.is_gpu, "an NVIDIA GPU"),
+    "cpu": (lambda here: here.device.type == "cpu", "a CPU: type device=cpu"),
+    "tf32": (lambda here: here.support("tf32") != UNAVAILABLE, "TF32 (an NVIDIA GPU from Ampere on)"),
+    "native_bf16": (lambda here: here.support("bf16") not in (EMULATED, UNAVAILABLE), "bf16 in hardware"),
+    "native_fp16": (lambda here: here.support("fp16") not in (EMULATED, UNAVAILABLE), "fp16 in hardware"),
+    "hopper": (lambda here: here.is_gpu and (here.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
+    "torchao": (lambda _: find_spec("torchao") is not None, "torchao: pip install torchao"),
+    "amx": (lambda here: "amx_bf16" in here.cpu_flags, "a CPU with AMX"),
+}
+"""What a claim may need of a machine, beside an amount of memory, and what the user is told where it is not there."""
 
 
 def names() -> list[str]:
@@ -186,27 +234,44 @@ def load(name: str, folder: Path = FOLDER) -> Claim:
         raise UserError(
             f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
         )
-    text = path.read_bytes()
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no keys; see conf/claim/bignet_memory.yaml")
-    known_keys = {entry.name for entry in fields(Claim)} - {"id", "digest"}
-    _check_keys(content, known_keys, f"{path}")
+    text, where = path.read_bytes(), f"conf/claim/{path.name}"
+    content = read(text, where)
+    types = {entry.name: get_type_hints(Claim)[entry.name] for entry in fields(Claim)}
+    check_keys(content, set(types) - {"id", "digest"}, where)
     for key in ("statement", "source"):
         if not content.get(key):
-            raise UserError(f"{path} says no {key}")
-    criteria = []
-    for entry in content.pop("criteria", []):
-        _check_keys(entry, {f.name for f in fields(Criterion)}, f"{path}: criteria")
-        criteria.append(Criterion(**entry))
+            raise UserError(f"{where} says no {key}")
+    listed = content.pop("criteria", [])
+    if not isinstance(listed, list):
+        raise UserError(f"{where}: criteria is a list; begin each with a dash: - {{measure: speed, arm: bf16, …}}")
+    for key, value in content.items():
+        check_type(key, value, types[key], where)
+    criteria = [_criterion(entry, where) for entry in listed]
     defaults: dict[str, Any] = {"setups": {}, "arms": {}}
     return Claim(id=name, criteria=criteria, digest=hashlib.sha256(text).hexdigest(), **(defaults | content))
 
 
-def _check_keys(content: dict[str, Any], known: set[str], where: str) -> None:
-    for key in content:
-        if key not in known:
-            raise UserError(f"{where}: {key} is not a key{nearest(str(key), known)} ({', '.join(sorted(known))})")
+def _criterion(entry: Any, where: str) -> Criterion:
+    if not isinstance(entry, dict):
+        raise UserError(
+            f"{where}: criteria: {entry} is no criterion; "
+            "write - {measure: speed, arm: bf16, over: fp32, at_least: 2}"
+        )
+    types = get_type_hints(Criterion)
+    check_keys(entry, set(types), f"{where}: criteria")
+    for key in ("measure", "arm"):
+        if not entry.get(key):
+            raise UserError(f"{where}: the criterion {entry} says no {key}")
+    for key, value in entry.items():
+        check_type(key, value, types[key], f"{where}: criteria")
+    try:
+        return Criterion(**entry)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _check_need(need: str, where: str) -> None:
+    if need not in NEEDS and not re.fullmatch(r"\d+GiB", need):
+        raise UserError(
+            f"{where}: {need} is not known{nearest(need, NEEDS)} ({', '.join(NEEDS)}, or memory such as 40GiB)"
+        )

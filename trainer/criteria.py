@@ -58,6 +58,8 @@ class Criterion:
             raise UserError("within goes with over and lies above 0, such as within: 0.003 for 0.3 %")
         if self.within is not None and (self.at_least is not None or self.at_most is not None):
             raise UserError("within stands alone; drop at_least and at_most")
+        if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
+            raise UserError(f"at_least: {self.at_least:g} is above at_most: {self.at_most:g}; swap them")
 
     @property
     def arms(self) -> list[str]:
@@ -217,4 +219,4 @@ def _verdict(criterion: Criterion, finding: Finding, compared: bool) -> str:
 def _listed(names: Any) -> list[str]:
     if names is None:
         return []
-    return [names] if isinstance(names, str) else [str(name) for name in names]
+    return [str(name) for name in names] if isinstance(names, list | tuple) else [str(names)]

@@ -64,7 +64,13 @@ MEASURES: dict[str, tuple[Callable[[Outcome], float | None], str]] = {
     "minutes": (minutes, "minutes from start to end"),
     "skipped": (skipped, "skipped steps"),
 }
-"""How to read each off an outcome, and its name in a sentence. Probes add their own (trainer/probes.py)."""
+"""How to read each off an outcome of training, and its name in a sentence."""
+PROBE_MEASURES = {
+    "gemm": ("tflops", "error"),
+    "clip_order": ("grad_norm", "update_norm"),
+    "max_batch": ("largest_batch", "mib_per_sample", "fixed_mib"),
+}
+"""What each probe measures (trainer/probes.py)."""
 
 
 def measured(outcome: Outcome, name: str) -> float | None:

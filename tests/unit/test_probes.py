@@ -9,6 +9,7 @@ import torch
 from scripts import probe as script
 from trainer import probes
 from trainer.errors import UserError
+from trainer.measures import PROBE_MEASURES
 
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=8 data=synthetic data.vocab_size=64 batch_size=4 device=cpu"
 
@@ -18,6 +19,7 @@ def measures(folder: Path, text: str) -> dict[str, float]:
     summary = json.loads(path.read_text())
     assert summary["status"] == "FINISHED"
     found: dict[str, float] = summary["measures"]
+    assert tuple(found) == PROBE_MEASURES[text.split()[0]]
     return found
 
 
@@ -76,3 +78,7 @@ def test_what_is_no_number_is_not_written(tmp_path: Path, monkeypatch: pytest.Mo
         measures(tmp_path, "gemm size=8 device=cpu")
     assert not list(tmp_path.iterdir())
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_every_probe_measures_is_known_beforehand() -> None:
+    assert set(PROBE_MEASURES) == set(probes.PROBES)
