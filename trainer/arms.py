@@ -58,6 +58,11 @@ class Outcome:
         """Whether it trained to its end."""
         return self.exit_code == 0 and self.summary.get("status") == "FINISHED"
 
+    @property
+    def told(self) -> str:
+        """What is said of a run that failed."""
+        return self.failure or f"exit code {self.exit_code}"
+
     @cached_property
     def series(self) -> dict[str, Series]:
         """The run's metric log, by metric."""

@@ -114,11 +114,8 @@ def find(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     if values:
         finding.median = statistics.median(values)
         finding.low, finding.high = min(values), max(values)
-    failed = [run for name in criterion.arms for run in runs[name].values() if not run.finished]
-    failed = [run for run in failed if measured(run, criterion.measure) is None]
-    if failed:
-        finding.why = f"{failed[0].arm}, seed {failed[0].seed}, failed: {failed[0].failure or failed[0].exit_code}"
     compared = bool(criterion.over or criterion.minus)
+    finding.why = _gap(criterion, runs, len(values) if compared else None)
     usable = all(map(math.isfinite, values)) and (bool(criterion.minus) or all(value > 0 for value in values))
     if compared and len(values) > 1 and usable:
         interval = _interval(criterion, values)
@@ -126,6 +123,21 @@ def find(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     if criterion.decides:
         finding.verdict = _verdict(criterion, finding, compared)
     return finding
+
+
+def _gap(criterion: Criterion, runs: dict[str, dict[int, Outcome]], pairs: int | None) -> str:
+    """Say what is missing of the measurements, if anything is; ``pairs``: how many could be compared, if any had to."""
+    unmeasured = [
+        run for name in criterion.arms for run in runs[name].values() if measured(run, criterion.measure) is None
+    ]
+    if failed := [run for run in unmeasured if not run.finished]:
+        return f"{failed[0].arm}, seed {failed[0].seed}, failed: {failed[0].told}"
+    if unmeasured:
+        return f"not measured of {unmeasured[0].arm}, seed {unmeasured[0].seed}"
+    wanted = len(set.intersection(*(set(runs[name]) for name in criterion.arms)))
+    if pairs is not None and pairs < wanted:
+        return f"{wanted - pairs} of {wanted} pairs cannot be compared: neither run finite, or a ratio with 0"
+    return ""
 
 
 def combine(verdicts: list[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.arms import Arm, Outcome, Runner
+from trainer.arms import DIVERGED, PROJECT, Arm, Outcome, Runner
 from trainer.claims import Claim, lacking, load
 from trainer.criteria import CONFIRMED, NOT_HERE, Finding, combine, find
 from trainer.errors import UserError
@@ -20,6 +20,7 @@ from trainer.files import write_json
 from trainer.hardware import Hardware
 from trainer.measures import MEASURES, measured
 from trainer.provenance import git_facts, versions
+from trainer.statistics import INCONCLUSIVE
 from trainer.why import MOST, explain
 
 RECORD_FILE = "record.json"
@@ -97,28 +98,51 @@ class Reproduction:
         return self._record(
             claim,
             verdict,
-            findings=[_plain(finding) for finding in findings],
+            git=self._git(outcomes),
+            findings=[_plain(finding) | {"why": self._public(finding.why)} for finding in findings],
             why=why,
             arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
             left_out=left_out,
-            failures=[f"{o.arm}, seed {o.seed}: {o.failure}" for o in outcomes if o.exit_code not in (0, 3)],
+            failures=[
+                self._public(f"{run.arm}, seed {run.seed}: {run.told}")
+                for run in outcomes
+                if run.exit_code not in (0, DIVERGED)
+            ],
         )
 
     def _combined(self, claim: Claim) -> dict[str, Any]:
         parts = [self.test(name) for name in claim.combines]
         verdicts = [part["verdict"] for part in parts]
-        verdict = CONFIRMED if set(verdicts) == {CONFIRMED} else combine(verdicts)
+        verdict = combine(verdicts)
+        if verdict == CONFIRMED and NOT_HERE in verdicts:
+            verdict = INCONCLUSIVE
         return self._record(
             claim,
             verdict,
+            parts={part["claim"]: part_facts(part) for part in parts},
+            needs=[need for part in parts for need in part.get("needs", [])],
             findings=[
                 finding | {"quantity": f"{part['claim']}: {finding['quantity']}"}
                 for part in parts
                 for finding in part.get("findings", [])
                 if finding["bounds"]
             ],
-            why=[sentence for part in parts for sentence in part.get("why", [])[:2]],
+            why=[sentence for part in parts for sentence in part.get("why", [])],
+            failures=[failure for part in parts for failure in part.get("failures", [])],
         )
+
+    def _git(self, outcomes: list[Outcome]) -> dict[str, str]:
+        """Return the commit; ``dirty`` also where a run was of another, which someone may have pulled meanwhile."""
+        told = [run.summary["git"] for run in outcomes if run.summary.get("git")]
+        return self.git | ({"dirty": "true"} if any(git != self.git for git in told) else {})
+
+    def _public(self, text: str) -> str:
+        """Take out of a message what the user typed, and where things lie on this machine."""
+        private = {override.partition("=")[2].strip("'\""): "…" for override in self.given}
+        private |= {str(self.folder): "outputs", str(PROJECT): ".", str(Path.home()): "~"}
+        for place in sorted(private, key=len, reverse=True):
+            text = text.replace(place, private[place]) if len(place) > 1 else text
+        return text
 
     def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
         record = {
@@ -137,7 +161,8 @@ class Reproduction:
     def _key(self, claim: Claim) -> str:
         """Name a folder for what must not be mixed: another file, commit, machine or torch."""
         torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
-        parts = [claim.digest, self.git.get("commit"), machine(self.hardware), torch_version, threads, self.given]
+        given = [override for override in self.given if override.partition("=")[0] in claim.asks]
+        parts = [claim.digest, self.git.get("commit"), machine(self.hardware), torch_version, threads, given]
         digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
         return f"{claim.id}-{digest[:10]}"
 
@@ -145,10 +170,10 @@ class Reproduction:
         head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
         if outcome.exit_code == 0:
             self.tell(f"{head}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
-        elif outcome.exit_code == 3:
+        elif outcome.exit_code == DIVERGED:
             self.tell(f"{head}  turned non-finite")
         else:
-            self.tell(f"{head}  failed with exit code {outcome.exit_code}: {outcome.failure.rpartition(chr(10))[2]}")
+            self.tell(f"{head}  failed with exit code {outcome.exit_code}: {outcome.failure}")
 
 
 def machine(hardware: Hardware) -> str:
@@ -158,6 +183,11 @@ def machine(hardware: Hardware) -> str:
     if hardware.is_gpu:
         return name
     return f"{name}{'-amx' if 'amx_bf16' in hardware.cpu_flags else ''}-{hardware.cpu_cores}-cores"
+
+
+def part_facts(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what a claim that combines others records of each: it is out of date when one of these changes."""
+    return {key: record[key] for key in ("verdict", "claim_sha256", "git", "date")}
 
 
 def save(record: dict[str, Any], results: Path) -> Path:
@@ -188,7 +218,6 @@ def _plain(finding: Finding) -> dict[str, Any]:
         **finite,
         "values": [value if math.isfinite(value) else None for value in finding.values],
         "note": criterion.note,
-        "why": finding.why,
         "criterion": {key: value for key, value in asdict(criterion).items() if value not in (None, [], "")},
     }
 

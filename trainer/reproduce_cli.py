@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trainer import results
@@ -14,7 +15,7 @@ from trainer.claims import Claim, load, names
 from trainer.criteria import NOT_HERE, shown
 from trainer.errors import UserError
 from trainer.hardware import detect
-from trainer.reproduce import Reproduction, machine, save
+from trainer.reproduce import Reproduction, machine, part_facts, save
 from trainer.suggest import nearest
 
 DEFAULTS = {
@@ -59,9 +60,12 @@ def main(arguments: list[str]) -> int:
     folder = Path(options["output_dir"]).expanduser().absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=reduced)
     if not reduced:
-        known = _known(claims, machine(hardware))
+        here = results.read().get(machine(hardware), {})
+        known = _known(claims, here)
+        wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
         reproduction.done |= {name: known[name] for name in known if options["all"] == "true" or name not in wanted}
-    told = set(reproduction.done)
+    earlier = set(reproduction.done)
+    told = set(earlier)
     for name in wanted:
         if name in told:
             print(f"{name}: {reproduction.done[name]['verdict']}, of {reproduction.done[name]['date']}")
@@ -73,17 +77,26 @@ def main(arguments: list[str]) -> int:
             if not reduced:
                 print(f"written to {save(reproduction.done[each], results.RESULTS)}")
                 results.update()
-    failed = any(record.get("failures") for record in reproduction.done.values())
-    return int(failed)
+    return int(any(reproduction.done[name].get("failures") for name in told - earlier))
 
 
-def _known(claims: dict[str, Claim], here: str) -> dict[str, dict[str, Any]]:
-    """Return the outcomes that this machine has had for the claims' files as they are."""
-    outcomes = results.read().get(here, {})
+def _made_anew(claim: Claim | None, wanted: list[str], known: dict[str, dict[str, Any]]) -> bool:
+    """Whether a claim combines one that is to be tested, and nothing that would have to be tested for its sake."""
+    parts = set(claim.combines) if claim else set()
+    return bool(parts & set(wanted)) and parts <= {*wanted, *known}
+
+
+def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the outcomes here that stand: of the claims' files as they are, and without a run that failed."""
     return {
         name: record
         for name, record in outcomes.items()
-        if name in claims and record["claim_sha256"] == claims[name].digest and record["verdict"] != NOT_HERE
+        if name in claims
+        and record["claim_sha256"] == claims[name].digest
+        and record["verdict"] != NOT_HERE
+        and not record.get("failures")
+        and record.get("parts", {})
+        == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
     }
 
 
@@ -111,7 +124,8 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
         table.add_column(column, overflow="fold")
     for name, claim in claims.items():
         verdicts = [results.verdict(outcomes.get(name), claim) for outcomes in records.values()]
-        table.add_row(name, f"{claim.statement} [dim]{claim.source}[/]", ", ".join(claim.needs) or "any", *verdicts)
+        words = f"{escape(claim.statement)} [dim]{escape(claim.source)}[/]"
+        table.add_row(name, words, ", ".join(claim.needs) or "any", *verdicts)
     console.print(table)
     console.print(f"this machine: {here}. Test one with claim=…, or what it can with all=true.")
 

@@ -79,7 +79,7 @@ def readme_table(records: Records, claims: dict[str, Claim]) -> str:
                 continue
             told = "; ".join(_short(finding) for finding in record.get("findings", []) if finding["bounds"])
             link = f"[{name}](docs/results.md#{name})"
-            lines.append(f"| {link} | {claim.statement} | {record['verdict']} | {told} | `{machine}` |")
+            lines.append(_row((link, claim.statement, record["verdict"], told, f"`{machine}`")))
     return "\n".join(lines)
 
 
@@ -118,18 +118,31 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
     if record["verdict"] == NOT_HERE:
         return [f"{lines[0]}: needs {', '.join(record['needs'])}."] if record.get("needs") else [f"{lines[0]}."]
     commit = record["git"].get("commit", "unknown")[:10]
-    lines[0] += f", {record['date']}, commit {commit}."
+    lines[0] += f", {record['date']}, commit {commit}{_threads(record['hardware'])}."
     rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]
     for finding in record["findings"]:
         note = "; ".join(filter(None, (finding["verdict"], finding["note"], finding["why"])))
         cells = (finding["quantity"], shown(finding), finding["bounds"], finding["published"], note)
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(_row(cells))
     lines += ["", *rows, ""]
     lines += record["why"]
     lines += [f"Without the arm {name} ({why})." for name, why in record.get("left_out", {}).items()]
+    if record.get("needs"):
+        lines += [f"A part of it needs {', '.join(record['needs'])}."]
     lines += [f"Failed: {failure}." for failure in record.get("failures", [])]
     return lines
 
 
 def _short(finding: dict[str, Any]) -> str:
     return f"{finding['quantity']}: {shown(finding)} ({finding['bounds']})"
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _threads(hardware: dict[str, Any]) -> str:
+    """Say how many threads computed where it is not one for every core."""
+    count = hardware["threads"]
+    usual = hardware["device"] != "cpu" or count == hardware["cpu_cores"]
+    return "" if usual else f", {count} thread{'s' * (count != 1)}"

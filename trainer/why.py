@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,8 @@ def explain(
             elif criterion.measure == "memory":
                 sentence = _memory_sentence(one, base, runner)
             elif criterion.measure in ("loss", "best_loss"):
-                sentence = _loss_sentence(name, other, outcomes, criterion.measure)
+                null = NULL in by_name and by_name[NULL].overrides == base.overrides
+                sentence = _loss_sentence(name, other, outcomes, criterion.measure, null)
             else:
                 sentence = _values_sentence(criterion.measure, criterion.arms, outcomes)
             if sentence and sentence not in told:
@@ -83,12 +85,16 @@ def products_and_rest(path: Path) -> _Times:
 
 
 def _time_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
-    one, other = (_profiled(each, runner) for each in (arm, base))
-    if one is None or other is None or not (one.products and other.products and other.rest):
+    compiled = any(_is_compiled(each) for each in (arm, base))
+    one, other = (_profiled(each, runner, compiled) for each in (arm, base))
+    if one is None or other is None or not (one.products > 0 and other.products > 0):
         return ""
+    if one.rest <= 0 or other.rest <= 0:
+        return ""
+    of = "step" if compiled else "operator"
     share, base_share = (times.products / (times.products + times.rest) for times in (one, other))
     return (
-        f"Matrix products, convolutions and attention are {base_share:.0%} of the operator time of {base.label} and "
+        f"Matrix products, convolutions and attention are {base_share:.0%} of the {of} time of {base.label} and "
         f"{share:.0%} of {arm.label}'s; in {arm.label} they take {one.products / other.products:.2f}x the time, "
         f"everything else {one.rest / other.rest:.2f}x."
     )
@@ -98,30 +104,34 @@ def _memory_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
     one, other = (_ledger(each, runner) for each in (arm, base))
     if one is None or other is None:
         return ""
-    steady = sum(other["at_peak"][name] for name in STEADY)
-    kept = sum(one["at_peak"][name] for name in STEADY)
+    held = sum(other["at_peak"][name] for name in STEADY) / other["peak_bytes"]
+    kept = sum(one["steady"].values()) / sum(other["steady"].values())
+    activations, copies = (
+        [f"{ledger['highest'][name] / MIB:,.1f}" for ledger in (other, one)]
+        for name in ("activations", "autocast_copies")
+    )
     return (
-        f"Of {base.label}'s peak of {other['peak_bytes'] / MIB:,.0f} MiB, {steady / other['peak_bytes']:.0%} is "
-        f"weights, gradients and optimizer state, which come to {kept / steady:.2f}x that in {arm.label}; activations "
-        f"go from {other['highest']['activations'] / MIB:,.1f} to {one['highest']['activations'] / MIB:,.1f} MiB, and "
-        f"copies of weights in 16 bits from {other['highest']['autocast_copies'] / MIB:,.1f} to "
-        f"{one['highest']['autocast_copies'] / MIB:,.1f}."
+        f"By the ledger {base.label} peaks at {other['peak_bytes'] / MIB:,.0f} MiB, {held:.0%} of it weights, "
+        f"gradients and optimizer state, which come to {kept:.2f}x that in {arm.label}; activations reach "
+        f"{activations[0]} MiB in {base.label} and {activations[1]} in {arm.label}, copies of weights in 16 bits "
+        f"{copies[0]} and {copies[1]}."
     )
 
 
-def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str) -> str:
+def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str, null: bool) -> str:
+    """Return what the runs say; ``null``: the null arm is ``other`` with other seeds."""
     runs = {(run.arm, run.seed): run for run in outcomes}
     seeds = sorted({run.seed for run in outcomes})
 
     def differences(arm: str, base: str) -> list[float]:
         pairs = [(runs.get((arm, seed)), runs.get((base, seed))) for seed in seeds]
         found = [(measured(a, measure), measured(b, measure)) for a, b in pairs if a and b]
-        return [abs(a / b - 1) for a, b in found if a is not None and b]
+        return [abs(a / b - 1) for a, b in found if a is not None and b and math.isfinite(a) and math.isfinite(b)]
 
     said = []
     done = [run.summary for run in outcomes if run.arm == name and run.finished]
     skips, steps = ([summary[key] for summary in done] for key in ("skipped_steps", "step"))
-    broken = sum(measured(run, measure) == float("inf") for run in outcomes if run.arm == name)
+    broken = sum(measured(run, measure) == math.inf for run in outcomes if run.arm == name)
     if broken:
         said.append(f"{broken} of {len([run for run in outcomes if run.arm == name])} runs of {name} turned non-finite")
     if sum(skips):
@@ -130,8 +140,8 @@ def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str)
     if zeros := sum(norm == 0 for norm in norms):
         said.append(f"the gradient of {name} was exactly zero in {zeros} of {len(norms)} logged steps")
     apart = differences(name, other) if name != other else []
-    noise = differences(NULL, other)
-    if apart and max(apart) < float("inf"):
+    noise = differences(NULL, other) if null and name != NULL else []
+    if apart:
         text = f"run by run {name} and {other} differ by {_mean_percent(apart)} on average"
         said.append(text + (f", {other} and the same with other seeds by {_mean_percent(noise)}" if noise else ""))
     if not said:
@@ -155,9 +165,25 @@ def _values_sentence(measure: str, names: list[str], outcomes: list[Outcome]) ->
     return f"{called[0].upper()}{called[1:]}: {', '.join(parts)}." if parts else ""
 
 
-def _profiled(arm: Arm, runner: Runner) -> _Times | None:
+def _is_compiled(arm: Arm) -> bool:
+    modes = [text.partition("=")[2] for text in arm.overrides if text.partition("=")[0] in ("compile", "compile.mode")]
+    return modes[-1:] not in ([], ["off"])
+
+
+def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _Times | None:
+    """Return an arm's times; ``compiled``: everything else is the rest of the measured step.
+
+    (What torch.compile fuses is in no operator's time.)
+    """
     path = _extra(arm, "operators", _PROFILED, runner) / "profile" / "operators.json"
-    return products_and_rest(path) if path.exists() else None
+    if not path.exists():
+        return None
+    times = products_and_rest(path)
+    if not compiled:
+        return times
+    measured_run = runner.done(arm, 0)
+    step_s = measured_run.summary.get("step_time_s") if measured_run else None
+    return None if step_s is None else _Times(times.products, 1e3 * step_s - times.products)
 
 
 def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:

@@ -123,6 +123,23 @@ def test_a_failed_run_leaves_the_verdict_open_and_says_why() -> None:
     assert len(finding.values) == 2
 
 
+def test_a_pair_that_cannot_be_compared_is_not_left_out_in_silence() -> None:
+    base = [outcome("base", 0), outcome("base", 1), outcome("base", 2, code=3)]
+    other = [outcome("other", 0), outcome("other", 1), outcome("other", 2, code=3)]
+    finding = find(Criterion("loss", "other", "base", within=0.01), [*base, *other])
+    assert (finding.verdict, len(finding.values)) == (INCONCLUSIVE, 2)
+    assert finding.why.startswith("1 of 3 pairs cannot be compared: neither run finite")
+
+
+def test_what_was_not_measured_is_said() -> None:
+    outcomes = runs("slow", 100, 110)
+    outcomes[1].summary["units_per_s"] = None
+    finding = find(speed(at_least=1.5), [*outcomes, *FAST[:2]])
+    assert (finding.verdict, finding.why) == (INCONCLUSIVE, "not measured of slow, seed 1")
+    killed = Outcome("fast", 2, Path("nowhere"), -9)
+    assert find(speed(at_least=1.5), [*SLOW, *FAST[:2], killed]).why == "fast, seed 2, failed: exit code -9"
+
+
 def test_one_run_gives_no_interval() -> None:
     finding = find(speed(at_least=1.5), [SLOW[0], FAST[0]])
     assert (finding.verdict, finding.why) == (INCONCLUSIVE, "too few runs for an interval")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class Machine:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.exit_codes: dict[str, int] = {}
+        self.words = "it broke"
+        self.git: dict[str, str] = {}
 
     def __call__(self, command: list[str], log: Path) -> int:
         options = dict(argument.split("=", 1) for argument in command[2:])
@@ -46,7 +49,7 @@ class Machine:
         folder = Path(options["output_dir"].strip("'")) / name
         code = self.exit_codes.get(name, 0)
         if code:
-            log.write_text("error: it broke\n")
+            log.write_text(f"error: {self.words}\n")
             return code
         (folder / "profile").mkdir(parents=True)
         if options.get("profiler") == "torch":
@@ -60,6 +63,8 @@ class Machine:
             "final": {"valid/loss": 2.0},
             "best": {"value": 2.0},
             "energy_j": None,
+            "step_time_s": 0.001 if options["precision"] == "bf16" else 0.003,
+            "git": self.git,
             "units": 10,
             "skipped_steps": 0,
             "step": 3,
@@ -147,6 +152,55 @@ def test_a_claim_may_combine_others(tmp_path: Path, files: Callable[..., None], 
     assert [finding["quantity"].split(":")[0] for finding in record["findings"]] == ["one", "two"]
 
 
+def test_a_claim_that_combines_one_that_cannot_be_tested_stays_open(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("one")
+    files("two", needs=["cuda"])
+    empty: dict[str, Any] = {"setups": {}, "arms": {}, "criteria": []}
+    files("both", **empty, combines=["one", "two"])
+    record = reproduction(tmp_path, made_up).test("both")
+    assert (record["verdict"], record["needs"]) == (INCONCLUSIVE, ["an NVIDIA GPU"])
+    assert {name: part["verdict"] for name, part in record["parts"].items()} == {"one": CONFIRMED, "two": NOT_HERE}
+
+
+def test_what_torch_compile_fuses_counts_as_part_of_the_step(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    arms = {"fp32": "net precision=fp32", "bf16": "net precision=bf16 compile=default"}
+    files("mine", arms=arms, criteria=CLAIM["criteria"][:1])  # type: ignore[index]
+    # products take 2 of fp32's 3 ms a step, and 0.5 of bf16's 1 ms
+    assert reproduction(tmp_path, made_up).test("mine")["why"] == [
+        "Matrix products, convolutions and attention are 67% of the step time of fp32 and 50% of bf16's; in bf16 they "
+        "take 0.25x the time, everything else 0.50x."
+    ]
+
+
+def test_the_null_arm_is_named_only_beside_what_it_repeats(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    criterion = {"measure": "loss", "arm": "bf16", "over": "fp32", "within": 0.01}
+    files("mine", null_arm="fp32", criteria=[criterion])
+    (with_noise,) = reproduction(tmp_path, made_up).test("mine")["why"]
+    assert "fp32 and the same with other seeds" in with_noise
+    files("other", null_arm="bf16", criteria=[criterion])
+    (without,) = reproduction(tmp_path, made_up).test("other")["why"]
+    assert "other seeds" not in without
+
+
+def test_a_run_of_another_commit_makes_the_outcome_dirty(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("mine")
+    here = reproduction(tmp_path, made_up)
+    here.git = made_up.git = {"commit": "a", "dirty": "false"}
+    assert here.test("mine")["git"] == made_up.git
+    files("mine", published="2x")
+    made_up.git = {"commit": "b", "dirty": "false"}  # someone has pulled meanwhile
+    here.done.clear()
+    assert here.test("mine")["git"] == {"commit": "a", "dirty": "true"}
+
+
 def test_what_the_machine_lacks_is_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
     files("mine", needs=["cuda"])
     record = reproduction(tmp_path, made_up).test("mine")
@@ -159,7 +213,14 @@ def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[...,
     here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], tell=lambda _: None, launch=made_up)
     record = here.test("mine")
     assert "data.path=…" in record["arms"]["fp32"]["overrides"]
-    assert "/home/me" not in json.dumps(record)
+    made_up.exit_codes = {"bf16-s1": 1}
+    made_up.words = f"data.path=/home/me is no file; see {tmp_path / 'runs' / 'x.log'} and {Path.home() / 'y'}"
+    shutil.rmtree(tmp_path / "runs")
+    here.done.clear()
+    broken = here.test("mine")
+    assert broken["failures"] == ["bf16, seed 1: data.path=… is no file; see outputs/x.log and ~/y"]
+    for place in ("/home/me", str(tmp_path), str(Path.home())):
+        assert place not in json.dumps([record, broken])
 
 
 @pytest.mark.parametrize(
@@ -193,9 +254,12 @@ def test_all_leaves_alone_what_has_an_outcome_of_the_same_file(
     monkeypatch.setattr(reproduce_cli.results, "read", functools.partial(results.read, tmp_path))
     monkeypatch.setattr(results, "update", list)
     here = machine(reproduce_cli.detect("cpu"))
-    common = {"machine": here, "date": "2026-01-01", "verdict": CONFIRMED}
-    for name, digest in (("two_x", claims.load("two_x").digest), ("cpu_bf16", "of an earlier file")):
-        save(common | {"claim": name, "claim_sha256": digest}, tmp_path)
+    common: dict[str, Any] = {"machine": here, "date": "2026-01-01", "verdict": CONFIRMED, "git": {}}
+    digest = {name: claims.load(name).digest for name in claims.names()}
+    for name in ("two_x", "scaler_needed"):
+        save(common | {"claim": name, "claim_sha256": digest[name]}, tmp_path)
+    save(common | {"claim": "cpu_bf16", "claim_sha256": "of an earlier file"}, tmp_path)
+    save(common | {"claim": "set_to_none", "claim_sha256": digest["set_to_none"], "failures": ["x"]}, tmp_path)
     tested: list[str] = []
 
     def test(self: Reproduction, name: str) -> dict[str, Any]:
@@ -205,11 +269,36 @@ def test_all_leaves_alone_what_has_an_outcome_of_the_same_file(
 
     monkeypatch.setattr(Reproduction, "test", test)
     assert reproduce_cli.main(["all=true", "device=cpu"]) == 0
-    assert set(claims.names()) - set(tested) == {"two_x"}
+    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed"}
     assert "two_x: CONFIRMED, of 2026-01-01" in capsys.readouterr().out
     tested.clear()
     reproduce_cli.main(["claim=clip_order", "device=cpu"])
     assert tested == ["clip_order"]
+
+
+def test_a_claim_that_combines_others_follows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(reproduce_cli.results, "read", functools.partial(results.read, tmp_path))
+    monkeypatch.setattr(results, "update", list)
+    here = machine(reproduce_cli.detect("cpu"))
+    parts = claims.load("paper_parity").combines
+
+    def record(name: str, verdict: str) -> dict[str, Any]:
+        own = {"claim": name, "claim_sha256": claims.load(name).digest, "findings": [], "why": []}
+        return own | {"machine": here, "date": "2026-01-01", "verdict": verdict, "git": {}}
+
+    for name in parts:
+        save(record(name, CONFIRMED), tmp_path)
+    assert reproduce_cli.main(["claim=paper_parity", "device=cpu"]) == 0
+    paper = tmp_path / here / "paper_parity.json"
+    assert json.loads(paper.read_text())["verdict"] == CONFIRMED
+
+    def refuted(self: Reproduction, claim: claims.Claim) -> dict[str, Any]:
+        return record(claim.id, REFUTED)
+
+    monkeypatch.setattr(Reproduction, "_tested", refuted)
+    assert reproduce_cli.main([f"claim={parts[0]}", "device=cpu"]) == 0
+    assert json.loads(paper.read_text())["verdict"] == REFUTED
 
 
 def test_the_list_shows_every_claim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

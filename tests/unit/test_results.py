@@ -12,6 +12,7 @@ from trainer import results
 from trainer.claims import load, names
 from trainer.criteria import CONFIRMED, NOT_HERE, REFUTED
 from trainer.errors import UserError
+from trainer.reproduce import part_facts
 from trainer.statistics import INCONCLUSIVE
 
 
@@ -33,6 +34,9 @@ def test_an_outcome_is_of_the_file_as_it_is(path: Path) -> None:
     assert record["verdict"] in (CONFIRMED, REFUTED, INCONCLUSIVE, NOT_HERE)
     assert record["git"]["commit"]
     assert record["git"]["dirty"] == "false"
+    parts = {name: json.loads((path.parent / f"{name}.json").read_text()) for name in record.get("parts", {})}
+    for name, part in parts.items():
+        assert record["parts"][name] == part_facts(part), f"{name} was tested again after it: run {path.stem} again"
     if record["verdict"] != NOT_HERE:
         assert record["findings"]
         assert record["why"], "a verdict says why"
