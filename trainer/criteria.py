@@ -74,7 +74,8 @@ class Criterion:
     def quantity(self) -> str:
         """Name what is measured."""
         name = MEASURES[self.measure][1] if self.measure in MEASURES else self.measure.replace("_", " ")
-        arm, other = (" × ".join(names) for names in (self.arm, self.over or self.minus))
+        compared = self.over or self.minus
+        arm, other = ((" × " if compared else " and ").join(names) for names in (self.arm, compared))
         return f"{name}, {arm}" + (f" {'over' if self.over else 'minus'} {other}" if other else "")
 
     def bounds(self) -> str:

@@ -102,6 +102,7 @@ def test_a_single_quantity_has_to_keep_its_bounds_in_every_run() -> None:
     assert find(Criterion("best_loss", "a", at_most=1.95), outcomes).verdict == CONFIRMED
     finding = find(Criterion("best_loss", ["a", "b"], at_most=1.95), outcomes)
     assert (finding.verdict, finding.low, finding.high) == (REFUTED, 1.90, 1.96)
+    assert finding.criterion.quantity() == "best validation loss, a and b"
 
 
 def test_differences_are_taken_run_by_run() -> None:
