@@ -21,6 +21,7 @@ from trainer.plots import Series, read_series
 PROJECT = Path(__file__).resolve().parents[1]
 OUTCOME_FILE = "outcome.json"
 STOP_TIMEOUT_S = 120.0
+TRAIN = "train.py"
 DIVERGED = 3
 """The exit code of training that turned non-finite: an outcome, which the same command would have again."""
 SETTLED = (2, 4)
@@ -35,7 +36,7 @@ class Arm:
     overrides: tuple[str, ...]
     seed_shift: int = 0
     """Added to every seed: a null arm is the baseline with other seeds."""
-    script: str = "train.py"
+    script: str = TRAIN
     """Of ``scripts/``: what is run."""
 
 

@@ -22,7 +22,8 @@ def read(text: bytes, where: str) -> dict[str, Any]:
         content = yaml.load(text, _Strict)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         words = " ".join(str(error).replace('in "<byte string>", ', "").split())
-        raise UserError(f"{where}: {words} (text with a colon in it needs quotes)") from None
+        hint = "; text with a colon in it needs quotes" if "mapping values are not allowed" in words else ""
+        raise UserError(f"{where}: {words}{hint}") from None
     if not isinstance(content, dict):
         raise UserError(f"{where} holds no keys; see conf/claim/bignet_memory.yaml")
     return content

@@ -11,10 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainer import results
+from trainer.arms import TRAIN, merged
 from trainer.claims import Claim, load, names
+from trainer.compose import compose
 from trainer.criteria import NOT_HERE, shown
 from trainer.errors import UserError
-from trainer.hardware import detect
+from trainer.hardware import Hardware, detect
 from trainer.reproduce import Reproduction, machine, part_facts, save
 from trainer.suggest import nearest
 
@@ -53,10 +55,9 @@ def main(arguments: list[str]) -> int:
             f"({'asked for: ' + ', '.join(sorted(asked)) if asked else 'these claims ask for nothing'})"
         )
     reduced = options["reduced"] == "true"
-    if options["all"] != "true" and not reduced:
+    if options["all"] != "true":
         for name in wanted:
-            if missing := claims[name].lacking(hardware, given):
-                raise UserError(f"claim={name} is {NOT_HERE}: it needs {', '.join(missing)}")
+            _check(load(name), hardware, given, reduced)
     folder = Path(options["output_dir"]).expanduser().absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=reduced)
     if not reduced:
@@ -72,12 +73,26 @@ def main(arguments: list[str]) -> int:
             continue
         reproduction.test(name)
         for each in [name for name in reproduction.done if name not in told]:  # and what it combines
-            _tell(reproduction.done[each], claims[each])
+            _tell(reproduction.done[each], claims[each], reduced)
             told.add(each)
             if not reduced:
                 print(f"written to {save(reproduction.done[each], results.RESULTS)}")
                 results.update()
     return int(any(reproduction.done[name].get("failures") for name in told - earlier))
+
+
+def _check(claim: Claim, hardware: Hardware, given: list[str], reduced: bool) -> None:
+    """Refuse what this machine cannot run, and overrides that train.py would refuse, before anything is run."""
+    if reduced:
+        claim.reduce()
+    if missing := claim.lacking(hardware, given):
+        raise UserError(f"claim={claim.id} is {NOT_HERE}: it needs {', '.join(missing)}")
+    for arm in claim.runs(claim.arms_here(hardware), given, hardware.device.type, memory_ledger=False):
+        if arm.script == TRAIN:
+            try:
+                compose(merged(arm.overrides))
+            except UserError as error:
+                raise UserError(f"conf/claim/{claim.id}.yaml: arm {arm.label}: {error}") from None
 
 
 def _made_anew(claim: Claim | None, wanted: list[str], known: dict[str, dict[str, Any]]) -> bool:
@@ -130,15 +145,16 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
     console.print(f"this machine: {here}. Test one with claim=…, or what it can with all=true.")
 
 
-def _tell(record: dict[str, Any], claim: Claim) -> None:
+def _tell(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
     print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
     if record.get("needs"):
         print(f"  needs {', '.join(record['needs'])}")
     for finding in record.get("findings", []):
         bounds = f"  criterion {finding['bounds']}" if finding["bounds"] else ""
         published = f"  published {finding['published']}" if finding["published"] else ""
-        print(f"  {finding['quantity']}: {shown(finding)}{bounds}{published}  {finding['verdict']}")
-        if finding["why"]:
+        judged = "" if reduced else finding["verdict"]
+        print(f"  {finding['quantity']}: {shown(finding)}{bounds}{published}  {judged}".rstrip())
+        if finding["why"] and not reduced:
             print(f"    {finding['why']}")
     for sentence in record.get("why", []):
         print(f"  {sentence}")

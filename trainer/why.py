@@ -12,7 +12,6 @@ from typing import Any
 from trainer.arms import Arm, Outcome, Runner
 from trainer.claims import NULL
 from trainer.criteria import Finding, number
-from trainer.errors import UserError
 from trainer.measures import MEASURES, measured
 from trainer.memory import MIB, STEADY
 
@@ -199,7 +198,5 @@ def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:
 
 def _extra(arm: Arm, suffix: str, overrides: tuple[str, ...], runner: Runner) -> Path:
     """Run an arm shortly under a profiler, and return the run's folder."""
-    if arm.script != "train.py":
-        raise UserError(f"a criterion on speed or memory is about training, and arm {arm.label} is a probe")
     short = Arm(f"{arm.label}-{suffix}", (*arm.overrides, *overrides), arm.seed_shift)
     return (runner.done(short, 0) or runner.run(short, 0)).folder

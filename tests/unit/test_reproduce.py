@@ -17,6 +17,7 @@ from scripts import reproduce as script
 from tests.helpers import CPU
 from trainer import claims, reproduce, reproduce_cli, results
 from trainer.criteria import CONFIRMED, NOT_HERE, REFUTED
+from trainer.errors import UserError
 from trainer.reproduce import Reproduction, machine, save
 from trainer.statistics import INCONCLUSIVE
 
@@ -245,6 +246,16 @@ def test_a_mistake_is_answered_with_what_to_type(
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert words in told
+
+
+def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(tmp_path: Path) -> None:
+    folder = tmp_path / "claim"
+    folder.mkdir()
+    arms = CLAIM["arms"] | {"bf16": "net precision=bf61"}  # type: ignore[operator]
+    (folder / "mine.yaml").write_text(yaml.safe_dump(CLAIM | {"arms": arms, "reduced": {"net": "steps=3"}}))
+    words = r"conf/claim/mine.yaml: arm bf16: precision=bf61 is not a choice; did you mean 'bf16'\?"
+    with pytest.raises(UserError, match=words):
+        reproduce_cli._check(claims.load("mine", folder), CPU, [], reduced=True)
 
 
 def test_all_leaves_alone_what_has_an_outcome_of_the_same_file(
