@@ -22,6 +22,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 OUTCOME_FILE = "outcome.json"
 STOP_TIMEOUT_S = 120.0
 TRAIN = "train.py"
+NULL_SHIFT = 1000
+"""What a null arm adds to every seed."""
 DIVERGED = 3
 """The exit code of training that turned non-finite: an outcome, which the same command would have again."""
 SETTLED = (2, 4)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from trainer.arms import PROJECT, Arm
+from trainer.arms import NULL_SHIFT, PROJECT, Arm
 from trainer.claim_yaml import check_keys, check_type, read
 from trainer.criteria import Criterion
 from trainer.errors import UserError
@@ -20,8 +20,6 @@ from trainer.suggest import nearest
 
 FOLDER = PROJECT / "conf" / "claim"
 NULL = "null_arm"
-NULL_SHIFT = 1000
-"""What the null arm adds to a seed."""
 QUIET = ("tracking=local", "checkpoint=none")
 """Overrides of every training run: what is measured has no part in tracking or saving."""
 PROBE = "probe="

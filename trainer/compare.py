@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.arms import Arm, Outcome, Runner, check_labels, merged
+from trainer.arms import NULL_SHIFT, Arm, Outcome, Runner, check_labels, merged
 from trainer.compose import CONF, compose
 from trainer.config import Config, flatten
 from trainer.errors import UserError
@@ -28,8 +28,6 @@ PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
 CHOSEN = ("seed", "run_name", "resume")
 """What the comparison chooses for every run."""
 NULL = "null"
-NULL_SHIFT = 1000
-"""What the null arm adds to a seed."""
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 # What torch's CPU allocator, oneDNN, C++ and cuBLAS say where CUDA's allocator has a type of its own.
 _NO_MEMORY = (
     "can't allocate memory",
@@ -55,5 +57,7 @@ class Interrupted(RunError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out, on whatever device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:  # a process or a mapping that could not be made
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

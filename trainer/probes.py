@@ -40,6 +40,10 @@ class Gemm:
 
     def measure(self, hardware: Hardware, seed: int, rest: list[str]) -> dict[str, float]:
         """Multiply, and compare a part with fp64."""
+        if rest:
+            raise UserError(f"{rest[0]} is no option of gemm{nearest(rest[0].partition('=')[0], _names(Gemm))}")
+        if min(self.size, self.repeats, self.rows) < 1:
+            raise UserError("size, repeats and rows must be at least 1")
         if self.precision not in _DTYPES:
             raise UserError(f"precision={self.precision} is not one of {', '.join(_DTYPES)}")
         precision = Precision(mode=self.precision)
@@ -171,7 +175,7 @@ def _parsed(cls: type[Probe], options: list[str]) -> tuple[Probe, int, dict[str,
     own: dict[str, Any] = {}
     place = {"output_dir": "outputs", "run_name": cls.name, "device": "auto"}
     seed, rest = 0, []
-    names = {entry.name for entry in fields(cls)}
+    names = _names(cls)
     for option in options:
         key, _, value = option.partition("=")
         if key in names:
@@ -182,10 +186,16 @@ def _parsed(cls: type[Probe], options: list[str]) -> tuple[Probe, int, dict[str,
         elif key in place:
             place[key] = value.strip("'")
         elif key == "seed":
+            if not value.isdigit():
+                raise UserError(f"{option} must be a whole number, such as seed=0")
             seed = int(value)
         else:
             rest.append(option)
     return cls(**own), seed, place, rest
+
+
+def _names(cls: type[Probe]) -> set[str]:
+    return {entry.name for entry in fields(cls)}
 
 
 def _trainer(hardware: Hardware, seed: int, overrides: list[str]) -> tuple[Any, Config]:

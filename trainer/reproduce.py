@@ -145,6 +145,7 @@ class Reproduction:
         return text
 
     def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
+        asked = [f"{key}=…" for key in claim.asks]
         record = {
             "claim": claim.id,
             "verdict": "reduced: no verdict" if self.reduced else verdict,
@@ -154,7 +155,9 @@ class Reproduction:
             "machine": machine(self.hardware),
             "hardware": self.hardware.facts(),
             "versions": versions(),
-            "command": f"python scripts/reproduce.py claim={claim.id}",
+            "command": " ".join(
+                ["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)]
+            ),
         }
         return record | measured_here
 

@@ -45,10 +45,12 @@ def page(records: Records, claims: dict[str, Claim]) -> str:
         "Made by `python scripts/reproduce.py` from `results/`; do not edit. Every criterion was fixed in the claim's",
         "file under `conf/claim/` before it was run: the outcome records the file's hash and the commit. Ratios are of",
         "runs of the same seed, trained in turns, each in a fresh process: the median, and in brackets Student's 95 %",
-        "interval of their geometric mean (of single quantities: the lowest and the highest). A ratio is CONFIRMED",
-        "when the whole interval keeps the bounds, REFUTED when all of it breaks them, INCONCLUSIVE when it straddles",
-        "one. Bounds on a quantity that is not compared have to hold for every run. `within` is an equivalence test:",
-        "[comparing.md](comparing.md).",
+        "interval of their geometric mean (of differences: of their mean; of quantities that are not compared: the",
+        "lowest and the highest). A ratio is CONFIRMED when the whole interval keeps the bounds, REFUTED when all of",
+        "it breaks them, INCONCLUSIVE when it straddles one. Bounds on a quantity that is not compared have to hold",
+        "for every run. `within` is an equivalence test: [comparing.md](comparing.md). A claim is REFUTED where one",
+        "criterion is, CONFIRMED where all are; those without bounds, or about arms that a machine cannot run, do not",
+        "count.",
         "",
     ]
     for machine, outcomes in records.items():

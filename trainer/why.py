@@ -132,7 +132,10 @@ def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str,
     skips, steps = ([summary[key] for summary in done] for key in ("skipped_steps", "step"))
     broken = sum(measured(run, measure) == math.inf for run in outcomes if run.arm == name)
     if broken:
-        said.append(f"{broken} of {len([run for run in outcomes if run.arm == name])} runs of {name} turned non-finite")
+        count = len([run for run in outcomes if run.arm == name])
+        ends = [found[1] for run in outcomes if run.arm == name and (found := re.match(r"step (\d+):", run.failure))]
+        when = f", the first of them in step {min(map(int, ends))}" if ends else ""
+        said.append(f"{broken} of {count} runs of {name} turned non-finite{when}")
     if sum(skips):
         said.append(f"{name} skipped {sum(skips)} of {sum(steps)} steps for an overflow")
     norms = [norm for run in outcomes if run.arm == name for norm in run.series.get("grad_norm", ((), ()))[1]]

@@ -10,7 +10,8 @@ import torch
 import yaml
 
 from tests.helpers import CPU
-from trainer.claims import NULL_SHIFT, Claim, lacking, load, names
+from trainer.arms import NULL_SHIFT
+from trainer.claims import Claim, lacking, load, names
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 
