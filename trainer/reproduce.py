@@ -155,9 +155,7 @@ class Reproduction:
             "machine": machine(self.hardware),
             "hardware": self.hardware.facts(),
             "versions": versions(),
-            "command": " ".join(
-                ["python scripts/reproduce.py", f"claim={claim.id}", *(f"{key}=…" for key in claim.asks)]
-            ),
+            "command": " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *asked]),
         }
         return record | measured_here
 
