@@ -9,7 +9,8 @@
   device=cpu         as for train.py
   output_dir=…       of the runs (default: outputs)
   data.path=…        and other overrides that a claim asks for
-The same command goes on after a stop. Outcomes go to results/<machine>/<claim>.json, docs/results.md and the README.
+The same command goes on after a stop, at the same commit. Outcomes go to results/<machine>/<claim>.json,
+docs/results.md and the README.
 Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a mistake or a claim that needs another machine,
 130 when interrupted.
 """

@@ -23,8 +23,6 @@ from trainer.provenance import git_facts, versions
 from trainer.statistics import INCONCLUSIVE
 from trainer.why import MOST, explain
 
-RECORD_FILE = "record.json"
-
 
 class Reproduction:
     """Tests claims on this machine; what was trained before for the same file, commit and machine is kept."""

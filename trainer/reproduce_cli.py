@@ -139,8 +139,9 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
         table.add_column(column, overflow="fold")
     for name, claim in claims.items():
         verdicts = [results.verdict(outcomes.get(name), claim) for outcomes in records.values()]
-        words = f"{escape(claim.statement)} [dim]{escape(claim.source)}[/]"
-        table.add_row(name, words, ", ".join(claim.needs) or "any", *verdicts)
+        words = f"{escape(claim.statement)} [dim]({escape(claim.source)})[/]"
+        needs = ", ".join([*claim.needs, *(f"{key}=…" for key in claim.asks)])
+        table.add_row(name, words, needs or "any", *verdicts)
     console.print(table)
     console.print(f"this machine: {here}. Test one with claim=…, or what it can with all=true.")
 
