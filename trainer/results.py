@@ -72,16 +72,18 @@ def page(records: Records, claims: dict[str, Claim]) -> str:
 
 
 def readme_table(records: Records, claims: dict[str, Claim]) -> str:
-    """Return the README's table: what has been tested, and on which machine."""
-    lines = ["| claim | as published | verdict | measured (criterion) | on |", "|---|---|---|---|---|"]
-    for name, claim in claims.items():
-        for machine, outcomes in records.items():
+    """Return the README's tables, one for each machine: what has been tested there, by what decided."""
+    lines: list[str] = []
+    for machine, outcomes in records.items():
+        lines += [*([""] if lines else []), f"On `{machine}` ({_machine(outcomes)}):", ""]
+        lines += ["| claim | as published | verdict | measured (criterion) |", "|---|---|---|---|"]
+        for name, claim in claims.items():
             record = outcomes.get(name)
             if record is None or record["verdict"] == NOT_HERE:
                 continue
-            told = "; ".join(_short(finding) for finding in record.get("findings", []) if finding["bounds"])
-            link = f"[{name}](docs/results.md#{name})"
-            lines.append(_row((link, claim.statement, record["verdict"], told, f"`{machine}`")))
+            decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
+            told = "; ".join(map(_short, decided))
+            lines.append(_row((f"[{name}](docs/results.md#{name})", claim.statement, record["verdict"], told)))
     return "\n".join(lines)
 
 
@@ -136,7 +138,13 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
 
 
 def _short(finding: dict[str, Any]) -> str:
-    return f"{finding['quantity']}: {shown(finding)} ({finding['bounds']})"
+    """Name the measure and its arms, or how many there are; the page has the whole."""
+    criterion = finding["criterion"]
+    compared, sign = (criterion.get("over"), "/") if criterion.get("over") else (criterion.get("minus"), " − ")
+    names = ", ".join(criterion["arm"]) if len(criterion["arm"]) < 3 else f"{len(criterion['arm'])} arms"
+    if compared:
+        names = f"{names}{sign}{compared[0]}" if len(compared) == 1 else f"mean of {len(compared)} ratios"
+    return f"{criterion['measure'].replace('_', ' ')} {names}: {shown(finding)} ({finding['bounds']})"
 
 
 def _row(cells: tuple[str, ...]) -> str:
