@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from tests.helpers import CPU
+from tests.helpers import CPU, PROJECT
 from trainer.arms import NULL_SHIFT
 from trainer.claims import Claim, lacking, load, names
 from trainer.errors import UserError
@@ -162,3 +163,13 @@ def test_every_claim_here_has_a_figure_and_a_reduced_size(name: str) -> None:
     assert here.published
     assert set(here.reduced) == set(here.setups), "a reduced size for every setup"
     assert all(load(part) for part in here.combines)
+
+
+def test_the_claim_in_the_readme_is_one(tmp_path: Path) -> None:
+    page = (PROJECT / "README.md").read_text()
+    block = re.search(r"^```yaml\n# conf/claim/(\S+)\.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block
+    (tmp_path / f"{block[1]}.yaml").write_text(block[2])
+    here = load(block[1], tmp_path)
+    assert here.reduced
+    assert len(here.runs(list(here.arms), [], "cpu", memory_ledger=False)) == 2
