@@ -211,9 +211,12 @@ def in_a_process(command: list[str], log: Path) -> int:
 
 
 def _last_words(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return told[-1] if told else " / ".join(lines[-3:])
+    """Return the last error told, wherever in a line it begins: what was still buffered may stand before it."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    _, told, after = text.rpartition("error: ")
+    if told:
+        return after.splitlines()[0] if after.strip() else ""
+    return " / ".join([line for line in text.splitlines() if line.strip()][-3:])
 
 
 def _name(arm: Arm, seed: int) -> str:

@@ -153,7 +153,7 @@ def _report_of_rank(error: Exception) -> int:
 def _choices() -> str:
     """Return the choices of every config group with the first line of each YAML's comment."""
     lines = []
-    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
+    for group in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "claim"):
         lines.append(f"\n{group.name}")
         for path in sorted(group.glob("*.yaml")):
             comments = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]

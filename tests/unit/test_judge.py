@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from trainer.arms import Arm, Outcome
+from trainer.arms import Arm, Outcome, _last_words
 from trainer.judge import ArmResult, judge
 from trainer.statistics import EQUIVALENT, INCONCLUSIVE, WORSE
 
@@ -220,3 +220,11 @@ def test_skipped_steps_are_added_up(runs: Runs) -> None:
         runs.add(FP32, seed)
         runs.add(BF16, seed, skipped_steps=2)
     assert runs.judged([FP32, BF16])["bf16"].skipped_steps == 4
+
+
+def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("step 1  loss 2\nstep 2  loerror: the gradients are not finite\nss 3\n")
+    assert _last_words(log) == "the gradients are not finite"
+    log.write_text("one\n\ntwo\nthree\nfour\n")
+    assert _last_words(log) == "two / three / four"
