@@ -15,10 +15,9 @@ from typing import Any
 
 from trainer.delivery import METRICS_FILE, SUMMARY_FILE
 from trainer.errors import UserError
-from trainer.files import write_json
+from trainer.files import PROJECT, write_json
 from trainer.plots import Series, read_series
 
-PROJECT = Path(__file__).resolve().parents[1]
 OUTCOME_FILE = "outcome.json"
 STOP_TIMEOUT_S = 120.0
 TRAIN = "train.py"

@@ -24,6 +24,7 @@ from trainer.bench_turns import Block, Row, Turns, interleave, overheads, ratios
 from trainer.config import Config
 from trainer.console import Terminal
 from trainer.errors import RunError
+from trainer.files import PROJECT
 from trainer.folder import RunFolder
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.loop import Trainer
@@ -32,7 +33,6 @@ from trainer.precision import BASIC_MODES
 from trainer.run import Run
 from trainer.signals import Requests
 
-PROJECT = Path(__file__).resolve().parents[1]
 Variants = dict[str, tuple[str, ...]]
 """Overrides by the name of what they make of a job."""
 BF16_TARGET = 1.8

@@ -21,13 +21,13 @@ from trainer.bench_turns import Row, interleave, ratios, stopwatch
 from trainer.checkpoint import Checkpoint
 from trainer.config import Config
 from trainer.errors import RunError
+from trainer.files import PROJECT
 from trainer.hardware import Hardware, detect
 from trainer.loop import Trainer
 from trainer.rng import random_state
 from trainer.saver import Saver
 from trainer.world import World
 
-PROJECT = Path(__file__).resolve().parents[1]
 PROCESSES = 2
 STEPS = 4
 """Optimizer steps in a block."""

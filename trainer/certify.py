@@ -15,11 +15,10 @@ from typing import Any
 from trainer.certify_child import TRACE_FILE
 from trainer.certify_compare import Comparison, compare, trace
 from trainer.errors import RunError, UserError
-from trainer.files import write_json, write_text
+from trainer.files import PROJECT, write_json, write_text
 from trainer.hardware import detect
 from trainer.provenance import git_facts, versions
 
-PROJECT = Path(__file__).resolve().parents[1]
 ACCUMULATION = 4
 FIRST_KILL = 6
 """The step from which on the job is killed: after its first checkpoint."""

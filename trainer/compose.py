@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -16,8 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config import Config, build, register
 from trainer.errors import UserError
 from trainer.explain import explain
+from trainer.files import PROJECT
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CONF = PROJECT / "conf"
 
 # What Hydra reads as something other than text.
 _NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)

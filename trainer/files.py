@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and where the project's own are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[1]
+"""The folder of the repository."""
 
 
 def write_text(path: Path, text: str) -> None:

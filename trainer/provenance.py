@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainer.files import PROJECT
 from trainer.world import launched_processes
 
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
 _NO_CODE = (":!*.md", ":!results")
-_PROJECT = Path(__file__).resolve().parents[1]
 
 
 def git_facts() -> dict[str, str]:
@@ -45,7 +45,7 @@ def resume_command(overrides: list[str], folder: Path) -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *arguments], cwd=_PROJECT, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -10,19 +10,18 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from trainer.compose import compose
 from trainer.config import Config, Plan
 from trainer.errors import RunError, UserError, is_out_of_memory
+from trainer.files import PROJECT
 from trainer.forecast import copies_on_device, meta_model
 from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
 from trainer.loop import Trainer
 from trainer.memory import MemoryLedger, tensors
 
-PROJECT = Path(__file__).resolve().parents[1]
 _WARM_UP = 2**20
 """Numbers: enough for torch to start its threads, whose stacks are no tensors."""
 

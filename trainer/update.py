@@ -100,6 +100,7 @@ class Update:
         self.loss_scale = loss_scale
         self.clip = clip
         self.set_to_none = set_to_none
+        self._wide = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # Fused CUDA optimizers take the flag on the device; for all others the host has to look, which costs
@@ -118,7 +119,7 @@ class Update:
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self.loss_scale.unscale(gradients)
-        norm = _total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients) if self._wide else _total_norm_fp32(gradients)
         if hasattr(norm, "full_tensor"):  # a DTensor: of rows that lie on other ranks too
             norm = norm.full_tensor()
         finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
@@ -142,10 +143,8 @@ class Update:
             self.optimizer.step()
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients as one vector: a scalar in their format, or fp32 where it is 16-bit."""
-    if all(gradient.dtype.itemsize > 2 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
+def _total_norm_fp32(gradients: list[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients, some of them 16-bit, as one vector: fp32 scalar."""
     # Torch's own would add up squares in fp32, and then round each tensor's norm to fp16, beyond which it is infinite.
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))
