@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.huggingface import check_attention, check_dropout, check_text, choose_size, save_folder, whole_tokens
+from recipes.huggingface import SizedTextRecipe, check_text
 from recipes.language import open_tokens
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Choice, Dataset, Datasets, DataSource, LossOutput, Recipe, SampleId, Sizes, TokenData
+from trainer.recipe import Batch, Dataset, Datasets, DataSource, LossOutput, SampleId, Sizes
 
 IGNORED = -100
 """An end that lies beyond the passage: not a target."""
@@ -78,34 +77,14 @@ class Quotations(Dataset):
 
 
 @dataclass
-class Bert(Recipe):
+class Bert(SizedTextRecipe):
     """The ``recipe=bert`` config. A target is where an answer starts, or where it ends."""
 
     name: ClassVar[str] = "bert"
-    unit: ClassVar[str] = "samples"
-    size: str = "auto"
-    """nano, base, large; auto: nano on a CPU, base on a GPU."""
-    context: int | str = "auto"
-    """Tokens of question and passage together; auto: the size's own."""
-    dropout: float = 0.1
-    attention: str = "sdpa"
-    """sdpa: torch's fused kernels; eager: scores of T × T in memory."""
-
-    def __post_init__(self) -> None:
-        self._tokens: TokenData  # set by datasets()
-        check_attention(self.attention)
-        check_dropout(self.dropout)
-        whole_tokens(self.context, least=16)
-
-    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
-        """Choose the size and the context."""
-        check_text(data, self.name)
-        choices = choose_size(self.size, SHAPES, hardware, "nano", "base")
-        self.size = str(choices[0].value) if choices else self.size
-        if isinstance(self.context, str):
-            self.context = SHAPES[self.size].context
-            choices.append(Choice("recipe.context", self.context, "tokens per sample, the size's own"))
-        return choices
+    shapes: ClassVar[Mapping[str, Any]] = SHAPES
+    on_cpu: ClassVar[str] = "nano"
+    on_gpu: ClassVar[str] = "base"
+    context_is: ClassVar[str] = "tokens per sample"
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, the batch of 32 that fine-tuning is published with."""
@@ -167,12 +146,3 @@ class Bert(Recipe):
             loss = loss + F.cross_entropy(logits.float(), place, reduction="sum", ignore_index=IGNORED)
             right = right + (logits.detach().argmax(1) == place).sum()
         return LossOutput(loss, {"accuracy": right})
-
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder that ``AutoModelForQuestionAnswering.from_pretrained`` opens, the tokenizer beside it."""
-        save_folder(model, folder)
-        self._tokens.tokenizer.save(folder)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the size."""
-        return {"size": self.size}

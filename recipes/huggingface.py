@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
 
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, TextSource
+from trainer.recipe import Choice, DataSource, Recipe, TextSource, TokenData
 from trainer.suggest import nearest
 
 ATTENTION = ("sdpa", "eager")
@@ -80,3 +83,49 @@ def save_folder(model: Any, folder: Path) -> None:
 
     logging.disable_progress_bar()
     model.save_pretrained(folder)
+
+
+@dataclass
+class SizedTextRecipe(Recipe):
+    """A model of a named size on any text: the options, and what becomes of ``auto``.
+
+    A subclass says which sizes there are, which of them suits what, and what its context counts.
+    """
+
+    unit: ClassVar[str] = "samples"
+    shapes: ClassVar[Mapping[str, Any]] = {}
+    on_cpu: ClassVar[str] = ""
+    on_gpu: ClassVar[str] = ""
+    context_is: ClassVar[str] = ""
+    size: str = "auto"
+    """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
+    context: int | str = "auto"
+    """Tokens, see ``context_is``; auto: the size's own."""
+    dropout: float = 0.1
+    attention: str = "sdpa"
+    """sdpa: torch's fused kernels, as far as they take the model's mask and bias; eager: scores of T × T in memory."""
+
+    def __post_init__(self) -> None:
+        self._tokens: TokenData  # set by datasets()
+        check_attention(self.attention)
+        check_dropout(self.dropout)
+        whole_tokens(self.context, least=16)
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+        """Choose the size and the context."""
+        check_text(data, self.name)
+        choices = choose_size(self.size, self.shapes, hardware, self.on_cpu, self.on_gpu)
+        self.size = str(choices[0].value) if choices else self.size
+        if isinstance(self.context, str):
+            self.context = self.shapes[self.size].context
+            choices.append(Choice("recipe.context", self.context, f"{self.context_is}, the size's own"))
+        return choices
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a folder that transformers' auto classes open, the tokenizer beside the weights."""
+        save_folder(model, folder)
+        self._tokens.tokenizer.save(folder)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the size."""
+        return {"size": self.size}

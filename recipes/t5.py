@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -13,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.huggingface import check_attention, check_dropout, check_text, choose_size, save_folder, whole_tokens
+from recipes.huggingface import SizedTextRecipe, check_text
 from recipes.language import open_tokens
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Choice, Dataset, Datasets, DataSource, LossOutput, Recipe, SampleId, Sizes, TokenData
+from trainer.recipe import Batch, Dataset, Datasets, DataSource, LossOutput, SampleId, Sizes
 
 NOISE, SPAN = 0.15, 3
 """The share of a text that is cut out, in spans of so many tokens on average."""
@@ -98,34 +97,14 @@ def _divide(rng: np.random.Generator, total: int, parts: int) -> np.ndarray:
 
 
 @dataclass
-class T5(Recipe):
+class T5(SizedTextRecipe):
     """The ``recipe=t5`` config."""
 
     name: ClassVar[str] = "t5"
-    unit: ClassVar[str] = "samples"
-    size: str = "auto"
-    """nano, small, base; auto: nano on a CPU, small on a GPU."""
-    context: int | str = "auto"
-    """Tokens of the encoder's input, at most; auto: the size's own."""
-    dropout: float = 0.1
-    attention: str = "sdpa"
-    """sdpa: torch's fused kernels, as far as they take T5's position bias; eager: scores of T × T in memory."""
-
-    def __post_init__(self) -> None:
-        self._tokens: TokenData  # set by datasets()
-        check_attention(self.attention)
-        check_dropout(self.dropout)
-        whole_tokens(self.context, least=16)
-
-    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
-        """Choose the size and the context."""
-        check_text(data, self.name)
-        choices = choose_size(self.size, SHAPES, hardware, "nano", "small")
-        self.size = str(choices[0].value) if choices else self.size
-        if isinstance(self.context, str):
-            self.context = SHAPES[self.size].context
-            choices.append(Choice("recipe.context", self.context, "tokens of the encoder's input, the size's own"))
-        return choices
+    shapes: ClassVar[Mapping[str, Any]] = SHAPES
+    on_cpu: ClassVar[str] = "nano"
+    on_gpu: ClassVar[str] = "small"
+    context_is: ClassVar[str] = "tokens of the encoder's input"
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, a quarter of the published batch of 128."""
@@ -186,12 +165,3 @@ class T5(Recipe):
         logits = model(input_ids=batch["inputs"], decoder_input_ids=before, use_cache=False).logits.flatten(0, 1)
         loss = F.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
         return LossOutput(loss, {})
-
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder that ``AutoModelForSeq2SeqLM.from_pretrained`` opens, the tokenizer beside the weights."""
-        save_folder(model, folder)
-        self._tokens.tokenizer.save(folder)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the size."""
-        return {"size": self.size}
