@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer import fp8
 from trainer.errors import UserError
-from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
+from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
 
 BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
 """Those that need nothing but torch and change nothing but what products compute in."""
@@ -107,13 +107,22 @@ class Precision:
                     f"unset it for precision=fp32 (unset {variable})"
                 )
 
-    def warning(self, hardware: Hardware) -> str | None:
-        """Return a sentence for the user where this hardware only emulates the mode."""
+    def warning(self, hardware: Hardware, slowdown: float | None = None) -> str | None:
+        """Return a sentence for the user where this hardware only emulates the mode.
+
+        Args:
+            hardware: of the run.
+            slowdown: how many times as long as in fp32 a matrix product takes, where it was measured.
+
+        """
         if hardware.support(self.mode) != EMULATED:
             return None
+        name = family(self.mode)
+        text = f"{hardware.name} has no {name} instructions: results are {name}'s"
+        if slowdown is None or slowdown < 2:
+            return f"{text}, but expect no speed from it"
         return (
-            f"{hardware.name} has no {family(self.mode)} instructions: "
-            f"results are {family(self.mode)}'s, but expect no speed from it"
+            f"{text}, but a matrix product takes {slowdown:.2g} times as long as in fp32; set precision=fp32 for speed"
         )
 
     def apply(self) -> None:
@@ -222,19 +231,22 @@ class Precision:
         """Return what was requested and what is effective, read back from torch and tried on the device.
 
         ``matmul_dtype`` is the type that a product of two matrices in the weights' format really has in this run.
-        ``formats`` adds what depends on the model.
+        ``formats`` adds what depends on the model. ``matmul_time_over_fp32`` is measured where the mode is emulated.
         """
         with self.autocast(hardware.device):
             one = torch.ones(8, 8, device=hardware.device, dtype=WEIGHTS_DTYPE.get(self.mode, torch.float32))
-            matmul_dtype = str((one @ one).dtype).removeprefix("torch.")
+            product = (one @ one).dtype
+        support = hardware.support(self.mode)
+        slowdown = product_slowdown(product, hardware.device) if support == EMULATED else None
         backends = torch.backends
         return {
             "requested": {"mode": self.mode, "fp32_modules": list(self.fp32_modules)}
             | ({} if self.fp8_scaling is None else {"fp8_scaling": self.fp8_scaling}),
-            "support": hardware.support(self.mode),
+            "support": support,
             "effective": {
                 "device": str(hardware.device),
-                "matmul_dtype": matmul_dtype,
+                "matmul_dtype": str(product).removeprefix("torch."),
+                "matmul_time_over_fp32": slowdown,
                 "fp32_modules": fp32_modules,
                 "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
                 "fp32_in_cudnn_conv": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]

@@ -249,8 +249,9 @@ class Run:
         )
 
     def _show_start(self, choices: list[Choice]) -> None:
-        for message in filter(None, [self.config.precision.warning(self.hardware)]):
-            self.terminal.warn(message)
+        warning = self.config.precision.warning(self.hardware, self.manifest["effective"]["matmul_time_over_fp32"])
+        if warning:
+            self.terminal.warn(warning)
         title = f"{self.folder.path.name}" + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
         if choices:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, product_slowdown
 from trainer.precision import Precision
 
 CPU = torch.device("cpu")
@@ -134,6 +135,23 @@ def test_what_the_hardware_cannot_is_refused_and_what_it_emulates_is_told() -> N
     assert Precision("bf16").warning(AMX) is None
     assert "no bf16 instructions" in str(Precision("bf16").warning(T4))
     assert Precision("fp32").warning(PLAIN_CPU) is None
+
+
+def test_how_much_slower_an_emulated_format_is_is_measured_and_said() -> None:
+    assert "a matrix product takes 92 times as long as in fp32; set precision=fp32" in str(
+        Precision("bf16").warning(PLAIN_CPU, 92.3)
+    )
+    assert "expect no speed" in str(Precision("bf16").warning(PLAIN_CPU, 1.3))
+    emulated = Precision("bf16").manifest(PLAIN_CPU, [])
+    assert emulated["effective"]["matmul_time_over_fp32"] > 0
+    assert Precision("bf16").manifest(AMX, [])["effective"]["matmul_time_over_fp32"] is None
+
+
+def test_the_slowdown_of_a_format_is_the_ratio_of_its_shortest_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = [90, 6, 8, 7, 90, 4, 2, 3]  # of bf16, then of fp32; the first of each also loads the kernel
+    clock = iter([float(second) for seconds in took for second in (0, seconds)])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert product_slowdown(torch.bfloat16, CPU) == 3
 
 
 def test_values_that_cannot_work_are_named() -> None:
