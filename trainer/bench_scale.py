@@ -21,7 +21,7 @@ from trainer.bench_turns import Row, interleave, ratios, stopwatch
 from trainer.checkpoint import Checkpoint
 from trainer.config import Config
 from trainer.errors import RunError
-from trainer.files import PROJECT
+from trainer.files import PROJECT, child_environment
 from trainer.hardware import Hardware, detect
 from trainer.loop import Trainer
 from trainer.rng import random_state
@@ -113,7 +113,7 @@ def _in_processes(
     if count > 1:
         command[1:2] = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m"]
     threads = str(max(1, hardware.cpu_cores // count))
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(PROJECT)}
+    environment = child_environment(OMP_NUM_THREADS=threads)
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")

@@ -36,10 +36,21 @@ class Compile:
             return
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
-        if torch.__version__ < "2.14":  # compared as versions, not as text
-            # Compiled LayerNorm can give wrong gradients from 2.10 to 2.13: pytorch issue 193061.
-            os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
+        _avoid_wrong_gradients()
         # Without CUDA graphs: their memory is used again at the next replay, and with gradient accumulation the
         # gradients of the first microbatch still stand in it (pytorch issue 169545).
         for module in modules:
             module.compile(mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")
+
+
+def _avoid_wrong_gradients() -> None:
+    """Switch off the fusion that gives wrong LayerNorm gradients in torch 2.10 to 2.13 (pytorch issue 193061).
+
+    The environment variable of the same name is read when torch is imported, so setting it now would change nothing;
+    a user who has set it wants it that way.
+    """
+    if torch.__version__ >= "2.14" or "TORCHINDUCTOR_MIX_ORDER_REDUCTION" in os.environ:  # versions, not texts
+        return
+    from torch._inductor import config
+
+    config.triton.mix_order_reduction = False

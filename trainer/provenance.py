@@ -27,9 +27,9 @@ def git_facts() -> dict[str, str]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the installed version of every package that can change a result."""
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+def versions() -> dict[str, str | None]:
+    """Return the installed version of every package that can change a result; None where it is not installed."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def resume_command(overrides: list[str], folder: Path) -> str:
@@ -41,6 +41,13 @@ def resume_command(overrides: list[str], folder: Path) -> str:
         if (nodes := int(os.environ["GROUP_WORLD_SIZE"])) > 1:
             launcher.append(f"--nnodes={nodes}")
     return shlex.join([*launcher, sys.argv[0], *kept, f"resume={folder}"])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _git(*arguments: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch
 from trainer.compose import compose
 from trainer.config import Config, Plan
 from trainer.errors import RunError, UserError, is_out_of_memory
-from trainer.files import PROJECT
+from trainer.files import child_environment
 from trainer.forecast import copies_on_device, meta_model
 from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
 from trainer.loop import Trainer
@@ -53,8 +52,7 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
     options = json.dumps({"limit_bytes": limit_bytes, "ledger": ledger})
     # -P: what lies in the user's folder is no part of it.
     command = [sys.executable, "-P", "-m", "trainer.trial", options, *overrides]
-    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment())
     if process.returncode == 0:
         return Outcome(**json.loads(process.stdout.splitlines()[-1]))
     words = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
