@@ -7,7 +7,6 @@ gradients by it afterwards restores them (Micikevicius et al., "Mixed Precision 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,8 +34,9 @@ class LossScale:
         """Return the scaled loss, fp32 scalar."""
         return loss
 
-    def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divide the gradients by the scale, in place."""
+    def inverse(self) -> Tensor | None:
+        """Return what turns a gradient of the scaled loss into the true one, fp32 scalar; None: nothing to undo."""
+        return None
 
     def update(self, finite: Tensor) -> None:
         """Adapt the scale to whether this step's gradients were ``finite`` (bool scalar on the device)."""
@@ -58,13 +58,8 @@ class StaticLossScale(LossScale):
     def multiply(self, loss: Tensor) -> Tensor:
         return loss * self.scale
 
-    def unscale(self, gradients: Sequence[Tensor]) -> None:
-        inverse = self.scale.to(self._wide).reciprocal().float()
-        if wide := [gradient for gradient in gradients if gradient.dtype.itemsize > 2]:
-            torch._foreach_mul_(wide, inverse)
-        for gradient in gradients:
-            if gradient.dtype.itemsize <= 2:  # in fp32: the inverse of a large scale is 0 in fp16
-                gradient.copy_(gradient.float().mul_(inverse))
+    def inverse(self) -> Tensor | None:
+        return self.scale.to(self._wide).reciprocal().float()
 
 
 class DynamicLossScale(StaticLossScale):

@@ -22,7 +22,21 @@ class Clip:
     kind: ClassVar[str] = "none"
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        """Clip the unscaled gradients in place; ``norm`` is their total 2-norm, fp32 scalar."""
+        """Clip the true gradients in place; ``norm`` is their total 2-norm, fp32 scalar."""
+
+    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+        """Clip gradients that stay in 16 bits, without rounding them again where that can be avoided.
+
+        Args:
+            gradients: as backward left them; may be changed in place.
+            norm: total 2-norm of the true gradients, fp32 scalar.
+            factor: what makes them the true ones, fp32 scalar; None: they are.
+
+        Returns:
+            What is still to be multiplied by, in place of ``factor``: the optimizer does it, in fp32.
+
+        """
+        return factor
 
 
 @dataclass
@@ -39,6 +53,10 @@ class ClipNorm(Clip):
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
         torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
 
+    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+        coefficient = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
+        return coefficient if factor is None else factor * coefficient
+
 
 @dataclass
 class ClipValue(Clip):
@@ -53,6 +71,12 @@ class ClipValue(Clip):
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
         torch.nn.utils.clip_grad_value_(parameters, self.max_value)
+
+    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+        limit = torch.full_like(norm, self.max_value) if factor is None else self.max_value / factor
+        for gradient in gradients:
+            gradient.clamp_(-limit, limit)  # beyond fp16's range the limit is infinite, and nothing is cut
+        return factor
 
 
 class UpdateResult(NamedTuple):
@@ -103,9 +127,11 @@ class Update:
         self._wide = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
-        # Fused CUDA optimizers take the flag on the device; for all others the host has to look, which costs
-        # nothing on a CPU and one wait per step on a GPU.
-        self._takes_flag = device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False)
+        # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
+        # and on CUDA take the flag on the device. For all others the host has to look, which costs nothing on a CPU
+        # and one wait per step on a GPU.
+        self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._takes_flag = device.type == "cuda" and self._takes_scale
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one microbatch's share of the step's mean loss."""
@@ -118,13 +144,21 @@ class Update:
             self.masters.take_gradients()
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self.loss_scale.unscale(gradients)
+        factor = self.loss_scale.inverse()
+        if self._wide and factor is not None:
+            torch._foreach_mul_(gradients, factor)
+            factor = None
         norm = torch.nn.utils.get_total_norm(gradients) if self._wide else _total_norm_fp32(gradients)
         if hasattr(norm, "full_tensor"):  # a DTensor: of rows that lie on other ranks too
             norm = norm.full_tensor()
+        norm = norm if factor is None else norm * factor
         finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
         skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
-        self.clip.apply(parameters, norm)
+        if self._wide:
+            self.clip.apply(parameters, norm)
+        else:  # 16-bit gradients are not written again: what is unscaled would vanish in fp16
+            factor = self.clip.fold(gradients, norm, factor)
+            self._hand_over(gradients, factor)
         self._step_unless(skipped)
         if self.masters is not None:
             self.masters.write_back(number)  # after a skipped step: what they were
@@ -133,10 +167,16 @@ class Update:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
         return UpdateResult(norm, skipped, scale)
 
+    def _hand_over(self, gradients: list[Tensor], factor: Tensor | None) -> None:
+        """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to 16 bits once."""
+        if self._takes_scale:
+            self.optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
+        elif factor is not None:
+            for gradient in gradients:  # in fp32: the inverse of a large scale is 0 in fp16
+                gradient.copy_(gradient.float().mul_(factor))
+
     def _step_unless(self, skipped: Tensor) -> None:
         if self._takes_flag:
-            # The protocol of torch.amp.GradScaler with fused optimizers.
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not skipped.item():

@@ -172,7 +172,7 @@ def communication(mode: str) -> dict[str, Any]:
 def halves(mode: str) -> dict[str, Any]:
     """Two steps with 16-bit weights: losses, norms and weights, and whether a checkpoint has the whole masters."""
     result: dict[str, Any] = {}
-    for precision in ("bf16_master", "fp16_master", "bf16_sr", "bf16_pure"):
+    for precision in ("bf16_master", "fp16_master", "bf16_sr", "bf16_pure", "fp16_pure"):
         overrides = (f"precision={precision}", f"parallel={mode}", "scaler.init=1024")
         try:
             trainer = trainer_of(compose(*BIGNET, *TWO_STEPS, *overrides))

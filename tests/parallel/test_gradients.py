@@ -59,7 +59,7 @@ def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["bf16_master", "fp16_master", "bf16_sr", "bf16_pure"])
+@pytest.mark.parametrize("precision", ["bf16_master", "fp16_master", "bf16_sr", "bf16_pure", "fp16_pure"])
 def test_16_bit_weights_train_alike_on_every_rank(precision: str, mode: str, ranks: Ranks) -> None:
     (alone,) = ranks("all", 1)
     expected = alone["halves"]["single"][precision]

@@ -25,7 +25,7 @@ from trainer.precision import WEIGHTS_DTYPE, Precision, formats
 from trainer.restore import load
 from trainer.rng import random_state
 from trainer.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
-from trainer.update import Clip, ClipNorm, Update
+from trainer.update import Clip, ClipNorm, ClipValue, Update
 from trainer.world import World
 
 CPU = torch.device("cpu")
@@ -205,19 +205,53 @@ def test_gradients_are_unscaled_and_measured_in_fp32() -> None:
     assert update.step().grad_norm.item() == 4 * 2.0**-30
     assert torch.equal(seen[0], torch.full((4, 4), 2.0**-30))
 
-    pure = nn.Linear(4, 4, bias=False).half()
-    update = Update(
-        torch.optim.SGD(pure.parameters(), lr=0.0), pure.parameters(), StaticLossScale(CPU, 2.0**-2), Clip()
-    )
-    pure.weight.grad = torch.full((4, 4), 16000.0, dtype=FP16)
+
+def pure_update(optimizer: Optimizer, scale: float, clip: Clip | None = None) -> tuple[nn.Parameter, Update]:
+    """A fp16 weight of zeros, and the update of it."""
+    net = nn.Linear(4, 4, bias=False).half()
+    nn.init.zeros_(net.weight)
+    built = optimizer.build(net, CPU)
+    return net.weight, Update(built, net.parameters(), StaticLossScale(CPU, scale), clip or Clip())
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_pure_fp16_loses_no_gradient_that_its_loss_scale_lifted(name: str) -> None:
+    """True gradients of 2^-30 are 0 in fp16: the optimizer divides by the scale, in fp32."""
+    options = {"AdamW": {"eps": 2.0**-30}, "Adagrad": {"eps": 2.0**-30}, "SGD": {}}[name]
+    lr = 2.0**20 if name == "SGD" else 2.0**-10
+    weight, update = pure_update(Optimizer(name, lr=lr, options=options), 2.0**20)
+    weight.grad = torch.full((4, 4), 2.0**-10, dtype=FP16)
+    result = update.step()
+    assert (result.grad_norm.item(), result.skipped.item()) == (4 * 2.0**-30, False)
+    # SGD: lr × gradient. The others divide it by its size plus eps, which is as large.
+    assert torch.equal(weight, torch.full((4, 4), -(2.0**-10 if name == "SGD" else 2.0**-11), dtype=FP16))
+
+
+def test_an_optimizer_that_is_not_fused_gets_true_gradients_rounded_to_16_bits() -> None:
+    """They are what it computes with; nothing is lost before. The inverse of 2^26 alone would be 0 in fp16."""
+    weight, update = pure_update(Optimizer("SGD", lr=1.0, fused=False), 2.0**26)
+    weight.grad = torch.full((4, 4), 1024.0, dtype=FP16)
+    assert update.step().grad_norm.item() == 4 * 2.0**-16
+    assert torch.equal(weight, torch.full((4, 4), -(2.0**-16), dtype=FP16))
+
+
+@pytest.mark.parametrize("fused", ["auto", False])
+@pytest.mark.parametrize(("clip", "clipped"), [(ClipNorm(2.0**-20), 2.0**-22), (ClipValue(2.0**-21), 2.0**-21)])
+def test_pure_fp16_gradients_are_clipped_by_their_true_size(clip: Clip, clipped: float, fused: bool | str) -> None:
+    weight, update = pure_update(Optimizer("SGD", lr=2.0**10, fused=fused), 2.0**20, clip)
+    weight.grad = torch.full((4, 4), 4.0, dtype=FP16)  # 2^-18 each, 2^-16 together
+    assert update.step().grad_norm.item() == 2.0**-16
+    assert weight.detach().float().mean().item() == pytest.approx(
+        -clipped * 2.0**10, rel=0.07
+    )  # torch adds 1e-6 to the norm
+
+
+def test_the_norm_of_pure_fp16_gradients_may_be_beyond_fp16() -> None:
+    weight, update = pure_update(Optimizer("SGD", lr=1e-6), 2.0**-2, ClipValue(1e9))
+    weight.grad = torch.full((4, 4), 16000.0, dtype=FP16)
     result = update.step()
     assert (result.grad_norm.item(), result.skipped.item()) == (256000.0, False)
-
-
-def test_a_scale_beyond_fp16_does_not_erase_pure_fp16_gradients() -> None:
-    gradient = torch.full((3,), 1024.0, dtype=FP16)
-    StaticLossScale(CPU, 2.0**26).unscale([gradient])
-    assert (gradient == 2.0**-16).all()
+    assert torch.equal(weight, torch.full((4, 4), -0.064, dtype=FP16))  # 64000 × lr: the limit cut nothing
 
 
 @pytest.mark.parametrize("mode", MODES)
