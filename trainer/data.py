@@ -264,7 +264,15 @@ class OnDeviceLoader(Loader):
     ) -> Iterator[list[Batch]]:
         """Yield the same microbatches ``count`` times."""
         first = next(super().steps(dataset, order, batching, 0, 1, hardware))
-        yield from repeat([to_device(batch, hardware.device) for batch in first], count)
+        yield from repeat([_Copied(batch, hardware.device) for batch in first], count)
+
+
+class _Copied(dict[str, torch.Tensor]):
+    """A microbatch on the host, where its targets are counted without waiting, with a copy on the device."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        super().__init__(batch)
+        self.on_device = to_device(batch, device)
 
 
 def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
@@ -298,5 +306,7 @@ def fingerprint(datasets: Datasets) -> str:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device; from pinned memory the host does not wait for it."""
+    """Copy a batch to the device, or return the copy it has there; from pinned memory the host does not wait for it."""
+    if isinstance(batch, _Copied):
+        return batch.on_device
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

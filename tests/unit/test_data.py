@@ -3,14 +3,24 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers import CPU, Arrays
-from trainer.data import Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader, evaluation_samples, fingerprint
+from tests.helpers import CPU, Arrays, compose
+from trainer.data import (
+    Batching,
+    DataOrder,
+    Loader,
+    OnDeviceLoader,
+    PinnedLoader,
+    evaluation_samples,
+    fingerprint,
+    to_device,
+)
 from trainer.errors import UserError
 from trainer.recipe import Batch, Datasets, SampleId
 
@@ -168,6 +178,24 @@ def test_on_device_loader_repeats_the_first_step() -> None:
     first = flat(stream(Loader(0), Batching(6, 2), 0, 1))
     assert len(steps) == 4
     assert all(flat([step]) == first for step in steps)
+
+
+@pytest.mark.parametrize("recipe", ["bert", "t5"])
+def test_on_device_loader_leaves_the_counting_to_the_host(recipe: str) -> None:
+    """Some targets are counted by their values: on a device that would wait for it in every step (meta has none)."""
+    config = compose(f"recipe={recipe}", "recipe.context=64", "data=synthetic", "data.vocab_size=300")
+    config.recipe.resolve(CPU, config.data)
+    data = config.recipe.datasets(config.data, 0).train
+    elsewhere = replace(CPU, device=torch.device("meta"))
+    first, *others = OnDeviceLoader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 5, 3, elsewhere)
+    expected = next(Loader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 0, 1, CPU))
+    counts = [config.recipe.count_targets(batch) for batch in first]
+    assert counts == [config.recipe.count_targets(batch) for batch in expected]
+    copies = [to_device(batch, elsewhere.device) for batch in first]
+    assert {tensor.device.type for batch in copies for tensor in batch.values()} == {"meta"}
+    assert all(
+        to_device(batch, elsewhere.device) is copy for step in others for batch, copy in zip(step, copies, strict=True)
+    )
 
 
 def test_auto_workers_are_for_data_that_decodes() -> None:
