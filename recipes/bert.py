@@ -85,6 +85,7 @@ class Bert(SizedTextRecipe):
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "base"
     context_is: ClassVar[str] = "tokens per sample"
+    masks_attention: ClassVar[bool] = True
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, the batch of 32 that fine-tuning is published with."""

@@ -105,6 +105,7 @@ class T5(SizedTextRecipe):
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "small"
     context_is: ClassVar[str] = "tokens of the encoder's input"
+    masks_attention: ClassVar[bool] = True
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, a quarter of the published batch of 128."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from trainer.attention import allow_cudnn
 from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
@@ -80,6 +81,7 @@ class Trainer:
         if self.device.type == "cuda":  # what asks for "the" device (streams, synchronisation) means this one
             torch.cuda.set_device(self.device)
         config.precision.apply()
+        allow_cudnn(not self.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = self._open_datasets()
         config.loader.resolve(self.datasets.decodes, hardware)

@@ -172,6 +172,8 @@ class Recipe:
     """What throughput counts: ``tokens``, ``images``, ``samples``."""
     best_metric: ClassVar[str] = "valid/loss"
     """The metric whose lowest value marks the best checkpoint."""
+    masks_attention: ClassVar[bool] = False
+    """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
 
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Replace the recipe's own ``auto`` fields by values, and say so; raise UserError for misfits.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from trainer import checkpoint, report
+from trainer import attention, checkpoint, report
 from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal
 from trainer.data import fingerprint
@@ -83,6 +83,7 @@ class Run:
         self.git = git_facts()
         self.manifest = self.config.precision.manifest(self.hardware, trainer.fp32_modules)
         self.manifest["effective"] |= formats(trainer.model, trainer.optimizer) | self.config.parallel.effective()
+        self.manifest["effective"] |= attention.effective(trainer)
         self.profiler = Profiler().start(folder.path, trainer.model, trainer.optimizer, trainer.device)
         self.tracker: Tracker | None = None
         if self.world.first:
