@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.gpt2_model import SHAPES, Shape
-from tests.helpers import Recorder, copied, same_bits, trainer_of
+from tests.helpers import PROJECT, Recorder, copied, same_bits, trainer_of
+from tests.parallel.conftest import TORCHRUN, environment
+from trainer import attention
 from trainer.data import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, detect
@@ -39,9 +44,15 @@ BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=64", "profiler=none"
 def small_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(SHAPES, "small", Shape(2, 4, 128, 64))
     yield
-    torch.cuda.set_sync_debug_mode("default")
+    sync_debug_mode("default")
     torch.use_deterministic_algorithms(False)
     Precision("fp32").apply()
+
+
+def sync_debug_mode(mode: str) -> None:
+    with warnings.catch_warnings():  # torch says once in a process that this is a prototype
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.fixture
@@ -97,7 +108,7 @@ def never_waits(trainer: Trainer) -> None:
     for step in steps[:3]:  # kernels are chosen and state is made
         monitor.add(trainer.train_step(step))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    sync_debug_mode("error")
     for step in steps[3:8]:
         monitor.add(trainer.train_step(step))
     with pytest.raises(RuntimeError, match="synchroniz"):
@@ -120,6 +131,23 @@ def test_a_skipped_fused_step_leaves_weights_and_state(optimizer: str, precision
     assert trainer.loss_scale.scale.item() == 512
     assert not trainer.train_step(steps[3]).skipped
     assert not same_bits(copied(trainer.model.state_dict()), before[0])
+
+
+def test_a_skipped_fused_step_of_sharded_weights(tmp_path: Path) -> None:
+    """FSDP2 gives the fused kernel DTensors, and the flag beside them is a plain tensor."""
+    command = [*TORCHRUN, "--nproc-per-node=1", "-m", "tests.parallel.ranks", "flag", str(tmp_path)]
+    variables = environment() | {"MANTISSA_TEST_DEVICE": "cuda"}
+    done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (found,) = (json.loads(path.read_text())["flag"] for path in tmp_path.glob("*.json"))
+    for mode, rank in found.items():
+        assert rank == {
+            "skipped": [False, True, False],
+            "the skipped step changed nothing": True,
+            "the next one went on": True,
+            "as where the host looks": True,
+            "cut": mode == "fsdp",
+        }
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -253,7 +281,9 @@ def error_of(compute: str) -> float:
 
 
 @pytest.mark.parametrize("compute", ["matmul", "convolution"])
-def test_fp32_is_fp32_and_tf32_is_tf32(compute: str) -> None:
+def test_fp32_is_fp32_and_tf32_is_tf32(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where cuDNN may try algorithms out it can choose Winograd's, whose fp32 error is larger; earlier tests let it.
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     Precision("fp32").apply()
     assert error_of(compute) < 2e-6
     if detect("cuda").support("tf32") == NATIVE:
@@ -272,6 +302,28 @@ def test_the_manifest_of_a_gpu(mode: str) -> None:
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mode, "float32")
     assert effective["matmul_dtype"] == dtype
     assert effective["fp32_in_cuda_matmul"] == effective["fp32_in_cudnn_conv"] == ("tf32" if mode == "tf32" else "ieee")
+
+
+BERT = ["recipe=bert", "recipe.context=64", "data=synthetic", "data.vocab_size=500"]
+
+
+@pytest.mark.parametrize("recipe", [GPT2, BERT], ids=["gpt2", "bert"])
+@pytest.mark.parametrize("mode", ["bf16", "fp32"], indirect=True)
+def test_the_attention_kernel_that_is_recorded_is_the_one_that_runs(mode: str, recipe: list[str]) -> None:
+    trainer = on_gpu(*recipe, f"precision={mode}")
+    calls = attention.taken(trainer)
+    step = on_device(trainer)[0]
+    trainer.model.train()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        record = trainer.train_step(step)
+    assert torch.isfinite(record.grad_norm)
+    ran = {event.key for event in profile.key_averages()}
+    kernels = {call["kernel"] for call in calls}
+    fused = {name for name in ("flash", "efficient", "cudnn") if f"aten::_scaled_dot_product_{name}_attention" in ran}
+    assert kernels - {"math"} == fused
+    if recipe == BERT:  # its mask and cuDNN's kernel: NaN gradients on a Hopper GPU
+        assert "cudnn" not in kernels
+        assert "cudnn" not in attention.enabled()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -6,6 +6,7 @@ torchrun --nproc-per-node=2 -m tests.parallel.ranks <case> <folder>
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tests.helpers import NoData, Recorder, compose, same_bits
 from tests.parity.test_accumulation import SAMPLES, Tagging
@@ -33,6 +35,7 @@ from trainer.rng import random_state
 from trainer.scaler import AutoScaler
 from trainer.update import ClipNorm
 
+DEVICE = os.environ.get("MANTISSA_TEST_DEVICE", "cpu")
 MODES: dict[str, Callable[[], Parallel]] = {"single": Parallel, "ddp": DDP, "fsdp": FSDP}
 
 
@@ -57,8 +60,8 @@ def whole(tensor: Any) -> Tensor:
 
 
 def trainer_of(config: Config) -> Trainer:
-    world = config.parallel.world("cpu")
-    hardware = detect("cpu")
+    world = config.parallel.world(DEVICE)
+    hardware = detect(DEVICE)
     plan, _ = config.resolve(hardware, world)
     return Trainer(config, plan, hardware, world)
 
@@ -115,7 +118,7 @@ class Overflow(Float32):
 
 
 def gradient(mode: str) -> dict[str, Any]:
-    world = MODES[mode]().world("cpu").size
+    world = MODES[mode]().world(DEVICE).size
     result = {}
     for micro in (1, 2, 4, 8):
         if SAMPLES % (micro * world) == 0:
@@ -137,6 +140,37 @@ def overflow(mode: str) -> dict[str, Any]:
         "scale before": record.loss_scale.item(),
         "scale after": trainer.loss_scale.scale.item(),
         "same": all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
+    }
+
+
+def flag(mode: str) -> dict[str, Any]:
+    """Three steps, the second with an infinity on one rank; the fused optimizer gets the flag as on CUDA, or the host
+    looks.
+    """
+    states: dict[bool, list[dict[str, Any]]] = {}
+    skipped = {}
+    for given in (True, False):
+        config = tagging(mode, 1, recipe=Float32(), precision=Precision("fp16"), scaler=AutoScaler(), clip=ClipNorm())
+        trainer = trainer_of(config)
+        assert trainer.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        assert trainer.update._takes_flag is (DEVICE == "cuda")
+        trainer.update._takes_flag = given
+        states[given], skipped[given] = [], []
+        microbatches = next(trainer.batches())
+        for bad in (False, True, False):
+            step = [{name: tensor.clone() for name, tensor in batch.items()} for batch in microbatches]
+            if bad and trainer.world.first:  # the last rank's own gradient is finite
+                step[1]["x"][0, 0] = torch.inf
+            skipped[given].append(bool(trainer.train_step(step).skipped))
+            held = {"weights": trainer.model.state_dict(), "state": trainer.optimizer.state_dict()["state"]}
+            states[given].append(pytree.tree_map_only(Tensor, whole, held))
+    first, second, third = states[True]
+    return {
+        "skipped": skipped[True],
+        "the skipped step changed nothing": same_bits(first, second),
+        "the next one went on": not same_bits(second["weights"], third["weights"]),
+        "as where the host looks": same_bits(states[True], states[False]) and skipped[True] == skipped[False],
+        "cut": any(is_cut(parameter) for parameter in trainer.model.parameters()),
     }
 
 
@@ -272,11 +306,12 @@ def exchange() -> dict[str, Any]:
 def main() -> None:
     case, folder = sys.argv[1:3]
     torch.set_num_threads(1)
-    several = parallel.launched_processes() > 1
+    several = parallel.launched_processes() > 1 or DEVICE == "cuda"  # one GPU is enough to shard on it
     modes = ["ddp", "fsdp"] if several else ["single"]
     cases: dict[str, Callable[[str], Any]] = {
         "gradient": gradient,
         "overflow": overflow,
+        "flag": flag,
         "communication": communication,
         "halves": halves,
     }

@@ -53,6 +53,19 @@ def test_an_infinity_on_one_rank_skips_the_step_everywhere(mode: str, ranks: Ran
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_fused_optimizer_that_is_given_the_flag_skips_the_step(mode: str, ranks: Ranks) -> None:
+    """As on CUDA; under FSDP a plain tensor among DTensors. The other steps are those of the host's look."""
+    for rank in (found["flag"][mode] for found in ranks("all", 2)):
+        assert rank == {
+            "skipped": [False, True, False],
+            "the skipped step changed nothing": True,
+            "the next one went on": True,
+            "as where the host looks": True,
+            "cut": mode == "fsdp",
+        }
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
     for rank in ranks("all", 2):
         assert rank["communication"][mode] == {"microbatches": 4, "exchanged": 1}
