@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainer.arms import PROJECT
 from trainer.claims import Claim, load, names
 from trainer.criteria import NOT_HERE, shown
@@ -18,6 +20,8 @@ BEGIN, END = "<!-- results: made by scripts/reproduce.py -->", "<!-- end of resu
 
 Records = dict[str, dict[str, dict[str, Any]]]
 """By machine, then by claim."""
+Notes = dict[str, list[str]]
+"""By claim."""
 
 
 def read(folder: Path = RESULTS) -> Records:
@@ -37,7 +41,14 @@ def verdict(record: dict[str, Any] | None, claim: Claim) -> str:
     return str(record["verdict"])
 
 
-def page(records: Records, claims: dict[str, Claim]) -> str:
+def read_notes(folder: Path = RESULTS) -> Notes:
+    """Return what became known about claims after their files were fixed."""
+    path = folder / "notes.yaml"
+    found: Notes = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
     """Return docs/results.md."""
     lines = [
         "# Published claims, tested",
@@ -63,6 +74,8 @@ def page(records: Records, claims: dict[str, Claim]) -> str:
             lines += [f"**{claim.label[0].upper()}{claim.label[1:]}.**"]
         if claim.traps:
             lines += ["", *(f"- Trap: {trap}" for trap in claim.traps)]
+        if name in notes:
+            lines += ["", *(f"- Note, after the file was fixed: {note}" for note in notes[name])]
         tested = {machine: outcomes[name] for machine, outcomes in records.items() if name in outcomes}
         for machine, record in tested.items():
             lines += ["", *_outcome(machine, record, claim)]
@@ -97,7 +110,7 @@ def update(root: Path = PROJECT) -> list[Path]:
     if not (found and ended):
         raise UserError(f"README.md has lost the line {BEGIN if not found else END}, between which the table belongs")
     wanted = {
-        root / PAGE: page(records, claims),
+        root / PAGE: page(records, claims, read_notes(root / "results")),
         root / "README.md": f"{head}{BEGIN}\n{readme_table(records, claims)}\n{END}{tail}",
     }
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -20,7 +20,7 @@ def test_the_pages_agree_with_the_outcomes(tmp_path: Path) -> None:
     claims = {name: load(name) for name in names()}
     records = results.read()
     page = (PROJECT / results.PAGE).read_text()
-    assert page == results.page(records, claims), "run: python scripts/reproduce.py pages=true"
+    assert page == results.page(records, claims, results.read_notes()), "run: python scripts/reproduce.py pages=true"
     readme = (PROJECT / "README.md").read_text()
     assert results.readme_table(records, claims) in readme, "run: python scripts/reproduce.py pages=true"
 
@@ -48,9 +48,19 @@ def test_a_number_changed_by_hand_changes_the_pages(tmp_path: Path) -> None:
     assert records, "no outcome is committed"
     machine, outcomes = next(iter(records.items()))
     name = next(name for name, record in outcomes.items() if record["verdict"] != NOT_HERE)
-    before = results.page(records, claims), results.readme_table(records, claims)
+    before = results.page(records, claims, {}), results.readme_table(records, claims)
     records[machine][name]["findings"][0]["median"] = 9.99
-    assert results.page(records, claims) != before[0]
+    assert results.page(records, claims, {}) != before[0]
+
+
+def test_notes_are_of_claims_that_exist_and_stand_below_their_traps() -> None:
+    claims = {name: load(name) for name in names()}
+    notes = results.read_notes()
+    assert notes
+    assert notes.keys() <= claims.keys()
+    page = results.page({}, claims, {"half_everywhere": ["what came later"]})
+    _, _, section = page.partition("## half_everywhere")
+    assert section.index("- Trap: ") < section.index("- Note, after the file was fixed: what came later") < 700
 
 
 def test_an_outcome_of_an_earlier_file_does_not_count() -> None:
