@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
+from trainer.mlflow_database import prepared
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -102,23 +103,18 @@ def import_mlflow(uri: str) -> None:
 
 
 def connect(uri: str) -> MlflowClient:
-    """Open a tracking store, creating an SQLite file that does not exist yet.
-
-    The first connection to a fresh SQLite file migrates its schema for some seconds, and two processes doing
-    so at once crash: a lock beside the file lets one go first.
+    """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
 
     Raises:
+        UserError: the SQLite file is none, or of another version of MLflow.
         Exception: of many kinds, when the store does not answer.
 
     """
     import_mlflow(uri)
-    from filelock import FileLock
     from mlflow import MlflowClient
 
     database = database_file(uri)
-    if database:
-        database.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{database}-init.lock", timeout=60) if database else nullcontext():
+    with prepared(database) if database else nullcontext():
         client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
     return client

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -65,7 +66,7 @@ def open_store(uri: str) -> MlflowClient:
 
     try:
         return connect(uri)
-    except (MlflowException, SQLAlchemyError) as error:
+    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no MLflow can be read at {without_password(uri)}: {reason}") from None
 
