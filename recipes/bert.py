@@ -86,6 +86,7 @@ class Bert(SizedTextRecipe):
     on_gpu: ClassVar[str] = "base"
     context_is: ClassVar[str] = "tokens per sample"
     masks_attention: ClassVar[bool] = True
+    template: ClassVar[str] = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, the batch of 32 that fine-tuning is published with."""
@@ -100,6 +101,8 @@ class Bert(SizedTextRecipe):
         vocabulary = self._tokens.tokenizer.vocab_size
         train, valid = (Quotations(part, self.context, vocabulary) for part in (self._tokens.train, self._tokens.valid))
         self._pad = train.pad
+        self._special = {"cls_token": ("[CLS]", train.cls), "sep_token": ("[SEP]", train.sep)}
+        self._special["pad_token"] = ("[PAD]", train.pad)
         return Datasets(train, valid, f"{self._tokens.description}, questions about passages of {train.room} tokens")
 
     def build_model(self) -> nn.Module:
@@ -117,11 +120,15 @@ class Bert(SizedTextRecipe):
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
             max_position_embeddings=max(512, self.context),
-            pad_token_id=self._pad,
+            **{f"{role}_id": id for role, (_, id) in self._special.items()},
             attn_implementation=self.attention,
         )
         model: nn.Module = BertForQuestionAnswering(config)
         return model
+
+    def special_tokens(self) -> dict[str, tuple[str, int]]:
+        """Return [CLS], [SEP] and padding."""
+        return self._special
 
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the encoder's layers."""

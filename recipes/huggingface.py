@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from recipes.export import save_model, save_tokenizer
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, Recipe, TextSource, TokenData
@@ -77,14 +78,6 @@ def whole_tokens(context: int | str, least: int) -> None:
         raise UserError(f"recipe.context={context} must be at least {least} tokens")
 
 
-def save_folder(model: Any, folder: Path) -> None:
-    """Write a folder that ``from_pretrained`` opens."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-
-
 @dataclass
 class SizedTextRecipe(Recipe):
     """A model of a named size on any text: the options, and what becomes of ``auto``.
@@ -97,6 +90,8 @@ class SizedTextRecipe(Recipe):
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
     context_is: ClassVar[str] = ""
+    template: ClassVar[str] = ""
+    """Where the special tokens stand, see ``recipes.export.save_tokenizer``."""
     size: str = "auto"
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
     context: int | str = "auto"
@@ -121,10 +116,15 @@ class SizedTextRecipe(Recipe):
             choices.append(Choice("recipe.context", self.context, f"{self.context_is}, the size's own"))
         return choices
 
+    def special_tokens(self) -> dict[str, tuple[str, int]]:
+        """Return the tokens that the recipe adds to the tokenizer's, by role: text and id, in the order of the ids."""
+        raise NotImplementedError
+
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder that transformers' auto classes open, the tokenizer beside the weights."""
-        save_folder(model, folder)
-        self._tokens.tokenizer.save(folder)
+        special = self.special_tokens()
+        save_model(model, folder, 1 + max(id for _, id in special.values()))
+        save_tokenizer(self._tokens.tokenizer, folder, special, self.template)
 
     def facts(self) -> dict[str, Any]:
         """Return the size."""

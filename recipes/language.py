@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from recipes.huggingface import check_attention, check_text, save_folder, whole_tokens
+from recipes.export import save_model, save_tokenizer
+from recipes.huggingface import check_attention, check_text, whole_tokens
 from recipes.language_model import LanguageModel, torch_can_chunk
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -133,8 +134,9 @@ class LanguageRecipe(Recipe):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, the tokenizer beside the weights."""
         assert isinstance(model, LanguageModel)
-        save_folder(model.network, folder)
-        self._tokens.tokenizer.save(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = self._tokens.tokenizer
+        save_model(model.network, folder, tokenizer.vocab_size, eos=save_tokenizer(tokenizer, folder))
 
     def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
         """Show a short sample of generated text."""

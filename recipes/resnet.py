@@ -77,6 +77,8 @@ class ResNet(Recipe):
         if found > self._outputs:
             raise UserError(f"recipe.classes={self.classes}, but the data has {found} classes; use recipe.classes=auto")
         _check_size(self.arch, self._size, self._outputs)
+        self._description = {"classes": images.classes, "image_size": images.image_size}
+        self._description |= {"mean": list(images.mean), "std": list(images.std)}
         # In units of the uint8 pixels, so that normalising is one subtraction and one product.
         self._mean = torch.tensor(images.mean).reshape(1, 3, 1, 1) * 255
         self._factor = 1 / (torch.tensor(images.std).reshape(1, 3, 1, 1) * 255)
@@ -118,6 +120,22 @@ class ResNet(Recipe):
             sums["top5"] = right.sum(dtype=torch.float32)
         return LossOutput(loss_sum, sums)
 
+    def description(self) -> dict[str, Any]:
+        """Return what torchvision needs to build the model again, and how images become its input."""
+        import torchvision
+
+        return {
+            "library": "torchvision",
+            "torchvision": torchvision.__version__,
+            "torch": torch.__version__,
+            "arch": self.arch,
+            "arch_options": {"num_classes": self._outputs} | _options(self.arch, self._size),
+            **self._description,
+            "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
+            "load": "model = torchvision.models.get_model(config['arch'], **config['arch_options']); "
+            "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))",
+        }
+
     def facts(self) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""
         return {"size": self.arch, "image_size": self._size, "classes": self._outputs}
@@ -143,15 +161,19 @@ def _check_arch(arch: str) -> None:
 def _build(arch: str, image_size: int, classes: int) -> nn.Module:
     import torchvision
 
-    options: dict[str, Any] = {}
-    if arch in ("googlenet", "inception_v3"):  # their auxiliary heads would need a loss of their own
-        options = {"aux_logits": False, "init_weights": True}
-    elif arch.startswith("vit_"):
-        options = {"image_size": image_size}
-    elif arch.startswith("maxvit"):
-        options = {"input_size": (image_size, image_size)}
-    model: nn.Module = torchvision.models.get_model(arch, weights=None, num_classes=classes, **options)
+    model: nn.Module = torchvision.models.get_model(
+        arch, weights=None, num_classes=classes, **_options(arch, image_size)
+    )
     return model
+
+
+def _options(arch: str, image_size: int) -> dict[str, Any]:
+    """Return what an architecture's constructor needs besides the number of classes."""
+    if arch in ("googlenet", "inception_v3"):  # their auxiliary heads would need a loss of their own
+        return {"aux_logits": False, "init_weights": True}
+    if arch.startswith("vit_"):
+        return {"image_size": image_size}
+    return {"input_size": [image_size, image_size]} if arch.startswith("maxvit") else {}
 
 
 def _check_size(arch: str, image_size: int, classes: int) -> None:

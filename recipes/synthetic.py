@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.export import write_fast_tokenizer
 from recipes.pixels import ArrayImages
 from trainer.errors import UserError
 from trainer.recipe import Batch, Datasets, ImageData, ImageSource, SampleId, TextSource, TokenData
@@ -126,4 +127,11 @@ class NumberTokenizer:
         return "".join(f"<{number}>" for number in ids if 0 <= number < self.vocab_size)
 
     def save(self, folder: Path) -> None:
-        """Write nothing: the numbers are all there is."""
+        """Write a folder that AutoTokenizer opens: ``<123>`` is 123, an error for any other text."""
+        import tokenizers
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+
+        tokenizer = tokenizers.Tokenizer(models.WordLevel({f"<{id}>": id for id in range(self.vocab_size)}))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        write_fast_tokenizer(tokenizer, folder)

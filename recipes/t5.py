@@ -106,6 +106,7 @@ class T5(SizedTextRecipe):
     on_gpu: ClassVar[str] = "small"
     context_is: ClassVar[str] = "tokens of the encoder's input"
     masks_attention: ClassVar[bool] = True
+    template: ClassVar[str] = "$A {eos_token} | $A {eos_token} $B {eos_token}"
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, a quarter of the published batch of 128."""
@@ -145,6 +146,12 @@ class T5(SizedTextRecipe):
         )
         model: nn.Module = T5ForConditionalGeneration(config)
         return model
+
+    def special_tokens(self) -> dict[str, tuple[str, int]]:
+        """Return the start (which pads, too), EOS and the sentinels, under T5's own names."""
+        gaps = self._gaps
+        special = {"pad_token": ("<pad>", gaps.start), "eos_token": ("</s>", gaps.eos)}
+        return special | {f"sentinel_{n}": (f"<extra_id_{n}>", gaps.sentinel + n) for n in range(gaps.spans)}
 
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the layers of encoder and decoder."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from recipes.export import write_fast_tokenizer
 from trainer.errors import UserError
 from trainer.recipe import Tokenizer
 
@@ -53,7 +54,25 @@ class Bytes:
         return bytes(id for id in ids if 0 <= id < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write nothing: there is nothing to remember."""
+        """Write a folder that AutoTokenizer opens, with the same ids."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        # A byte-level BPE that merges nothing: each byte has a printable character that stands for it.
+        tokenizer = tokenizers.Tokenizer(models.BPE({name: byte for byte, name in enumerate(_byte_names())}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        write_fast_tokenizer(tokenizer, folder)
+
+
+def _byte_names() -> list[str]:
+    """Return what stands for each byte in a byte-level BPE: itself where Latin-1 prints it, else the next from 256 on.
+
+    As in GPT-2's ``bytes_to_unicode`` (Radford et al. 2019).
+    """
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
 class Characters:
@@ -92,8 +111,15 @@ class Characters:
         return "".join(self.characters[id] for id in ids if 0 <= id < self.vocab_size)
 
     def save(self, folder: Path) -> None:
-        """Write ``characters.json``."""
+        """Write ``characters.json``, and what AutoTokenizer opens: the same ids, an error for any other character."""
+        import tokenizers
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+
         (folder / "characters.json").write_text(json.dumps(self.characters))
+        tokenizer = tokenizers.Tokenizer(models.WordLevel(dict(self._ids)))  # without an id for what is unknown
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()  # no spaces between the tokens
+        write_fast_tokenizer(tokenizer, folder)
 
     @classmethod
     def load(cls, folder: Path) -> Characters:
@@ -145,9 +171,7 @@ class BytePairs:
 
     def save(self, folder: Path) -> None:
         """Write a folder that AutoTokenizer opens."""
-        self._tokenizer.save(str(folder / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        write_fast_tokenizer(self._tokenizer, folder, eos_token=END, bos_token=END)
 
     @classmethod
     def load(cls, folder: Path) -> BytePairs:

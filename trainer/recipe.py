@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.files import write_json
 from trainer.hardware import Hardware
 
 Batch = dict[str, Tensor]
@@ -217,11 +218,20 @@ class Recipe:
         return {"loss": loss} | {key: value / targets for key, value in sums.items()}
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the weights in a form other tools load (safetensors under the model's own names)."""
+        """Write all that is needed to use the weights without this project.
+
+        By default model.safetensors, under the model's own names, and ``description`` as config.json.
+        """
         from safetensors.torch import save_model
 
         folder.mkdir(parents=True, exist_ok=True)
         save_model(model, str(folder / "model.safetensors"))
+        write_json(folder / "config.json", self.description())
+
+    def description(self) -> dict[str, Any]:
+        """Return what an exported model is, as plain JSON types: by default the recipe and its options."""
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
     def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
         """Return a last word for the terminal, such as a sample of generated text. Runs under autocast."""

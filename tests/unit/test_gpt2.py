@@ -167,7 +167,7 @@ def test_the_export_opens_in_transformers_with_the_same_logits_and_tied_weights(
     assert reopened.dtype == torch.float32
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
-        assert torch.equal(reopened(tokens).logits, trainer.model.gpt2(tokens).logits)
+        assert torch.allclose(reopened(tokens).logits, trainer.model.gpt2(tokens).logits[..., :90], atol=1e-6)
 
 
 def words(folder: Path, vocabulary: int = 90) -> None:
@@ -193,7 +193,8 @@ def test_a_pretrained_folder_is_fine_tuned_from_its_weights_with_its_tokenizer(
         "batch_size=4", "steps=3", "precision=bf16", "device=cpu",
     )  # fmt: skip
     trainer = start(composed)
-    assert torch.equal(trainer.model.gpt2.transformer.wte.weight, before.model.gpt2.transformer.wte.weight)
+    taken, exported = (each.model.gpt2.transformer.wte.weight[:90] for each in (trainer, before))
+    assert torch.equal(taken, exported)
     assert isinstance(trainer.model, LanguageModel)
     assert isinstance(trainer.model.gpt2.lm_head, LossHead)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}

@@ -106,7 +106,7 @@ def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -
     reopened: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
-        assert torch.equal(reopened(tokens).logits, trainer.model.llama(tokens).logits)
+        assert torch.allclose(reopened(tokens).logits, trainer.model.llama(tokens).logits[..., :90], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
         logits = trainer.model(input_ids=tokens, decoder_input_ids=tokens).logits
-        assert torch.equal(reopened(input_ids=tokens, decoder_input_ids=tokens).logits, logits)
+        reopened_logits = reopened(input_ids=tokens, decoder_input_ids=tokens).logits
+    assert torch.allclose(reopened_logits, logits[..., : trainer.recipe._gaps.vocabulary], atol=1e-6)
 
 
 @pytest.mark.parametrize(
