@@ -81,8 +81,8 @@ class TracedRun(Run):
         self._backwards = 0
         return self._train_step(microbatches)
 
-    def _traced_backward(self, loss: Tensor) -> None:
-        self._backward(loss)
+    def _traced_backward(self, loss: Tensor, exchanged: bool = False) -> None:
+        self._backward(loss, exchanged)
         self._backwards += 1
         if self._due("accumulation") and self._backwards == self.kill[2]:  # type: ignore[index]
             self._die()

@@ -19,7 +19,7 @@ from trainer.attention import allow_cudnn
 from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
-from trainer.master import masters_of
+from trainer.master import accumulation_dtype, masters_of
 from trainer.recipe import Batch, Datasets
 from trainer.update import Update
 from trainer.world import World
@@ -92,7 +92,7 @@ class Trainer:
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
         config.compile.apply(config.parallel.compiled(self.model, blocks), self.device)
-        self.replica = config.parallel.wrap(self.model, blocks, self.device)
+        self.replica = config.parallel.wrap(self.model, blocks, self.device, accumulation_dtype(config.precision.mode))
         """The model as training's forward passes call it."""
         if self.world.rank:
             seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
@@ -159,12 +159,12 @@ class Trainer:
         targets, units = self.world.sums(*self._counts(microbatches))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
-            batch = to_device(microbatch, self.device)
-            with self.config.parallel.microbatch(self.replica, last=number == len(microbatches)):
+            batch, last = to_device(microbatch, self.device), number == len(microbatches)
+            with self.config.parallel.microbatch(self.replica, last):
                 with self.config.precision.autocast(self.device):
                     output = self.recipe.loss(self.replica, batch)
                 share = output.loss_sum / max(1, targets)
-                self.update.backward(share)
+                self.update.backward(share, exchanged=last and self.config.parallel.kind != "single")
             loss = share.detach() if loss is None else loss + share.detach()
         assert loss is not None, "an optimizer step has at least one microbatch"
         grad_norm, skipped, scale = self.update.step(self.step)

@@ -9,21 +9,31 @@ for bf16 training: Zamirai et al., "Revisiting BFloat16 Training", 2020).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel import own_part
+from trainer.parallel import is_cut, own_part
 
 _LOW_BITS = 16  # by which bf16 is shorter than fp32
+
+
+@dataclass
+class _Backward:
+    """Whether gradients stay with the model's weights in this backward pass, because ranks are to sum them there."""
+
+    exchanged: bool = False
 
 
 class MasterWeights:
     """fp32 copies of a model's trainable 16-bit parameters, which the optimizer changes in their place.
 
-    Parameters that are fp32 already (fp32 islands) are their own masters.
+    Parameters that are fp32 already (fp32 islands) are their own masters. Microbatches add up in fp32: backward moves
+    each 16-bit gradient to its master as soon as it is complete, so that both formats never exist of all of them. Where
+    weights are cut into rows (FSDP2) gradients arrive after the last microbatch, added up in fp32 by FSDP2 itself.
 
     Args:
         model: with 16-bit weights; after it is wrapped for several processes.
@@ -34,11 +44,14 @@ class MasterWeights:
         self._copies: list[tuple[str, nn.Parameter, nn.Parameter]] = []
         """Names, the model's parameters, and their masters."""
         self._named: list[tuple[str, nn.Parameter]] = []
+        self._backward = _Backward()
         for name, weight in model.named_parameters():
             master = weight
             if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16):
                 master = nn.Parameter(self._first(weight))
                 self._copies.append((name, weight, master))
+                if not is_cut(weight):
+                    weight.register_post_accumulate_grad_hook(_mover(master, self._backward))
             self._named.append((name, master))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -56,22 +69,56 @@ class MasterWeights:
             yield name, master
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Move the 16-bit gradients to the masters, in fp32, one at a time: scale and norm are then fp32's."""
+    def before_exchange(self) -> None:
+        """Prepare for a backward pass in which DDP sums over the ranks what it finds in the model's own gradients.
+
+        The earlier microbatches' sum is rounded to 16 bits once and put there.
+        """
+        self._backward.exchanged = True
         for _, weight, master in self._copies:
-            if weight.grad is not None:
-                master.grad = weight.grad.float()
-                weight.grad = None
+            if master.grad is not None:
+                weight.grad = master.grad.to(weight.dtype)
+                master.grad = None
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Move the gradients that backward left with the model's weights to the masters, one at a time."""
+        self._backward.exchanged = False
+        for _, weight, master in self._copies:
+            _move(weight, master)
 
     @torch.no_grad()
     def write_back(self, step: int) -> None:
         """Round the masters to the model's weights, to nearest."""
         weights = [own_part(weight.detach()) for _, weight, _ in self._copies]
         masters = [own_part(master.detach()) for _, _, master in self._copies]
-        torch._foreach_copy_(weights, masters)
+        if weights:
+            torch._foreach_copy_(weights, masters)
 
     def _first(self, weight: nn.Parameter) -> Tensor:
         return weight.detach().float()
+
+
+def _mover(master: nn.Parameter, backward: _Backward) -> Callable[[Tensor], None]:
+    """Return a hook of a weight; it holds nothing that refers to that weight, which would keep both for ever."""
+
+    @torch.no_grad()
+    def move(weight: Tensor) -> None:
+        if not backward.exchanged:
+            _move(weight, master)
+
+    return move
+
+
+def _move(weight: Tensor, master: nn.Parameter) -> None:
+    """Add the weight's gradient to its master's, in fp32, and clear it."""
+    if weight.grad is None:
+        return
+    if master.grad is None:
+        master.grad = weight.grad.float()
+    else:
+        master.grad.add_(weight.grad)
+    weight.grad = None
 
 
 class StochasticWeights(MasterWeights):
@@ -146,3 +193,8 @@ def masters_of(mode: str, model: nn.Module, seed: int) -> MasterWeights | None:
     if mode == "bf16_sr":
         return StochasticWeights(model, seed)
     return MasterWeights(model) if mode.endswith("_master") else None
+
+
+def accumulation_dtype(mode: str) -> torch.dtype | None:
+    """Return the format in which the gradients of microbatches add up; None: that of the weights."""
+    return torch.float32 if mode.endswith(("_master", "_sr")) else None

@@ -142,8 +142,8 @@ class MemoryLedger(TorchDispatchMode):
     clipping, the optimizer, clearing gradients) counts as the *optimizer* phase.
 
     - ``weights``, ``buffers``: storages of the model's parameters and buffers, shared ones once.
-    - ``gradients``: storages that were some parameter's ``.grad``, from their allocation on (autograd hands
-      the result of a backward operator to ``.grad`` without a copy). Sparse gradients are not recognised.
+    - ``gradients``: storages that were the ``.grad`` of a parameter, or of its fp32 master, from their allocation on
+      (autograd hands the result of a backward operator to ``.grad`` without a copy). Sparse ones are not recognised.
     - ``optimizer``: storages in ``optimizer.state`` before or after the step, and fp32 masters of 16-bit weights.
     - ``autocast_copies``: made by a conversion of a parameter to another dtype, in forward or backward.
     - ``inputs``: existed before the recording and used in it, copied from another device, or passed to the
@@ -184,6 +184,7 @@ class MemoryLedger(TorchDispatchMode):
                 self._mark(parameter.grad, "gradients", name)
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(name)))
+        self._hooks.append(self._optimizer.register_step_pre_hook(self._mark_given_gradients))
         for module in self._model.modules():
             self._hooks.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
         super().__enter__()
@@ -278,7 +279,16 @@ class MemoryLedger(TorchDispatchMode):
             self._mark(tensor, "optimizer", "master weights")  # but for those that are the model's own
 
     def _gradient_hook(self, name: str) -> Any:
-        return lambda parameter: self._mark(parameter.grad, "gradients", name)
+        def mark(parameter: Tensor) -> None:
+            if parameter.grad is not None:  # else it went to the parameter's fp32 master
+                self._mark(parameter.grad, "gradients", name)
+
+        return mark
+
+    def _mark_given_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for tensor in tensors(group["params"] for group in optimizer.param_groups):
+            if tensor.grad is not None:
+                self._mark(tensor.grad, "gradients", "gradient of master weights")
 
     def _mark(self, tensor: Tensor, category: str, name: str) -> None:
         block = self._find(tensor)

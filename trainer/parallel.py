@@ -57,13 +57,16 @@ class Parallel:
         """Return what torch.compile is to compile: the model as a whole."""
         return [model]
 
-    def wrap(self, model: nn.Module, blocks: list[nn.Module], device: torch.device) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+    ) -> nn.Module:
         """Return what training's forward passes call; ``model`` keeps its parameters' names.
 
         Args:
             model: on its device, with the same weights on every rank.
             blocks: the model's repeated blocks, the units of sharding.
             device: where the model is.
+            accumulation: the format in which the gradients of microbatches add up; None: that of the weights.
 
         """
         return model
@@ -119,7 +122,9 @@ class DDP(SeveralProcesses):
     bucket_mb: int = 25
     """Gradients are exchanged in buckets of this many MiB, as they become ready."""
 
-    def wrap(self, model: nn.Module, blocks: list[nn.Module], device: torch.device) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+    ) -> nn.Module:
         ddp: Any = nn.parallel.DistributedDataParallel
         newer = "forward_sync_buffers"  # in torch 2.15
         replica: nn.parallel.DistributedDataParallel = ddp(
@@ -188,14 +193,17 @@ class FSDP(SeveralProcesses):
         """Return the blocks: gathering their weights happens between them, outside of what is compiled."""
         return blocks or [model]
 
-    def wrap(self, model: nn.Module, blocks: list[nn.Module], device: torch.device) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+    ) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         # FSDP2 cuts no weights in channels_last; a convolution takes that layout from its input too.
         model.to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy()
+        # FSDP2 adds microbatches up, and sums over the ranks, in this format.
+        policy = MixedPrecisionPolicy(reduce_dtype=accumulation)
         if self.param_dtype is not None:
             # The inputs are left to autocast: a batch of token ids or pixels has a type of its own.
             dtype = AUTOCAST_DTYPE[self.param_dtype]

@@ -133,8 +133,16 @@ class Update:
         self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._takes_flag = device.type == "cuda" and self._takes_scale
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one microbatch's share of the step's mean loss."""
+    def backward(self, loss: Tensor, exchanged: bool = False) -> None:
+        """Add the gradient of one microbatch's share of the step's mean loss.
+
+        Args:
+            loss: fp32 scalar.
+            exchanged: whether the ranks sum their gradients in this pass.
+
+        """
+        if exchanged and self.masters is not None:
+            self.masters.before_exchange()
         self.loss_scale.multiply(loss).backward()
 
     @torch.no_grad()

@@ -241,6 +241,19 @@ def halves(mode: str) -> dict[str, Any]:
     return result
 
 
+def accumulation(mode: str) -> dict[str, Any]:
+    """The gradient of 128 samples, one a microbatch, that the masters of 16-bit weights get."""
+    config = compose(*BIGNET, "device=cpu", "batch_size=128", "micro_batch_size=1", f"parallel={mode}")
+    config.precision, config.clip = Precision("bf16_master"), Gradients()
+    trainer = trainer_of(config)
+    trainer.model.train()
+    trainer.train_step(next(trainer.batches()))
+    return {
+        "gradient": torch.cat([tensor.flatten() for tensor in config.clip.before]).tolist(),
+        "cleared": all(parameter.grad is None for parameter in trainer.model.parameters()),
+    }
+
+
 ACTIVATIONS = ("none", "blocks", "selective")
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "steps=2")
 VISION = (
@@ -314,8 +327,11 @@ def main() -> None:
         "flag": flag,
         "communication": communication,
         "halves": halves,
+        "accumulation": accumulation,
     }
-    chosen = [name for name in cases if case in ("all", name) and (several or name in ("gradient", "halves"))]
+    chosen = [
+        name for name in cases if case in ("all", name) and (several or name in ("gradient", "halves", "accumulation"))
+    ]
     found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
     if case == "composition":
         found = {"composition": composition(modes)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.parallel.conftest import Found
 from trainer.data import Batching, DataOrder
@@ -87,6 +88,17 @@ def test_16_bit_weights_train_alike_on_every_rank(precision: str, mode: str, ran
     assert first["masters"] == expected["masters"] == (4 if precision.endswith("master") else 0)
     assert all((first["saved"], first["restored"], second["restored"]))
     assert first["exported"] == [f"torch.{'bfloat16' if precision.startswith('bf16') else 'float16'}"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_microbatches_of_16_bit_weights_add_up_in_fp32_on_every_rank(mode: str, ranks: Ranks) -> None:
+    """64 a rank. What ranks exchange is rounded to 16 bits a few times, not once for each microbatch (1 %)."""
+    (alone,) = ranks("all", 1)
+    expected = torch.tensor(alone["accumulation"]["single"]["gradient"])
+    for found in ranks("all", 2):
+        step = found["accumulation"][mode]
+        assert step["cleared"]
+        assert (torch.tensor(step["gradient"]) - expected).norm() < 3e-3 * expected.norm()
 
 
 def test_what_rank_0_does_alone_is_heard_by_all(ranks: Ranks) -> None:

@@ -49,10 +49,11 @@ def test_gpt2_is_bitwise_the_bare_loop(mode: str, accumulation: int) -> None:
             logits = model.gpt2(tokens[:, :-1], use_cache=False).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (8 * 16)
             scaler.scale(loss).backward()
-        if clip:
-            for weight, master in zip(weights, masters, strict=True):
+            for weight, master in zip(weights, masters, strict=True) if clip else ():
                 assert weight.grad is not None
-                master.grad, weight.grad = weight.grad.float(), None
+                master.grad = weight.grad.float() if master.grad is None else master.grad + weight.grad
+                weight.grad = None
+        if clip:
             scaler.unscale_(optimizer)
             assert same_bits(torch.nn.utils.clip_grad_norm_(masters, 1.0), record.grad_norm)
         scaler.step(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_weights_gradients_and_optimizer_are_in_the_formats_the_manifest_tells(m
     dtype = WEIGHTS_DTYPE[mode]
     seen: list[torch.dtype] = []
     for parameter in trainer.model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.dtype))
+        parameter.register_hook(lambda gradient: seen.append(gradient.dtype))
     trainer.model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     record = fitted(trainer, 1).records[0]
     assert set(seen) == {dtype}
@@ -235,6 +236,44 @@ def test_an_optimizer_that_is_not_fused_gets_true_gradients_rounded_to_16_bits()
     assert torch.equal(weight, torch.full((4, 4), -(2.0**-16), dtype=FP16))
 
 
+@dataclass
+class Seen(Clip):
+    """Changes nothing and keeps the gradients that it is given."""
+
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        self.gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "bf16_sr", "fp16_master"])
+def test_microbatches_add_up_in_fp32(mode: str) -> None:
+    """64 of them, against the fp64 sum of the same 16-bit gradients; a sum in bf16 is off by a percent."""
+    seen = Seen()
+    trainer = conv_trainer(mode, batch_size=64, micro_batch_size=1, clip=seen, scaler=Scaler(force=True))
+    exact = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in trainer.model.parameters()]
+    short = [torch.zeros_like(parameter) for parameter in trainer.model.parameters()]
+    for parameter, total, in_16_bits in zip(trainer.model.parameters(), exact, short, strict=True):
+
+        def add(gradient: Tensor, total: Tensor = total, in_16_bits: Tensor = in_16_bits) -> None:
+            total.add_(gradient)
+            in_16_bits.add_(gradient)
+
+        parameter.register_hook(add)
+    record = fitted(trainer, 1).records[0]
+    assert trainer.plan.batching.accumulation == 64
+    assert all(map(same_bits, (g.dtype for g in seen.gradients), (FP32 for _ in exact)))
+
+    def error(gradients: list[Tensor]) -> float:
+        difference = torch.cat([(one - other).flatten() for one, other in zip(gradients, exact, strict=True)])
+        return float(difference.norm() / torch.cat([total.flatten() for total in exact]).norm())
+
+    assert error(seen.gradients) < 1e-6
+    assert error(short) > (5e-3 if mode.startswith("bf16") else 5e-4)
+    assert record.grad_norm.item() == pytest.approx(torch.cat([t.flatten() for t in exact]).norm().item(), rel=1e-6)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
 @pytest.mark.parametrize("fused", ["auto", False])
 @pytest.mark.parametrize(("clip", "clipped"), [(ClipNorm(2.0**-20), 2.0**-22), (ClipValue(2.0**-21), 2.0**-21)])
 def test_pure_fp16_gradients_are_clipped_by_their_true_size(clip: Clip, clipped: float, fused: bool | str) -> None:
@@ -284,9 +323,9 @@ def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) 
     assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
 
 
-def ledger_of(mode: str) -> tuple[Ledger, int]:
+def ledger_of(mode: str, microbatches: int) -> tuple[Ledger, int]:
     config = compose("recipe=bignet", "recipe.layers=12", "recipe.width=96", "data.samples=64", "device=cpu", "steps=3")
-    config.batch_size = config.micro_batch_size = 4
+    config.batch_size, config.micro_batch_size = 4, 4 // microbatches
     config.optimizer = Optimizer("AdamW")
     config.precision = Precision(mode)
     trainer = start(config)
@@ -302,11 +341,11 @@ def ledger_of(mode: str) -> tuple[Ledger, int]:
     [("bf16_pure", 2, 4, 8), ("bf16_master", 2, 12, 18), ("bf16_sr", 2, 8, 18), ("bf16", 4, 8, 16)],
 )
 def test_bytes_of_each_parameter_with_adam(mode: str, weights: int, optimizer: int, peak: int) -> None:
-    """Weights + gradients + optimizer: 2 + 2 + 4 pure; 2 + 4 + 12 at the end of a step with masters."""
-    ledger, count = ledger_of(mode)
+    """Weights + gradients + optimizer: 2 + 2 + 4 pure; 2 + 4 + 12 with masters, also with two microbatches."""
+    ledger, count = ledger_of(mode, 1 if mode == "bf16" else 2)
     assert ledger.highest["weights"] == weights * count
     assert ledger.highest["optimizer"] == pytest.approx(optimizer * count, rel=1e-3)
-    assert ledger.highest["gradients"] == weights * count
+    assert ledger.highest["gradients"] == (2 if mode == "bf16_pure" else 4) * count
     assert (ledger.highest["autocast_copies"] > 0) == (mode == "bf16")
     assert ledger.peak_bytes == pytest.approx(peak * count, rel=0.1)
 
