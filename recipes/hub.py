@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,9 +23,10 @@ from recipes.hub_load import (
     may_be_class,
     part,
 )
-from recipes.pixels import IMAGENET_MEAN, IMAGENET_STD, crop, held_out
+from recipes.pixels import IMAGENET_MEAN, IMAGENET_STD, held_out, square
 from recipes.text import TokenizedText
 from recipes.text_split import Corpus, Split, split
+from trainer.augment import Augment
 from trainer.errors import UserError
 from trainer.recipe import Batch, ImageData, ImageSource, SampleId
 
@@ -61,6 +63,7 @@ class Hub(TokenizedText, ImageSource):
 
     def splits(self) -> tuple[Split, Split]:
         """Return the column of text; every row is a document."""
+        self.refuse_augment()
         data = self._load()
         train = self._corpus(data, "train_split", self.train_split)
         if self.valid_split is None:
@@ -96,9 +99,12 @@ class Hub(TokenizedText, ImageSource):
             raise UserError(f"data.name={self.name} has too few images of each class to set some aside")
         size = image_size or min(*train_set.image(0).size, 224)
         train_set.image_size = valid_set.image_size = size
+        train_set.augment = valid_set.augment = augment = self.choose_augment(train_set.shorter_side())
         counts = f"{len(train_set):,} training and {len(valid_set):,} validation images"
         text = f"{self.name}: {counts}, {len(classes)} classes, {size} × {size}"
-        return ImageData(train_set, valid_set, classes, size, text, IMAGENET_MEAN, IMAGENET_STD, decodes=True)
+        return ImageData(
+            train_set, valid_set, classes, size, text, IMAGENET_MEAN, IMAGENET_STD, decodes=True, augment=augment
+        )
 
     def _load(self) -> Mapping[str, Any]:
         return load(self.name, self.subset, self.cache_dir)
@@ -133,6 +139,7 @@ class HubImages:
         self.labels = torch.from_numpy(labels[rows])
         self.rows = rows
         self.image_size = 224
+        self.augment = Augment()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -144,19 +151,35 @@ class HubImages:
             UserError: an image that cannot be decoded, by its row.
 
         """
-        images = [crop(self.image(sample.index), self.image_size, sample.seed) for sample in samples]
+        images = []
+        for sample in samples:
+            image = self.image(sample.index)
+            images.append(square(image, self.image_size, self.augment.view(*image.size, sample.seed)))
         indices = torch.tensor([sample.index for sample in samples])
         return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[indices]}
 
     def image(self, index: int) -> Image.Image:
         """Decode one image."""
+        with self._open(index) as image:
+            image.load()
+            return image
+
+    def shorter_side(self) -> int | None:
+        """Return the median of the shorter sides of up to 100 images, in pixels."""
+        sides = []
+        for index in range(0, len(self), -(-len(self) // 100)):
+            with suppress(UserError), self._open(index) as image:
+                sides.append(min(image.size))
+        return sorted(sides)[len(sides) // 2] if sides else None
+
+    @contextmanager
+    def _open(self, index: int) -> Iterator[Image.Image]:
         from PIL import Image
 
         row = int(self.rows[index])
         stored = self.encoded[row][self.column]
         try:
             with Image.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])) as image:
-                image.load()
-                return image
+                yield image
         except (OSError, SyntaxError, ValueError, EOFError, TypeError, Image.DecompressionBombError) as error:
             raise UserError(f"{self.where}: the image of row {row} cannot be decoded ({error})") from error

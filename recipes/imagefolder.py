@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from recipes.pixels import IMAGENET_MEAN, IMAGENET_STD, check_fraction, check_path, crop
+from recipes.pixels import IMAGENET_MEAN, IMAGENET_STD, check_fraction, check_path, square
+from trainer.augment import Augment
 from trainer.errors import UserError
 from trainer.recipe import Batch, ImageData, ImageSource, SampleId
 
@@ -29,7 +31,7 @@ REMEDY = "repair or delete it, or leave such files out with data.skip_corrupt=tr
 
 @dataclass
 class ImageFolder(ImageSource):
-    """Images in one folder per class, cropped and flipped at random for training."""
+    """Images in one folder per class."""
 
     kind: ClassVar[str] = "imagefolder"
     path: str = ""
@@ -62,12 +64,15 @@ class ImageFolder(ImageSource):
         if unknown := sorted(set(valid) - set(classes)):
             raise UserError(f"{valid_folder} has the class {unknown[0]}, which {train_folder} has not")
         size = image_size or 224
-        train_set, valid_set = (FolderImages(part, classes, size) for part in (train, valid))
+        augment = self.choose_augment(_shorter_side([file for files in train.values() for file in files]))
+        train_set, valid_set = (FolderImages(part, classes, size, augment) for part in (train, valid))
         if not len(valid_set):
             raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
         text = f"{len(train_set):,} training and {len(valid_set):,} validation images, {len(classes)} classes"
         description = f"imagefolder: {text}, {size} × {size}"
-        return ImageData(train_set, valid_set, classes, size, description, IMAGENET_MEAN, IMAGENET_STD, decodes=True)
+        return ImageData(
+            train_set, valid_set, classes, size, description, IMAGENET_MEAN, IMAGENET_STD, decodes=True, augment=augment
+        )
 
     def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
         """Leave out what cannot be decoded, or refuse what is no image at all."""
@@ -90,13 +95,14 @@ class ImageFolder(ImageSource):
 class FolderImages:
     """A dataset of image files, decoded when asked for."""
 
-    def __init__(self, files: dict[str, list[str]], classes: list[str], image_size: int) -> None:
+    def __init__(self, files: dict[str, list[str]], classes: list[str], image_size: int, augment: Augment) -> None:
         # One array of bytes, not a list of strings: worker processes share it without copying.
         self.files = np.array([os.fsencode(file) for name in classes for file in files.get(name, [])])
         self.labels = torch.tensor(
             [label for label, name in enumerate(classes) for _ in files.get(name, [])], dtype=torch.int64
         )
         self.image_size = image_size
+        self.augment = augment
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -108,7 +114,10 @@ class FolderImages:
             UserError: a file that cannot be decoded, named.
 
         """
-        images = [crop(self._image(sample.index), self.image_size, sample.seed) for sample in samples]
+        images = []
+        for sample in samples:
+            image = self._image(sample.index)
+            images.append(square(image, self.image_size, self.augment.view(*image.size, sample.seed)))
         rows = torch.tensor([sample.index for sample in samples])
         return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]}
 
@@ -118,6 +127,17 @@ class FolderImages:
             return _decode(file)
         except _unreadable() as error:
             raise UserError(f"{file} cannot be decoded ({error}); {REMEDY}") from error
+
+
+def _shorter_side(files: list[str]) -> int | None:
+    """Return the median of the shorter sides of up to 100 images, in pixels."""
+    from PIL import Image
+
+    sides = []
+    for file in files[:: -(-len(files) // 100)]:
+        with suppress(*_unreadable()), Image.open(file) as image:
+            sides.append(min(image.size))
+    return sorted(sides)[len(sides) // 2] if sides else None
 
 
 def _open(file: str) -> None:

@@ -18,15 +18,15 @@ from recipes.pixels import (
     ArrayImages,
     check_fraction,
     check_path,
-    crop,
     grey_statistics,
     held_out,
     scale,
 )
+from trainer.augment import Augment
 from trainer.errors import UserError
 from trainer.recipe import ImageData, ImageSource
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Digits", "Idx", "ImageFolder", "crop"]
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Digits", "Idx", "ImageFolder"]
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 
@@ -52,7 +52,8 @@ class Digits(ImageSource):
         images = scale(pixels, size).numpy()
         labels = digits.target.astype(np.int64)
         valid = held_out(labels, self.valid_fraction)
-        return _image_data("digits", images[~valid], labels[~valid], images[valid], labels[valid], size)
+        augment = self.choose_augment(8)
+        return _image_data("digits", images[~valid], labels[~valid], images[valid], labels[valid], size, augment)
 
 
 @dataclass
@@ -95,7 +96,8 @@ class Idx(ImageSource):
         if len(np.unique(labels)) < 2:
             raise UserError(f"data.path={self.path} has images of one class only; two are needed")
         size = image_size or max(images.shape[2:])
-        return _image_data("idx", images, labels, valid_images, valid_labels, size)
+        augment = self.choose_augment(min(images.shape[2:]))
+        return _image_data("idx", images, labels, valid_images, valid_labels, size, augment)
 
     def _files(self) -> list[tuple[Path, Path]]:
         """Return the pairs of images and labels: to train on, and to validate on where there are two."""
@@ -152,13 +154,14 @@ def _image_data(
     valid_images: np.ndarray,
     valid_labels: np.ndarray,
     size: int,
+    augment: Augment,
 ) -> ImageData:
     classes = [str(label) for label in range(max(train_labels.max(), valid_labels.max()) + 1)]
     counts = f"{len(train_labels):,} training and {len(valid_labels):,} validation images"
     description = f"{kind}: {counts}, {len(classes)} classes, {size} × {size}"
     mean, std = grey_statistics(train_images)
     train, valid = (
-        ArrayImages(train_images, train_labels, size),
-        ArrayImages(valid_images, valid_labels, size),
+        ArrayImages(train_images, train_labels, size, augment),
+        ArrayImages(valid_images, valid_labels, size, augment),
     )
-    return ImageData(train, valid, classes, size, description, mean, std)
+    return ImageData(train, valid, classes, size, description, mean, std, augment=augment)

@@ -1,8 +1,7 @@
-"""What all image data shares: crops, arrays of images in memory, and splitting off a validation set."""
+"""What all image data shares: cutting squares, arrays of images in memory, and splitting off a validation set."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.augment import Augment, View
 from trainer.errors import UserError
 from trainer.recipe import Batch, SampleId
 
@@ -22,41 +22,31 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """Of ImageNet's training images, red, green, blue, in units of 0 to 1."""
 
 
-def crop(image: Image.Image, size: int, seed: int | None) -> np.ndarray:
-    """Cut a square out of an image and scale it: uint8, 3 × ``size`` × ``size``.
+def square(image: Image.Image, size: int, view: View) -> np.ndarray:
+    """Cut a view out of an image and scale it: uint8, 3 × ``size`` × ``size``.
 
-    With a seed: the random crop of Szegedy et al. 2015 (8 to 100 % of the area, sides 3:4 to 4:3) and a
-    horizontal flip every second time, a pure function of the seed. Without: the middle 224/256 of the
-    shorter side, as ImageNet models are evaluated.
+    The whole of a square image of that size comes back as it is.
     """
     from PIL import Image
 
     image = _rgb(image)
-    width, height = image.size
-    if seed is None:
-        side = min(width, height) * 224 / 256
-        flip, box_width, box_height, x, y = False, side, side, 0.5, 0.5
-    else:
-        random = np.random.default_rng(seed)
-        box_width, box_height = _random_box(width, height, random)
-        flip, x, y = random.random() < 0.5, random.random(), random.random()
-    left, top = x * (width - box_width), y * (height - box_height)
-    # Rounding may carry the far edge a hair outside the image, which Pillow refuses.
-    right, bottom = min(left + box_width, width), min(top + box_height, height)
-    scaled = image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
-    pixels = np.asarray(scaled).transpose(2, 0, 1)
-    return np.ascontiguousarray(pixels[:, :, ::-1] if flip else pixels)
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = view.box or (left, top, left + side, top + side)
+    pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box)).transpose(2, 0, 1)
+    return np.ascontiguousarray(_moved(pixels, view))
 
 
-def _random_box(width: int, height: int, random: np.random.Generator) -> tuple[float, float]:
-    for _ in range(10):
-        area = width * height * random.uniform(0.08, 1.0)
-        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-        box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if box_width <= width and box_height <= height:
-            return box_width, box_height
-    # A very long image, where no try fits: the largest box of an allowed shape.
-    return min(width, height * 4 / 3), min(height, width * 4 / 3)
+def _moved(pixels: np.ndarray, view: View) -> np.ndarray:
+    """Mirror and shift a square of C × S × S, by whole pixels."""
+    if view.flip:
+        pixels = pixels[:, :, ::-1]
+    size = pixels.shape[-1]
+    right, down = (round(part * size) for part in view.shift)
+    if not right and not down:
+        return pixels
+    rows, columns = np.arange(size) - down, np.arange(size) - right
+    return pixels[:, rows.clip(0, size - 1)[:, None], columns.clip(0, size - 1)]
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -76,10 +66,13 @@ def _rgb(image: Image.Image) -> Image.Image:
 class ArrayImages:
     """A dataset of images in memory: uint8, N × (1 or 3) × H × W, and their int64 labels."""
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, image_size: int, length: int | None = None) -> None:
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, image_size: int, augment: Augment, length: int | None = None
+    ) -> None:
         self.images = torch.from_numpy(images)
         self.labels = torch.from_numpy(labels)
         self.image_size = image_size
+        self.augment = augment
         self.length = len(labels) if length is None else length
         """May exceed the number of images, which are then repeated."""
 
@@ -89,8 +82,27 @@ class ArrayImages:
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B)."""
         rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
-        images = scale(self.images[rows], self.image_size)
-        return {"image": images.expand(-1, 3, -1, -1).contiguous(), "label": self.labels[rows]}
+        images = self.images[rows]
+        return {"image": self._squares(images, samples).contiguous(), "label": self.labels[rows]}
+
+    def _squares(self, images: Tensor, samples: Sequence[SampleId]) -> Tensor:
+        if self.augment.kind == Augment.kind:  # no loop over the samples
+            return scale(images, self.image_size).expand(-1, 3, -1, -1)
+        height, width = images.shape[-2:]
+        views = [self.augment.view(width, height, sample.seed) for sample in samples]
+        if any(view.box for view in views):
+            pictures = map(_picture, images)
+            cut = [square(image, self.image_size, view) for image, view in zip(pictures, views, strict=True)]
+        else:
+            whole = scale(images, self.image_size).numpy()
+            cut = [_moved(image, view) for image, view in zip(whole, views, strict=True)]
+        return torch.from_numpy(np.stack(cut)).expand(-1, 3, -1, -1)
+
+
+def _picture(pixels: Tensor) -> Image.Image:
+    from PIL import Image
+
+    return Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
 
 
 def scale(images: Tensor, size: int) -> Tensor:
@@ -108,12 +120,22 @@ def grey_statistics(images: np.ndarray) -> tuple[tuple[float, float, float], tup
 
 
 def held_out(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask of the samples to validate on: every so many-th of each class, so no class is missed."""
+    """Return a mask of the samples to validate on: every so many-th of each class.
+
+    A class of two samples or more has at least one on each side; one of a single sample is trained on.
+
+    Args:
+        labels: int, one for each sample.
+        fraction: of each class, above 0 and below 1; rounded down.
+
+    """
     mask = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         marks = np.floor(np.arange(len(members) + 1) * fraction)
         mask[members] = marks[1:] > marks[:-1]
+        if len(members) > 1 and not mask[members].any():
+            mask[members[-1]] = True
     return mask
 
 

@@ -49,6 +49,7 @@ class Synthetic(TextSource, ImageSource):
 
         Ids lie below ``vocab_size`` whatever the tokenizer is, which is not opened.
         """
+        self.refuse_augment()
         kind = np.uint16 if self.vocab_size <= 2**16 else np.uint32
 
         def draw(seed: int, count: int) -> np.ndarray:
@@ -66,6 +67,7 @@ class Synthetic(TextSource, ImageSource):
         An epoch repeats a pool of 256 images, so a batch costs one copy.
         """
         size = image_size or 224
+        augment = self.choose_augment(None)
         pattern = np.random.default_rng(0).integers(0, 128, (self.classes, 3, PATTERN_CELLS, PATTERN_CELLS), np.uint8)
         cells = np.arange(size) * PATTERN_CELLS // size
 
@@ -73,17 +75,18 @@ class Synthetic(TextSource, ImageSource):
             labels = np.arange(count) % self.classes
             images = np.random.default_rng(seed).integers(0, 128, (count, 3, size, size), np.uint8)
             images += pattern[labels][:, :, cells[:, None], cells]
-            return ArrayImages(images, labels, size, length)
+            return ArrayImages(images, labels, size, augment, length)
 
         half, spread = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
         description = f"synthetic: {self.samples:,} images of {size} × {size}, {self.classes} classes"
         train = pool(1, IMAGE_POOL, self.samples)
         valid = pool(2, IMAGE_POOL // 4, max(self.samples // 8, 1))
         names = [str(label) for label in range(self.classes)]
-        return ImageData(train, valid, names, size, description, half, spread)
+        return ImageData(train, valid, names, size, description, half, spread, augment=augment)
 
     def vectors(self, width: int) -> Datasets:
         """Return normal inputs ``x`` and a smooth low-rank teacher's targets ``y``: float32, B × width."""
+        self.refuse_augment()
         teacher = torch.Generator().manual_seed(0)
         inward = torch.randn(width, TEACHER_RANK, generator=teacher) / width**0.5
         outward = torch.randn(TEACHER_RANK, width, generator=teacher) / TEACHER_RANK**0.5

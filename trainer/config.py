@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import recipes
 from trainer.activation import ActivationCheckpointing
+from trainer.augment import CHOICES, REASONS, Augment, AutomaticAugment
 from trainer.checkpoint import Checkpoint
 from trainer.compile import Compile
 from trainer.data import Batching, Loader, OnDeviceLoader, PinnedLoader
@@ -22,7 +23,7 @@ from trainer.optimizer import Optimizer
 from trainer.parallel import DDP, FSDP, Parallel
 from trainer.precision import Precision
 from trainer.profiler import MemoryProfiler, Profiler, TorchProfiler
-from trainer.recipe import Choice, DataSource, Recipe
+from trainer.recipe import Choice, DataSource, ImageSource, Recipe
 from trainer.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
 from trainer.schedule import Cosine, Schedule, WarmupStableDecay
 from trainer.suggest import nearest
@@ -31,6 +32,7 @@ from trainer.update import Clip, ClipNorm, ClipValue
 from trainer.world import World
 
 _GROUPS: dict[str, dict[str, type]] = {
+    "augment": dict(CHOICES),
     "precision": {"precision": Precision},
     "scaler": {cls.kind: cls for cls in (Scaler, StaticScaler, DynamicScaler, AutoScaler)},
     "clip": {cls.kind: cls for cls in (Clip, ClipNorm, ClipValue)},
@@ -54,6 +56,7 @@ class Config:
 
     recipe: Recipe
     data: DataSource
+    augment: Augment = field(default_factory=Augment)
     precision: Precision = field(default_factory=Precision)
     scaler: Scaler = field(default_factory=Scaler)
     clip: Clip = field(default_factory=Clip)
@@ -92,6 +95,31 @@ class Config:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.scaler.check(self.precision.mode)
         self.parallel.check(self.precision)
+        self.set_augment(self.augment)
+
+    def set_augment(self, augment: Augment) -> None:
+        """Have the images augmented in this way.
+
+        Raises:
+            UserError: the data has no images.
+
+        """
+        self.augment = augment
+        if isinstance(self.data, ImageSource):
+            self.data.augment = augment
+        elif augment.kind not in (Augment.kind, AutomaticAugment.kind):
+            raise UserError(f"augment={augment.kind} has no effect: data={self.data.kind} has no images; leave it out")
+
+    def settle_augment(self) -> list[Choice]:
+        """Replace ``augment=auto`` by what the images, which are open now, made of it; say so if there are any."""
+        if self.augment.kind != AutomaticAugment.kind:
+            return []
+        settled = self.data.augment if isinstance(self.data, ImageSource) else self.augment
+        if settled.kind == AutomaticAugment.kind:  # no images were opened
+            self.augment = Augment()
+            return []
+        self.augment = settled
+        return [Choice("augment", settled.kind, REASONS[settled.kind])]
 
     def resolve(self, hardware: Hardware, world: World | None = None) -> tuple[Plan, list[Choice]]:
         """Replace every ``auto`` by a number, check what depends on the hardware, and say what was chosen.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainer import checkpoint
+from trainer import augment, checkpoint
 from trainer.data import OnDeviceLoader
 from trainer.errors import UserError
 from trainer.files import write_json, write_text
@@ -129,17 +129,33 @@ class RunFolder:
         self.write("config.json", flat)
         write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
 
-    def check_same(self, flat: dict[str, Any]) -> None:
+    def config(self) -> dict[str, Any]:
+        """Return what ``write_config`` recorded.
+
+        Raises:
+            UserError: the file cannot be read.
+
+        """
+        try:
+            recorded: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
+        return recorded
+
+    def check_same(self, flat: dict[str, Any], reads_images: bool = False) -> None:
         """Refuse to continue a run under a config that would make it another run.
+
+        Args:
+            flat: the config now, by dotted keys.
+            reads_images: whether the recipe reads images.
 
         Raises:
             UserError: names the keys that differ, the recipe first.
 
         """
-        try:
-            before = json.loads((self.path / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
+        before = self.config()
+        if "augment" in flat:
+            before |= augment.recorded(before, reads_images)
         keys = [
             key
             for key in dict.fromkeys([*before, *flat])

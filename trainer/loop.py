@@ -84,6 +84,8 @@ class Trainer:
         allow_cudnn(not self.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = self._open_datasets()
+        self.choices = config.settle_augment()
+        """What was chosen once the data was open."""
         config.loader.resolve(self.datasets.decodes, hardware)
         seed_everything(config.seed)
         self.model = self._new_model()

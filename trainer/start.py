@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint
+from trainer import augment, checkpoint
+from trainer.augment import Augment, AutomaticAugment
 from trainer.config import Config, flatten
 from trainer.console import Terminal
 from trainer.delivery import final_status
@@ -46,6 +47,8 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         folder = world.on_first(lambda: earlier_folder(config))
         saved = None
         if folder is not None:
+            if config.augment.kind == AutomaticAugment.kind:
+                config.set_augment(world.on_first(partial(_earlier_augment, folder, config)))
             saved = Saved(world.on_first(partial(_taken_up, folder, config, stack)))
             # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
@@ -56,7 +59,9 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         stack.callback(trainer.close)
         if folder is None:
             folder = world.on_first(partial(_begun, config, stack))
-        return run_class(trainer, folder, saved, terminal, requests, choices, overrides or []).execute()
+        return run_class(
+            trainer, folder, saved, terminal, requests, choices + trainer.choices, overrides or []
+        ).execute()
 
 
 def _is_finished(folder: RunFolder) -> bool:
@@ -69,7 +74,15 @@ def _begun(config: Config, stack: ExitStack) -> RunFolder:
     return folder
 
 
+def _earlier_augment(folder: RunFolder, config: Config) -> Augment:
+    """Return what ``augment=auto`` means when this run is resumed: what it meant before."""
+    before = folder.config()
+    if (before.get("recipe"), before.get("data")) != (config.recipe.name, config.data.kind):
+        return config.augment  # another run, as check_same will say
+    return augment.from_record(augment.recorded(before, config.recipe.unit == "images"))
+
+
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
     stack.enter_context(folder.locked())
-    folder.check_same(flatten(config))
+    folder.check_same(flatten(config), config.recipe.unit == "images")
     return checkpoint.find(folder.checkpoints)

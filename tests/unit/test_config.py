@@ -28,6 +28,7 @@ def choices() -> list[str]:
     for path in sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name not in NO_GROUPS):
         needs = {"text": f"data.path={CONF}", "idx": f"data.path={CONF}", "imagefolder": f"data.path={CONF}"}
         extra = [needs[path.stem]] if path.parent.name == "data" and path.stem in needs else []
+        extra += ["recipe=resnet"] if path.parent.name == "augment" else []
         extra += ["data.name=some/data"] if path.stem == "hub" else []
         extra += ["precision=fp16"] if path.parent.name == "scaler" and path.stem != "none" else []
         extra += ["scaler.force=true"] if path.parent.name == "scaler" and path.stem == "none" else []
@@ -66,7 +67,9 @@ def test_yaml_repeats_no_other_default_than_the_class() -> None:
             path = CONF / group / f"{name}.yaml"
             if group in ("data", "recipe", "optimizer", "precision") or not path.exists():
                 continue
-            typed = compose(f"{group}={name}", "precision=fp16", "scaler.force=true" if group == "scaler" else "seed=0")
+            typed = compose(
+                f"{group}={name}", "precision=fp16", "scaler.force=true" if group == "scaler" else "recipe=resnet"
+            )
             part = getattr(typed, group)
             for entry in dataclasses.fields(cls):
                 default = entry.default if entry.default is not dataclasses.MISSING else None

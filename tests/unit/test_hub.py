@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from recipes.hub import Hub
-from recipes.pixels import crop
+from recipes.pixels import square
+from trainer.augment import ImageNet, View
 from trainer.errors import UserError
 from trainer.recipe import ImageSource, SampleId, TextSource
 
@@ -133,13 +134,15 @@ def test_an_image_folder(pictures: Path) -> None:
     batch = data.valid.batch([SampleId(index, None) for index in range(4)])
     assert (batch["image"].shape, batch["image"].dtype) == ((4, 3, 24, 24), torch.uint8)
     assert (batch["label"].tolist(), batch["label"].dtype) == ([0, 0, 1, 1], torch.int64)
-    cats = [torch.from_numpy(crop(picture(i), 24, None)) for i in range(0, 40, 2)]
+    cats = [torch.from_numpy(square(picture(i), 24, View())) for i in range(0, 40, 2)]
     assert all(any(torch.equal(image, cat) for cat in cats) for image in batch["image"][:2])
     assert not any(torch.equal(batch["image"][2], cat) for cat in cats)
 
 
 def test_only_the_samples_seed_moves_the_crop(pictures: Path) -> None:
-    train = Hub(name=str(pictures)).images(24).train
+    source = Hub(name=str(pictures))
+    source.augment = ImageNet()
+    train = source.images(24).train
     one, two, other = (train.batch([SampleId(3, seed)])["image"][0] for seed in (5, 5, 6))
     among_others = pickle.loads(pickle.dumps(train)).batch([SampleId(7, 1), SampleId(3, 5), SampleId(3, 5)])
     assert torch.equal(one, two)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import logging
 import pickle
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from recipes.images import Digits, Idx, ImageFolder, crop
+from recipes.images import Digits, Idx, ImageFolder
+from recipes.pixels import held_out, square
+from trainer.augment import ImageNet
 from trainer.errors import UserError
 from trainer.recipe import ImageData, SampleId
 
@@ -38,65 +41,6 @@ def animals(folder: Path, each: int = 10) -> Path:
 def files_of(data: ImageData) -> tuple[set[str], set[str]]:
     train, valid = ({file.decode() for file in part.files} for part in (data.train, data.valid))
     return train, valid
-
-
-# ---------------------------------------------------------------------------------------------- crops
-
-
-def test_crop_is_a_function_of_its_seed_alone() -> None:
-    image = noise(50, 80)
-    before = crop(image, 24, seed=7)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    assert np.array_equal(crop(image, 24, seed=7), before)
-    assert not np.array_equal(crop(image, 24, seed=8), before)
-    assert before.shape == (3, 24, 24)
-    assert before.dtype == np.uint8
-
-
-def test_crop_without_a_seed_is_the_middle() -> None:
-    # A white square on black, of 7/8 of the shorter side: exactly what evaluation keeps.
-    pixels = np.zeros((64, 128, 3), np.uint8)
-    pixels[4:60, 36:92] = 255
-    assert crop(Image.fromarray(pixels), 56, None).min() == 255
-    pixels[4] = 0
-    assert crop(Image.fromarray(pixels), 56, None)[:, 0].max() == 0
-
-
-def test_random_crops_flip_half_of_the_time_and_stay_within_the_stated_shapes() -> None:
-    # Red grows to the right and green downwards, so a crop tells its own box.
-    ramp = np.zeros((128, 128, 3), np.uint8)
-    ramp[:, :, 0], ramp[:, :, 1] = 2 * np.arange(128)[None], 2 * np.arange(128)[:, None]
-    image = Image.fromarray(ramp)
-    flips, areas = 0, []
-    for seed in range(400):
-        red, green, _ = crop(image, 64, seed).astype(float)
-        across, down = red[:, -1].mean() - red[:, 0].mean(), green[-1].mean() - green[0].mean()
-        flips += across < 0
-        width, height = abs(across) * 64 / 63 / 2, down * 64 / 63 / 2
-        areas.append(width * height / 128**2)
-        assert 3 / 4 - 0.06 < width / height < 4 / 3 + 0.06
-    assert 160 < flips < 240
-    assert 0.07 < min(areas) < 0.12
-    assert 0.85 < max(areas) < 1.02
-    assert 0.4 < np.mean(areas) < 0.6
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 700), (700, 1), (2, 3)])
-def test_odd_shapes_can_be_cropped(shape: tuple[int, int]) -> None:
-    for seed in (None, *range(40)):
-        assert crop(noise(*shape), 16, seed).shape == (3, 16, 16)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "F"])
-def test_every_colour_mode_becomes_rgb(mode: str) -> None:
-    white = Image.new("L", (20, 20), 255).convert(mode)
-    assert crop(white, 8, None).min() == 255
-
-
-def test_a_16_bit_grey_is_scaled_and_not_clipped() -> None:
-    middle = Image.fromarray(np.full((20, 20), 0x8000, np.uint16))
-    assert set(crop(middle, 8, None).ravel()) == {0x80}
 
 
 # --------------------------------------------------------------------------------------------- digits
@@ -127,6 +71,24 @@ def test_digits_keep_image_and_label_together() -> None:
     for image, label in zip(batch["image"], batch["label"], strict=True):
         key = np.rint(image[0].numpy() * (16 / 255)).astype(int).tobytes()
         assert originals[key] == label
+
+
+def test_a_class_of_few_images_is_on_both_sides_of_a_split() -> None:
+    labels = np.repeat([0, 1, 2, 3, 4, 5], [1, 2, 4, 9, 10, 25])
+    for fraction in (0.01, 0.1, 0.5, 0.99):
+        valid = held_out(labels, fraction)
+        counts, held = np.bincount(labels), np.bincount(labels[valid], minlength=6)
+        assert held[0] == 0
+        assert ((held[1:] > 0) & (held[1:] < counts[1:])).all()
+        assert (held[1:] <= np.maximum(counts[1:] * fraction, 1)).all()
+
+
+def test_which_digits_are_held_out_does_not_change() -> None:
+    from sklearn.datasets import load_digits
+
+    rows = np.flatnonzero(held_out(load_digits().target, 0.2))
+    assert (len(rows), rows[:5].tolist()) == (355, [33, 36, 37, 40, 44])
+    assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16] == "f169ac7f88a60561"
 
 
 def test_images_in_memory_come_in_the_order_asked_for_whatever_the_seed() -> None:
@@ -175,13 +137,16 @@ def test_a_class_called_train_is_not_a_split(tmp_path: Path) -> None:
 
 
 def test_a_folder_batch_holds_the_crops_of_its_files(tmp_path: Path) -> None:
-    data = ImageFolder(path=str(animals(tmp_path))).images(16)
+    source = ImageFolder(path=str(animals(tmp_path)))
+    source.augment = ImageNet()
+    data = source.images(16)
     samples = [SampleId(12, 3), SampleId(0, None)]
     dataset = pickle.loads(pickle.dumps(data.train))  # as a worker process gets it
     batch = dataset.batch(samples)
     for sample, image, label in zip(samples, batch["image"], batch["label"], strict=True):
         file = Path(data.train.files[sample.index].decode())
-        assert np.array_equal(image.numpy(), crop(Image.open(file), 16, sample.seed))
+        view = ImageNet().view(60, 40, sample.seed)
+        assert np.array_equal(image.numpy(), square(Image.open(file), 16, view))
         assert data.classes[label] == file.parent.name
 
 
