@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from recipes.gpt2_model import SHAPES, new_gpt2, open_pretrained
+from recipes.gpt2_model import SHAPES, new_gpt2, open_pretrained, pretrained_config
 from recipes.huggingface import check_dropout, choose_size
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
@@ -30,6 +30,7 @@ class GPT2(LanguageRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._label = ""  # the size of a pretrained model
+        self._own: Any = None  # its config
         check_dropout(self.dropout)
 
     def choose_model(self, hardware: Hardware) -> list[Choice]:
@@ -39,14 +40,20 @@ class GPT2(LanguageRecipe):
                 raise UserError(
                     "recipe.size has no effect with recipe.pretrained, which brings its size; drop one of them"
                 )
+            self._own = pretrained_config(self.pretrained)
+            if isinstance(self.context, int) and self.context > self._own.n_positions:
+                raise UserError(
+                    f"recipe.context={self.context} is longer than the pretrained model's {self._own.n_positions}; "
+                    f"use recipe.context={self._own.n_positions}, or auto"
+                )
             return []
         choices = choose_size(self.size, SHAPES, hardware, "mini", "124M")
         self.size = str(choices[0].value) if choices else self.size
         return choices
 
     def own_context(self) -> int:
-        """Return the published 1024 tokens, fewer in the small sizes."""
-        return SHAPES[self.size].context if self.size in SHAPES else 1024
+        """Return the published 1024 tokens, or fewer where the model takes fewer."""
+        return min(1024, self._own.n_positions) if self.pretrained else SHAPES[self.size].context
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """A few minutes of a CPU, or the published half a million tokens a step on a GPU."""
@@ -58,9 +65,13 @@ class GPT2(LanguageRecipe):
         """Return GPT-2 with random weights, or the pretrained one."""
         if not self.pretrained:
             return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self.attention)
-        gpt2 = open_pretrained(self.pretrained, vocabulary, context, self.dropout, self.attention)
+        gpt2 = open_pretrained(self.pretrained, vocabulary, self.dropout, self.attention)
         self._label = f"{sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6:.0f}M pretrained"
         return gpt2
+
+    def vocabulary(self) -> int:
+        """Return the pretrained model's own number of token ids, unless its tokenizer has more."""
+        return max(super().vocabulary(), self._own.vocab_size if self._own else 0)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the transformer blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -16,24 +17,33 @@ class LossHead(nn.Linear):
     """The output layer, which can go straight to the summed loss.
 
     Args:
-        weight: vocabulary × width; may be the embedding's.
+        weight: padded vocabulary × width; may be the embedding's.
         chunked: let torch compute the loss in pieces, so that the logits (tokens × vocabulary, in fp32)
             never exist as a whole; costs a second product with the weight in the backward pass.
+        vocabulary: how many rows of ``weight`` are token ids; the rest are padding, which the loss leaves out.
+            None: all.
 
     """
 
-    def __init__(self, weight: nn.Parameter, chunked: bool) -> None:
+    def __init__(self, weight: nn.Parameter, chunked: bool, vocabulary: int | None = None) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = weight
         self.chunked = chunked
+        self.vocabulary = vocabulary or weight.shape[0]
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or with ``targets`` (int64, same leading shape) the loss summed over them, fp32."""
+        """Return logits, or with ``targets`` (int64, same leading shape) the loss summed over them, fp32.
+
+        The loss is that of the vocabulary without its padding, exactly; only the logits include the padding.
+        """
         if targets is None:
             return super().forward(hidden)
         hidden, targets = hidden.flatten(0, -2), targets.flatten()
         if not self.chunked:
             logits = super().forward(hidden)
+            if self.vocabulary < logits.shape[-1]:
+                # In place and behind autograd's back: the gradient of a logit of -inf is 0 without its help.
+                logits.detach()[:, self.vocabulary :].fill_(-math.inf)
             # Autocast does it too; a model of 16-bit weights has none, and its sum would be 16-bit.
             return F.cross_entropy(logits.float(), targets, reduction="sum")
         device = hidden.device.type
@@ -42,17 +52,35 @@ class LossHead(nn.Linear):
             hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
         options = torch.nn.LinearCrossEntropyOptions()
         # One loss per token, summed in fp32: torch's own sum would be in fp16, where it overflows.
-        losses = F.linear_cross_entropy(hidden, weight, targets, reduction="none", options=options)
+        losses = F.linear_cross_entropy(
+            hidden, weight, targets, linear_bias=self._padding_bias(hidden), reduction="none", options=options
+        )
         return losses.float().sum()
+
+    def _padding_bias(self, hidden: Tensor) -> Tensor | None:
+        """Return what makes the logits of padding -inf: the chunks' logits are out of reach."""
+        rows = self.weight.shape[0]
+        if self.vocabulary == rows:
+            return None
+        bias = hidden.new_zeros(rows)
+        bias[self.vocabulary :] = -math.inf
+        return bias
 
 
 class LanguageModel(nn.Module):
-    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead."""
+    """One of transformers' causal language models, kept under ``name``, its output layer made a LossHead.
 
-    def __init__(self, network: Any, name: str, chunked: bool = False) -> None:
+    Args:
+        network: transformers' model, its vocabulary padded.
+        name: of the submodule.
+        chunked, vocabulary: see ``LossHead``.
+
+    """
+
+    def __init__(self, network: Any, name: str, chunked: bool = False, vocabulary: int | None = None) -> None:
         super().__init__()
         use_causal_kernels(network)
-        network.lm_head = LossHead(network.lm_head.weight, chunked)
+        network.lm_head = LossHead(network.lm_head.weight, chunked, vocabulary)
         self._name = name
         self.add_module(name, network)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -70,6 +71,12 @@ def same_bits(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same_bits, one, other))
     return bool(one == other)
+
+
+def without_padding(logits: Tensor, vocabulary: int) -> Tensor:
+    """The logits, those of the vocabulary's padding made -inf in place (the gradient of which is 0 by itself)."""
+    logits.data[..., vocabulary:] = -math.inf
+    return logits
 
 
 def copied(state: Any) -> Any:

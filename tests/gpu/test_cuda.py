@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.gpt2_model import SHAPES, Shape
-from tests.helpers import PROJECT, Recorder, copied, same_bits, trainer_of
+from tests.helpers import PROJECT, Recorder, copied, same_bits, trainer_of, without_padding
 from tests.parallel.conftest import TORCHRUN, environment
 from trainer import attention
 from trainer.data import to_device
@@ -198,7 +198,7 @@ def bare_step(
     for batch in microbatches:
         tokens = batch["tokens"].to("cuda", non_blocking=True)
         with torch.autocast("cuda", dtype=DTYPES[mode]) if mode in DTYPES else nullcontext():
-            logits = model.gpt2(tokens[:, :-1], use_cache=False).logits
+            logits = without_padding(model.gpt2(tokens[:, :-1], use_cache=False).logits, 500)
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / targets
         scaler.scale(loss).backward()
         total += loss.detach()

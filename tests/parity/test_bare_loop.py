@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.gpt2 import GPT2
-from tests.helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start
+from tests.helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start, without_padding
 from trainer.config import Config
 from trainer.loop import Trainer
 from trainer.memory import MemoryLedger
@@ -66,7 +66,7 @@ class Bare:
 
 def gpt2_loss(model: nn.Module, batch: Batch) -> Tensor:
     tokens = batch["tokens"]
-    logits = model.gpt2(tokens[:, :-1], use_cache=False).logits
+    logits = without_padding(model.gpt2(tokens[:, :-1], use_cache=False).logits, 90)
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
@@ -159,7 +159,7 @@ def test_gpt2_with_adamw_is_bitwise_the_bare_loop(mode: str, clip: str, accumula
     skipped = compare(gpt2_config(mode, clip, accumulation), gpt2_loss, mode, clip)
     if mode == "fp16":
         assert skipped[:2] == [True, True]  # a real overflow, at the start
-        assert skipped.count(False) >= 5
+        assert skipped.count(False) >= 4
     else:
         assert not any(skipped)
 

@@ -85,6 +85,43 @@ def test_a_sum_over_many_tokens_does_not_overflow(mode: str, chunked: bool) -> N
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
 
 
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])
+@pytest.mark.parametrize(("mode", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 2e-3)])
+def test_padding_of_the_vocabulary_changes_neither_the_loss_nor_a_gradient(
+    mode: str, tolerance: float, chunked: bool
+) -> None:
+    """All logits lie near -36, as those of the published GPT-2 do; those of the padding near 0."""
+    plain, hidden, targets = head(chunked, vocabulary=90)
+    with torch.no_grad():
+        hidden[..., 0], plain.weight[:, 0] = 6, -6
+    padded = LossHead(nn.Parameter(torch.cat([plain.weight.detach(), torch.randn(38, 32) * 0.02])), chunked, 90)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
+    results = []
+    for layer in (plain, padded):
+        own = hidden.detach().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = layer(own, targets)
+        (loss / targets.numel()).backward()
+        results.append((loss.detach(), own.grad, layer.weight.grad[:90]))
+    for one, other in zip(*results, strict=True):
+        assert distance(other, one) <= tolerance
+    assert not padded.weight.grad[90:].any()
+
+
+def test_the_padding_is_left_out_in_one_compiled_graph() -> None:
+    layer, hidden, targets = head(False, vocabulary=128)
+    layer.vocabulary = 90
+    results = []
+    for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.weight.grad = None
+        loss = forward(hidden, targets % 90)
+        loss.backward()
+        results.append((loss.detach(), layer.weight.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert not results[1][1][90:].any()
+
+
 @needs_chunking
 def test_evaluation_uses_the_plain_loss_and_agrees() -> None:
     layer, hidden, targets = head(True)
@@ -138,10 +175,10 @@ def test_windows_are_consecutive_and_training_moves_them_by_the_samples_seed() -
     assert (moved.diff(dim=1) == 1).all()
 
 
-def test_the_loss_of_an_untrained_model_is_that_of_guessing() -> None:
+def test_the_loss_of_an_untrained_model_is_that_of_guessing_among_what_is_no_padding() -> None:
     trainer = trainer_of(*TINY, "eval_samples=32")
     metrics = trainer.evaluate()
-    assert metrics["loss"] == pytest.approx(math.log(128), abs=0.1)
+    assert metrics["loss"] == pytest.approx(math.log(90), abs=0.1)
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
 
 
@@ -165,6 +202,8 @@ def test_the_export_opens_in_transformers_with_the_same_logits_and_tied_weights(
     reopened = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert reopened.lm_head.weight is reopened.transformer.wte.weight
     assert reopened.dtype == torch.float32
+    assert reopened.config.vocab_size == 90  # the padding stays behind …
+    assert trainer.model.gpt2.config.vocab_size == len(trainer.model.gpt2.lm_head.weight) == 128  # … and here
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
         assert torch.allclose(reopened(tokens).logits, trainer.model.gpt2(tokens).logits[..., :90], atol=1e-6)
@@ -193,8 +232,9 @@ def test_a_pretrained_folder_is_fine_tuned_from_its_weights_with_its_tokenizer(
         "batch_size=4", "steps=3", "precision=bf16", "device=cpu",
     )  # fmt: skip
     trainer = start(composed)
-    taken, exported = (each.model.gpt2.transformer.wte.weight[:90] for each in (trainer, before))
-    assert torch.equal(taken, exported)
+    one, other = (each.model.gpt2.transformer.wte.weight for each in (trainer, before))
+    assert one.shape == other.shape == (128, 32)
+    assert torch.equal(one[:90], other[:90])
     assert isinstance(trainer.model, LanguageModel)
     assert isinstance(trainer.model.gpt2.lm_head, LossHead)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
@@ -204,6 +244,70 @@ def test_a_pretrained_folder_is_fine_tuned_from_its_weights_with_its_tokenizer(
     trainer.fit(Recorder())
     assert trainer.evaluate()["loss"] < first
     assert "pretrained" in trainer.recipe.facts()["size"]
+
+
+@pytest.fixture
+def shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A GPT-2 whose logits lie near -36 as those of the published one do, with its tokenizer, and a text."""
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    gpt2 = new_gpt2(SHAPES["tiny"], 90, 16, 0.0)
+    with torch.no_grad():
+        gpt2.transformer.ln_f.weight[0], gpt2.transformer.ln_f.bias[0] = 0, 72
+        gpt2.transformer.wte.weight[:, 0] = -0.5
+    gpt2.save_pretrained(tmp_path / "shifted")
+    words(tmp_path / "shifted")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{(index * index) % 90}" for index in range(4000)))
+    return tmp_path / "shifted", str(text)
+
+
+def fine_tuned(shifted: tuple[Path, str], *overrides: str) -> Any:
+    folder, text = shifted
+    return trainer_of("recipe=gpt2", f"recipe.pretrained={folder}", "data=text", f"data.path={text}",
+                      "batch_size=4", "steps=1", "eval_samples=64", *overrides)  # fmt: skip
+
+
+def test_fine_tuning_starts_from_the_pretrained_models_own_loss(shifted: tuple[Path, str]) -> None:
+    from transformers import GPT2LMHeadModel
+
+    trainer = fine_tuned(shifted)
+    windows = trainer.datasets.valid
+    tokens = windows.batch([SampleId(index, None) for index in range(min(64, len(windows)))])["tokens"]
+    with torch.no_grad():
+        logits = GPT2LMHeadModel.from_pretrained(shifted[0])(tokens[:, :-1]).logits
+    assert logits.median() == pytest.approx(-36, abs=1)
+    own = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert trainer.model.gpt2.config.vocab_size == 128
+    assert trainer.evaluate()["loss"] == pytest.approx(own, rel=1e-5)
+    assert fine_tuned(shifted, "recipe.vocabulary_multiple=1").evaluate()["loss"] == pytest.approx(own, rel=1e-5)
+
+
+def test_tokens_that_the_pretrained_model_does_not_know_start_as_its_average_one(shifted: tuple[Path, str]) -> None:
+    words(shifted[0], 94)
+    trainer = fine_tuned(shifted)
+    rows = trainer.model.gpt2.transformer.wte.weight
+    assert trainer.recipe.vocabulary() == trainer.model.gpt2.lm_head.vocabulary == 94
+    assert torch.allclose(rows[90:94], rows[:90].mean(0).expand(4, -1))
+    assert trainer.evaluate()["loss"] == pytest.approx(math.log(90), abs=0.5)
+
+
+def test_token_ids_of_the_pretrained_model_that_its_tokenizer_lacks_stay_in_the_softmax(
+    shifted: tuple[Path, str], tmp_path: Path
+) -> None:
+    words(shifted[0], 80)
+    Path(shifted[1]).write_text("w1 w5 w7 " * 400)
+    trainer = fine_tuned(shifted)
+    assert trainer.recipe.vocabulary() == 90
+    trainer.recipe.export(trainer.model, tmp_path / "best")
+    assert fine_tuned((tmp_path / "best", shifted[1])).model.gpt2.lm_head.vocabulary == 90
+
+
+def test_the_context_of_a_pretrained_model_is_its_own(shifted: tuple[Path, str]) -> None:
+    trainer = fine_tuned(shifted)
+    assert trainer.recipe.context == 16
+    with pytest.raises(UserError, match=r"recipe.context=32 is longer than the pretrained model's 16; use .*=16"):
+        fine_tuned(shifted, "recipe.context=32")
 
 
 def test_pretrained_weights_in_half_precision_are_trained_in_fp32(
