@@ -67,7 +67,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
     policy = _keep_expensive if mode == "selective" else _keep_nothing
 
     def contexts() -> Contexts:
-        if torch.compiler.is_compiling():
+        if _is_traced():
             # Only these contexts are possible there, and they suffice: it repeats operators, no update of a buffer.
             return create_selective_checkpoint_contexts(policy)
         first, second = nullcontext(), nullcontext()
@@ -82,6 +82,12 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return recomputed
+
+
+def _is_traced() -> bool:
+    """Tell whether torch.compile is making a graph now. What it cannot take into one runs as it stands."""
+    # is_compiling() is false in torch 2.11 where the graph's operators are marked as kept or recomputed.
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 @contextmanager

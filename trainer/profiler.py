@@ -145,6 +145,7 @@ class _TorchSession(Session):
             on_trace_ready=self._write,
             record_shapes=self._config.record_shapes,
             with_stack=self._config.with_stack,
+            acc_events=True,  # there is one cycle; without it torch 2.11 warns that events of others are dropped
         )
         profile.start()
         return profile
