@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from dataclasses import dataclass, field
@@ -86,7 +87,14 @@ class Optimizer:
         sharded = hasattr(parameters[0], "full_tensor") and self.name not in ("Adam", "AdamW")
         if sharded and self.fused is True:
             raise UserError(f"optimizer.fused=true: {self.name} has none for parallel=fsdp; use optimizer.fused=auto")
-        auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not (self._dampened or sharded)
+        halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
+        unsound = device.type == "cpu" and "fused" in accepted and not all(_fused_is_sound(cls, d) for d in halves)
+        if unsound and self.fused is True:
+            raise UserError(
+                f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
+                "wrongly on a CPU; use optimizer.fused=auto"
+            )
+        auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not (self._dampened or sharded or unsound)
         if "fused" in accepted and (self.fused is True or auto):
             keywords["fused"] = True
         try:
@@ -96,6 +104,27 @@ class Optimizer:
         if self.name == "SGD" and "fused" in keywords:
             _start_momentum(optimizer)
         return optimizer
+
+
+@functools.cache
+def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> bool:
+    """Try whether torch's fused form of an optimizer updates 16-bit weights on a CPU as it does those of fp32.
+
+    The true gradient of the trial, 2^-30, is 0 in fp16. In torch 2.11 SGD's leaves whole vectors of weights as they
+    were and overruns its momentum; Adagrad's computes in 16 bits.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    updated = []
+    with unset_fake_temporarily():  # also while memory is forecast
+        for kind in (torch.float32, dtype):
+            weight = nn.Parameter(torch.zeros(64, dtype=kind))
+            weight.grad = torch.full_like(weight, 2.0**-10)
+            optimizer: Any = cls([weight], lr=2.0**10, fused=True)  # type: ignore[call-arg]
+            optimizer.grad_scale = torch.tensor(2.0**20)
+            optimizer.step()
+            updated.append(weight.detach().float())
+        return torch.allclose(*updated, rtol=2.0**-6, atol=0.0)
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:

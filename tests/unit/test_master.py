@@ -20,7 +20,7 @@ from trainer.hardware import Hardware
 from trainer.loop import Trainer
 from trainer.master import MasterWeights, StochasticWeights, masters_of, stochastic_round
 from trainer.memory import Ledger, MemoryLedger
-from trainer.optimizer import Optimizer
+from trainer.optimizer import Optimizer, _fused_is_sound
 from trainer.parallel import DDP, FSDP
 from trainer.precision import WEIGHTS_DTYPE, Precision, formats
 from trainer.restore import load
@@ -215,11 +215,17 @@ def pure_update(optimizer: Optimizer, scale: float, clip: Clip | None = None) ->
     return net.weight, Update(built, net.parameters(), StaticLossScale(CPU, scale), clip or Clip())
 
 
+def needs_fused(name: str) -> None:
+    if not _fused_is_sound(getattr(torch.optim, name), FP16):
+        pytest.skip(f"the fused form of {name} is not used: in this torch it updates 16-bit weights wrongly on a CPU")
+
+
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
 def test_pure_fp16_loses_no_gradient_that_its_loss_scale_lifted(name: str) -> None:
     """True gradients of 2^-30 are 0 in fp16: the optimizer divides by the scale, in fp32."""
     options = {"AdamW": {"eps": 2.0**-30}, "Adagrad": {"eps": 2.0**-30}, "SGD": {}}[name]
     lr = 2.0**20 if name == "SGD" else 2.0**-10
+    needs_fused(name)
     weight, update = pure_update(Optimizer(name, lr=lr, options=options), 2.0**20)
     weight.grad = torch.full((4, 4), 2.0**-10, dtype=FP16)
     result = update.step()
@@ -277,6 +283,8 @@ def test_microbatches_add_up_in_fp32(mode: str) -> None:
 @pytest.mark.parametrize("fused", ["auto", False])
 @pytest.mark.parametrize(("clip", "clipped"), [(ClipNorm(2.0**-20), 2.0**-22), (ClipValue(2.0**-21), 2.0**-21)])
 def test_pure_fp16_gradients_are_clipped_by_their_true_size(clip: Clip, clipped: float, fused: bool | str) -> None:
+    if fused:
+        needs_fused("SGD")
     weight, update = pure_update(Optimizer("SGD", lr=2.0**10, fused=fused), 2.0**20, clip)
     weight.grad = torch.full((4, 4), 4.0, dtype=FP16)  # 2^-18 each, 2^-16 together
     assert update.step().grad_norm.item() == 2.0**-16
@@ -286,6 +294,7 @@ def test_pure_fp16_gradients_are_clipped_by_their_true_size(clip: Clip, clipped:
 
 
 def test_the_norm_of_pure_fp16_gradients_may_be_beyond_fp16() -> None:
+    needs_fused("SGD")
     weight, update = pure_update(Optimizer("SGD", lr=1e-6), 2.0**-2, ClipValue(1e9))
     weight.grad = torch.full((4, 4), 16000.0, dtype=FP16)
     result = update.step()
