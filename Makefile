@@ -2,6 +2,7 @@
 # make test    set up what the tests need, then format, lint, type and behaviour checks, two tests at a time
 # make ui      the runs side by side in MLflow
 # make bench   the ratios of the README, measured here
+# make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own
 
 # The first Python that runs here and fits.
 FITS   := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -11,9 +12,11 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 BF16   := from trainer.hardware import detect; print(detect("auto").support("bf16"))
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+OLDEST ?= .venv-oldest
+CONSTRAINTS := constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: train test ui bench setup clean
+.PHONY: train test test-oldest ui bench setup clean
 
 train: $(VENV)/.run
 	$(BIN)/python scripts/train.py recipe=gpt2 precision=$(if $(filter native,$(shell $(BIN)/python -c '$(BF16)')),bf16,fp32)
@@ -23,6 +26,10 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-oldest:
+	$(MAKE) $(OLDEST)/.test VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 ui: $(VENV)/.run
 	$(BIN)/python scripts/ui.py
@@ -36,7 +43,7 @@ $(VENV)/bin/python:
 	@$(or $(PYTHON),false) -c '$(FITS)' || { echo "Mantissa needs Python 3.11, 3.12 or 3.13; install one, or name it: make PYTHON=/path/to/python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@echo "installing into $(VENV) (torch with CUDA is some 5 GB: minutes the first time)"
 	$(INSTALL) .
 	@touch $@
@@ -46,4 +53,4 @@ $(VENV)/.test: $(VENV)/.run
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -115,7 +115,7 @@ def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> boo
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    updated = []
+    updated = {}
     with unset_fake_temporarily():  # also while memory is forecast
         for kind in (torch.float32, dtype):
             weight = nn.Parameter(torch.zeros(64, dtype=kind))
@@ -123,8 +123,8 @@ def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> boo
             optimizer: Any = cls([weight], lr=2.0**10, fused=True)  # type: ignore[call-arg]
             optimizer.grad_scale = torch.tensor(2.0**20)
             optimizer.step()
-            updated.append(weight.detach().float())
-        return torch.allclose(*updated, rtol=2.0**-6, atol=0.0)
+            updated[kind] = weight.detach().float()
+        return torch.allclose(updated[dtype], updated[torch.float32], rtol=2.0**-6, atol=0.0)
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
