@@ -25,13 +25,16 @@ from recipes.hub_load import (
 )
 from recipes.pixels import IMAGENET_MEAN, IMAGENET_STD, held_out, square
 from recipes.text import TokenizedText
-from recipes.text_split import Corpus, Split, split
+from recipes.text_split import Corpus, Split, split_rows
 from trainer.augment import Augment
 from trainer.errors import UserError
 from trainer.recipe import Batch, ImageData, ImageSource, SampleId
 
 if TYPE_CHECKING:
     from PIL import Image
+
+VALIDATION = ("validation", "valid", "val", "dev", "test")
+"""What datasets call the split to validate on, the best first."""
 
 
 @dataclass
@@ -45,7 +48,9 @@ class Hub(TokenizedText, ImageSource):
     """The configuration, where the dataset has several."""
     train_split: str = "train"
     valid_split: str | None = None
-    """None: ``valid_fraction`` of the training split is set aside."""
+    """None: the first of ``VALIDATION`` that there is, else ``valid_fraction`` of the training split is set aside; it
+    is, too, where the training split itself is named.
+    """
     text_column: str | None = None
     image_column: str | None = None
     label_column: str | None = None
@@ -62,14 +67,16 @@ class Hub(TokenizedText, ImageSource):
         return self.name
 
     def splits(self) -> tuple[Split, Split]:
-        """Return the column of text; every row is a document."""
+        """Return the column of text, of the dataset's own splits or of one that is divided (see ``split_rows``)."""
         self.refuse_augment()
         data = self._load()
         train = self._corpus(data, "train_split", self.train_split)
-        if self.valid_split is None:
-            return split(train, self.valid_fraction)
-        valid = self._corpus(data, "valid_split", self.valid_split)
-        return Split(train, range(len(train.sizes))), Split(valid, range(len(valid.sizes)))
+        names = self._valid_splits(data)
+        if not names:
+            return split_rows(train, self.valid_fraction)
+        valid = self._corpus(data, "valid_split", names[0])
+        whole = Split(train, range(len(train.sizes)))
+        return whole, Split(valid, range(len(valid.sizes)), origin=f"its own split {names[0]}")
 
     def images(self, image_size: int | None) -> ImageData:
         """Open the images; for None as large as the first one's shorter side, at most 224 pixels.
@@ -86,25 +93,42 @@ class Hub(TokenizedText, ImageSource):
         if len(classes) < 2:
             raise UserError(f"data.name={self.name} has images of one class only; two are needed")
         labels = class_numbers(train, label, classes, f"data.train_split={self.train_split}")
-        if self.valid_split is None:
-            chosen = held_out(labels, self.valid_fraction)
-            train_set = self._images(train, labels, np.flatnonzero(~chosen))
-            valid_set = self._images(train, labels, np.flatnonzero(chosen))
-        else:
-            valid = part(splits, self.name, "valid_split", self.valid_split)
-            valid_labels = class_numbers(valid, label, classes, f"data.valid_split={self.valid_split}")
-            train_set = self._images(train, labels, np.arange(len(labels)))
-            valid_set = self._images(valid, valid_labels, np.arange(len(valid_labels)))
+        train_set, valid_set, origin = self._image_splits(splits, train, label, classes, labels)
         if not len(valid_set):
             raise UserError(f"data.name={self.name} has too few images of each class to set some aside")
         size = image_size or min(*train_set.image(0).size, 224)
         train_set.image_size = valid_set.image_size = size
         train_set.augment = valid_set.augment = augment = self.choose_augment(train_set.shorter_side())
-        counts = f"{len(train_set):,} training and {len(valid_set):,} validation images"
+        counts = f"{len(train_set):,} training and {len(valid_set):,} validation images ({origin})"
         text = f"{self.name}: {counts}, {len(classes)} classes, {size} × {size}"
         return ImageData(
             train_set, valid_set, classes, size, text, IMAGENET_MEAN, IMAGENET_STD, decodes=True, augment=augment
         )
+
+    def _valid_splits(self, splits: Mapping[str, Any]) -> list[str]:
+        """Return the splits that may be validated on, the best first; none: a part of the training split is."""
+        if self.valid_split is not None:
+            return [] if self.valid_split == self.train_split else [self.valid_split]
+        return [name for name in VALIDATION if name in splits and name != self.train_split and len(splits[name])]
+
+    def _image_splits(
+        self, splits: Mapping[str, Any], train: Any, label: str, classes: list[str], labels: np.ndarray
+    ) -> tuple[HubImages, HubImages, str]:
+        """Return what to train on, what to validate on, and where that comes from."""
+        for name in self._valid_splits(splits):
+            valid = part(splits, self.name, "valid_split", name)
+            try:
+                valid_labels = class_numbers(valid, label, classes, f"data.valid_split={name}")
+            except UserError:
+                if self.valid_split is None:
+                    continue  # many a published test split has no labels
+                raise
+            every = np.arange(len(labels)), np.arange(len(valid_labels))
+            train_set, valid_set = self._images(train, labels, every[0]), self._images(valid, valid_labels, every[1])
+            return train_set, valid_set, f"its own split {name}"
+        chosen = held_out(labels, self.valid_fraction)
+        train_set, valid_set = (self._images(train, labels, np.flatnonzero(rows)) for rows in (~chosen, chosen))
+        return train_set, valid_set, f"{self.valid_fraction:.3g} of each class"
 
     def _load(self) -> Mapping[str, Any]:
         return load(self.name, self.subset, self.cache_dir)

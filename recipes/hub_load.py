@@ -126,6 +126,8 @@ def class_names(dataset: Any, label: str) -> list[str]:
 
 def class_numbers(dataset: Any, label: str, classes: list[str], where: str) -> np.ndarray:
     """Return the column as int64 indices into ``classes``. Raises UserError for a row that has none."""
+    if label not in dataset.features:
+        raise UserError(f"{where}: this split has no column {label}")
     values = dataset[label][:]
     if is_class(dataset.features[label]):
         numbers = [-1 if value is None else value for value in values]

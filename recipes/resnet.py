@@ -79,6 +79,7 @@ class ResNet(Recipe):
         _check_size(self.arch, self._size, self._outputs)
         self._description = {"classes": images.classes, "image_size": images.image_size}
         self._description |= {"mean": list(images.mean), "std": list(images.std)}
+        self._description |= {"evaluated_part": images.augment.evaluated_part()}
         # In units of the uint8 pixels, so that normalising is one subtraction and one product.
         self._mean = torch.tensor(images.mean).reshape(1, 3, 1, 1) * 255
         self._factor = 1 / (torch.tensor(images.std).reshape(1, 3, 1, 1) * 255)
@@ -132,6 +133,7 @@ class ResNet(Recipe):
             "arch_options": {"num_classes": self._outputs} | _options(self.arch, self._size),
             **self._description,
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
+            "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size",
             "load": "model = torchvision.models.get_model(config['arch'], **config['arch_options']); "
             "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))",
         }

@@ -58,7 +58,7 @@ class TokenizedText(TextSource):
         train, valid = self.splits()
         plan = self._plan(tokenizer, train, valid)
         train_ids, valid_ids, opened = open_or_build(self.cache_dir, self.kind, train, valid, plan)
-        counts = f"{_short(len(train_ids))} tokens and {_short(len(valid_ids))} for validation"
+        counts = f"{_short(len(train_ids))} tokens and {_short(len(valid_ids))} for validation ({valid.origin})"
         return TokenData(train_ids, valid_ids, opened, f"{self.title()}: {counts}, {opened.label}")
 
     def _plan(self, override: str | None, train: Split, valid: Split) -> Plan:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+SHORT = 500
+"""Characters. Rows of a dataset with a median below this may be lines of longer texts."""
+
+_TITLE = re.compile(r"= [^=].* =")  # of an article of wikitext; sections have "= = … = ="
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Split:
     rows: Sequence[int]
     start: float = 0.0
     end: float = 1.0
+    origin: str = ""
+    """Where it comes from, for the start block, such as ``whole documents``."""
 
     @property
     def identity(self) -> Any:
@@ -60,6 +68,27 @@ def split(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
             filled += size
     everything = range(len(corpus.sizes))
     if filled < budget / 2:
-        return Split(corpus, everything, 0.0, 1 - fraction), Split(corpus, everything, 1 - fraction, 1.0)
+        train = Split(corpus, everything, 0.0, 1 - fraction)
+        return train, Split(corpus, everything, 1 - fraction, 1.0, f"the last {fraction:.3g} of each document")
     chosen = set(valid)
-    return Split(corpus, [row for row in everything if row not in chosen]), Split(corpus, sorted(valid))
+    train = Split(corpus, [row for row in everything if row not in chosen])
+    return train, Split(corpus, sorted(valid), origin="whole documents")
+
+
+def split_rows(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
+    """Divide the rows of a dataset, which may be documents or no more than lines of them, as in wikitext.
+
+    Long rows are documents, see ``split``. Short ones may be lines, and lines of a text that is otherwise trained on
+    say nothing about unseen text: the last ones are set aside, from the beginning of an article if one can be seen.
+    """
+    count = len(corpus.sizes)
+    first = count - round(count * fraction)
+    sample = np.linspace(0, count - 1, min(count, 1000)).astype(int).tolist()
+    lengths = sorted(map(len, corpus.read(sample)))
+    if lengths[len(lengths) // 2] >= SHORT or not 0 < first < count:
+        return split(corpus, fraction)
+    half = range(first, first + (count - first + 1) // 2)
+    titles = (row for row, text in zip(half, corpus.read(half), strict=True) if _TITLE.fullmatch(text.strip()))
+    first = next(titles, first)
+    origin = f"the last {count - first:,} of {count:,} rows: they are short, and may be lines of longer texts"
+    return Split(corpus, range(first)), Split(corpus, range(first, count), origin=origin)

@@ -57,6 +57,10 @@ class Augment:
         """
         return View()
 
+    def evaluated_part(self) -> float:
+        """Return the side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
+        return 1.0
+
 
 @dataclass
 class Light(Augment):
@@ -112,6 +116,10 @@ class ImageNet(Augment):
         box_width, box_height = self._random_box(width, height, random)
         flip, x, y = random.random() < 0.5, random.random(), random.random()
         return View(_placed(width, height, box_width, box_height, x, y), self.flip and flip)
+
+    def evaluated_part(self) -> float:
+        """Return ``evaluated``."""
+        return self.evaluated
 
     def _random_box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float]:
         for _ in range(10):

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import pickle
+import re
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from recipes.hub import Hub
 from recipes.pixels import square
 from trainer.augment import ImageNet, View
 from trainer.errors import UserError
-from trainer.recipe import ImageSource, SampleId, TextSource
+from trainer.recipe import ImageSource, SampleId, TextSource, TokenData
 
 STORIES = [f"Story {i}: once there were {i * 7} hats.\nThe end." for i in range(300)]
 
@@ -77,19 +78,85 @@ def test_it_gives_text_and_images() -> None:
 # --- text
 
 
-def test_text_with_its_own_validation_split(stories: Path) -> None:
-    data = Hub(name=str(stories), valid_split="validation", tokenizer="bpe", vocab_size=400).tokens(None)
-    decode = data.tokenizer.decode
-    assert decode(data.train.tolist()).split("<|endoftext|>") == STORIES[:280]
-    assert decode(data.valid.tolist()).split("<|endoftext|>") == STORIES[280:]
-    assert isinstance(data.train, np.memmap)
-
-
-def test_a_validation_split_is_set_aside_by_rows(stories: Path) -> None:
-    data = Hub(name=str(stories), tokenizer="chars").tokens(None)
+def texts(data: TokenData) -> tuple[str, str]:
     train, valid = (data.tokenizer.decode(ids.tolist()) for ids in (data.train, data.valid))
+    return train, valid
+
+
+def test_text_with_its_own_validation_split(stories: Path) -> None:
+    data = Hub(name=str(stories), tokenizer="bpe", vocab_size=400).tokens(None)
+    train, valid = texts(data)
+    assert train.split("<|endoftext|>") == STORIES[:280]
+    assert valid.split("<|endoftext|>") == STORIES[280:]
+    assert isinstance(data.train, np.memmap)
+    assert "for validation (its own split validation)" in data.description
+
+
+def test_without_a_validation_split_the_test_split_is_used_unless_another_is_named(stories: Path) -> None:
+    (stories / "validation.jsonl").rename(stories / "test.jsonl")
+    data = Hub(name=str(stories), tokenizer="bytes").tokens(None)
+    assert STORIES[280] in texts(data)[1]
+    assert "(its own split test)" in data.description
+    (stories / "validation.jsonl").write_text(json.dumps({"id": 1, "story": "Validation. " * 9}))
+    assert "Validation. " in texts(Hub(name=str(stories), tokenizer="bytes").tokens(None))[1]
+    named = Hub(name=str(stories), tokenizer="bytes", valid_split="test").tokens(None)
+    assert STORIES[280] in texts(named)[1]
+    assert "(its own split test)" in named.description
+
+
+def test_the_training_split_named_for_validation_is_divided(stories: Path) -> None:
+    data = Hub(name=str(stories), tokenizer="bytes", valid_split="train").tokens(None)
+    train, valid = texts(data)
     assert sum(story in valid for story in STORIES[:280]) == 28
     assert sum(story in train for story in STORIES[:280]) == 252
+    assert STORIES[280] not in train + valid
+
+
+def write_rows(path: Path, rows: list[str]) -> Path:
+    path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    return path
+
+
+def article(number: int) -> list[str]:
+    """Rows as wikitext has them: a title, blank lines, paragraphs, a section; each names its article."""
+    body = [f" Paragraph {line} of [{number}] . \n" for line in range(number % 9 + 3)]
+    return [
+        f" = Article [{number}] = \n",
+        "",
+        *body,
+        "",
+        f" = = Section of [{number}] = = \n",
+        "",
+        f" End [{number}] \n",
+    ]
+
+
+def test_rows_that_are_lines_are_held_out_as_whole_articles(tmp_path: Path) -> None:
+    rows = [row for number in range(60) for row in article(number)]
+    data = Hub(name=str(write_rows(tmp_path / "wiki.jsonl", rows)), tokenizer="bytes").tokens(None)
+    train, valid = (set(re.findall(r"\[(\d+)\]", text)) for text in texts(data))
+    assert train | valid == {str(number) for number in range(60)}
+    assert not train & valid
+    assert 3 <= len(valid) <= 7
+    assert "they are short, and may be lines of longer texts" in data.description
+
+
+def test_short_rows_without_titles_are_held_out_in_one_stretch(tmp_path: Path) -> None:
+    rows = [f"Line {number}.\n" for number in range(1000)]
+    data = Hub(name=str(write_rows(tmp_path / "lines.jsonl", rows)), tokenizer="bytes", valid_fraction=0.2).tokens(None)
+    train, valid = ([int(number) for number in re.findall(r"Line (\d+)", text)] for text in texts(data))
+    assert (train, valid) == (list(range(800)), list(range(800, 1000)))
+    assert "the last 200 of 1,000 rows" in data.description
+
+
+def test_long_rows_are_documents_and_held_out_wherever_they_stand(tmp_path: Path) -> None:
+    rows = [f"Document [{number}]. " + "And so on. " * 60 for number in range(100)]
+    data = Hub(name=str(write_rows(tmp_path / "documents.jsonl", rows)), tokenizer="bytes").tokens(None)
+    train, valid = ({int(number) for number in re.findall(r"\[(\d+)\]", text)} for text in texts(data))
+    assert not train & valid
+    assert len(valid) == 10
+    assert min(valid) < 50
+    assert "(whole documents)" in data.description
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
@@ -173,9 +240,28 @@ def test_a_named_validation_split(pictures: Path, tmp_path: Path) -> None:
     picture(1).save(root / "test" / "dog" / "x.png")
     (root / "test" / "cat").mkdir()
     picture(2).save(root / "test" / "cat" / "y.png")
-    data = Hub(name=str(root), valid_split="test").images(16)
-    assert (len(data.train), len(data.valid)) == (40, 2)
-    assert sorted(data.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist()) == [0, 1]
+    for valid_split in ("test", None):
+        data = Hub(name=str(root), valid_split=valid_split).images(16)
+        assert (len(data.train), len(data.valid)) == (40, 2)
+        assert sorted(data.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist()) == [0, 1]
+        assert "(its own split test)" in data.description
+    data = Hub(name=str(root), valid_split="train").images(16)
+    assert (len(data.train), len(data.valid)) == (36, 4)
+    assert "(0.1 of each class)" in data.description
+
+
+def test_a_test_split_without_labels_is_not_validated_on_unless_it_is_named(tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as ImageFeature
+
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    for split, labels in (("train", [0, 1] * 5), ("test", [-1] * 4)):
+        rows = {"image": [picture(i) for i in range(len(labels))], "label": labels}
+        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "both" / f"{split}.parquet")
+    data = Hub(name=str(tmp_path / "both")).images(8)
+    assert (len(data.train), len(data.valid)) == (8, 2)
+    with pytest.raises(UserError, match=r"data\.valid_split=test: row 0 has the label -1"):
+        Hub(name=str(tmp_path / "both"), valid_split="test").images(8)
 
 
 def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:
