@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from trainer import fp8
 from trainer.errors import UserError
@@ -159,8 +160,9 @@ class Precision:
     def convert(self, model: nn.Module, device: torch.device) -> list[str]:
         """Give the model's weights this mode's format; return the names of the submodules that stay in fp32.
 
-        Where weights are 16-bit, so is what comes into the model and what its buffers hold. Buffers that are not
-        saved with it stay as they are: constants such as rotary frequencies, which transformers keeps in fp32, too.
+        Where weights are 16-bit, so is what comes into the model and what its buffers hold, but for two kinds that stay
+        as they are: running statistics of normalisation, whose small updates 16 bits would lose, and buffers that are
+        not saved with the model: constants such as rotary frequencies, which transformers keeps in fp32, too.
 
         Raises:
             UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits.
@@ -185,6 +187,9 @@ class Precision:
                     )
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                module.forward = _with_fp32_statistics(module)
+                continue
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(dtype)
@@ -310,6 +315,25 @@ def _in_fp32(forward: Callable[..., Any], device_type: str, islands: _Islands) -
         return _cast(output, islands.result, scalars=False) if outermost and islands.result else output
 
     return fp32_forward
+
+
+def _with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:
+    """Return a forward for batch norm, or its kin, of 16-bit weights and inputs that keeps fp32 running statistics.
+
+    Torch's kernels take 16-bit inputs with weights and statistics that are both fp32, or both 16-bit.
+    """
+    forward = norm.forward
+
+    @functools.wraps(forward)
+    def mixed_forward(*args: Any, **kwargs: Any) -> Any:
+        own = {name: parameter for name, parameter in norm._parameters.items() if parameter is not None}
+        try:
+            norm._parameters.update({name: parameter.float() for name, parameter in own.items()})  # type: ignore[misc]
+            return forward(*args, **kwargs)
+        finally:
+            norm._parameters.update(own)
+
+    return mixed_forward
 
 
 def _cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:

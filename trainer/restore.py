@@ -46,8 +46,10 @@ class Saved:
             parts = [f"it lacks {missing[0]}"] if missing else []
             parts += [f"this model has no {unknown[0]}"] if unknown else []
             raise UserError(f"the checkpoint {self.path} does not fit this model: {' and '.join(parts)}")
+        # Running statistics of normalisation were 16-bit, where weights are, before they stayed in fp32.
+        statistics = {name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32}
         for name, tensor in state.items():
-            self._weights.fill(tensor, self._ties.get(name, name))
+            self._weights.fill(tensor, self._ties.get(name, name), widen=name in statistics)
         if optimizer is not None:
             for name, master in masters.held() if masters is not None else ():
                 self._moments.fill(master.detach(), f"{name}.{MASTER}")
@@ -154,15 +156,21 @@ class _Parts:
         own_part(tensor).copy_(source)
         return tensor
 
-    def fill(self, target: Tensor, name: str) -> None:
+    def fill(self, target: Tensor, name: str, widen: bool = False) -> None:
         """Overwrite ``target``, or the rows of it that this rank has.
+
+        Args:
+            target: of the model or the optimizer.
+            name: of the saved tensor.
+            widen: take 16-bit numbers for an fp32 target, which holds them exactly.
 
         Raises:
             UserError: another shape or type.
 
         """
         source, own = self.own(name, target), own_part(target)
-        if source.dtype != own.dtype:
+        widened = widen and source.is_floating_point() and source.dtype.itemsize == 2
+        if source.dtype != own.dtype and not widened:
             raise UserError(f"the checkpoint does not fit: {name} is {source.dtype} there and {own.dtype} here")
         own.copy_(source)
 

@@ -93,7 +93,12 @@ def test_weights_gradients_and_optimizer_are_in_the_formats_the_manifest_tells(m
     record = fitted(trainer, 1).records[0]
     assert set(seen) == {dtype}
     assert record.loss.dtype == record.grad_norm.dtype == FP32
-    assert {tensor.dtype for tensor in trainer.model.state_dict().values()} == {dtype, torch.int64}
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
+    assert {name: buffer.dtype for name, buffer in trainer.model.named_buffers()} == {
+        "1.running_mean": FP32,
+        "1.running_var": FP32,
+        "1.num_batches_tracked": torch.int64,
+    }
     changed = dtype if mode.endswith("_pure") else FP32
     moments = {state["exp_avg"].dtype for state in trainer.optimizer.state.values()}
     assert moments == {changed}
@@ -105,10 +110,41 @@ def test_weights_gradients_and_optimizer_are_in_the_formats_the_manifest_tells(m
 
 
 def test_constants_that_are_not_saved_with_the_model_keep_their_format() -> None:
-    net = nn.BatchNorm1d(3)
+    net = nn.Linear(3, 3)
+    net.register_buffer("table", torch.ones(3))
     net.register_buffer("frequencies", torch.ones(3), persistent=False)
     Precision("bf16_pure").convert(net, CPU)
-    assert (net.running_mean.dtype, net.frequencies.dtype) == (BF16, FP32)
+    assert (net.table.dtype, net.frequencies.dtype) == (BF16, FP32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_fp32s(momentum: float | None, affine: bool, mode: str) -> None:
+    """A mean of 3 that moves by 0.001, and a variance beyond fp16: 16 bits would keep neither."""
+    torch.manual_seed(0)
+    norm, exact = (nn.BatchNorm2d(4, momentum=momentum, affine=affine) for _ in range(2))
+    net = nn.Sequential(norm)
+    Precision(mode).convert(net, CPU)
+    for _ in range(50):
+        x = 3 + torch.randn(8, 4, 5, 5) * torch.tensor([0.01, 1.0, 300.0, 1.0])[:, None, None]
+        x = x.to(WEIGHTS_DTYPE[mode])
+        out = net(x)
+        exact(x.float())
+    assert (out.dtype, norm.running_mean.dtype) == (WEIGHTS_DTYPE[mode], FP32)
+    assert torch.allclose(norm.running_mean, exact.running_mean, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(norm.running_var, exact.running_var, rtol=1e-5)
+    assert norm.running_var[2] > 70_000
+    assert norm.num_batches_tracked == 50
+    net.eval()
+    exact.eval()
+    assert torch.allclose(net(x).float(), exact(x.float()), atol=0.03)
+    if affine:
+        net.train()
+        net(x).float().square().sum().backward()
+        assert {parameter.grad.dtype for parameter in norm.parameters()} == {WEIGHTS_DTYPE[mode]}
+        assert [name for name, _ in norm.named_parameters()] == ["weight", "bias"]
+        assert isinstance(norm.weight, nn.Parameter)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -330,6 +366,23 @@ def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) 
     assert second.step == 5
     assert same_bits(state(second), state(first))
     assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
+
+
+def test_a_checkpoint_whose_running_statistics_are_16_bit_is_taken_up(tmp_path: Path) -> None:
+    """As they were before they stayed in fp32; a weight of another format is refused as ever."""
+    trainer = conv_trainer("bf16_master")
+    norm = trainer.model[1]
+    fitted(trainer, 2)
+    exact = norm.running_mean.clone()
+    norm.running_mean, norm.running_var = norm.running_mean.bfloat16(), norm.running_var.bfloat16()
+    contents = Contents.of(2, trainer.model, trainer.optimizer, {}, random_state(CPU), World(), trainer.masters)
+    checkpoint.write(tmp_path, contents, None, World())
+    resumed = conv_trainer("bf16_master")
+    load(tmp_path).restore(resumed.model, resumed.optimizer, resumed.masters)
+    assert same_bits(resumed.model[1].running_mean, exact.bfloat16().float())
+    fitted(resumed, 1)
+    with pytest.raises(UserError, match=r"0.weight is torch.bfloat16 there and torch.float32 here"):
+        load(tmp_path).restore(conv_trainer("fp32").model, None)
 
 
 def ledger_of(mode: str, microbatches: int) -> tuple[Ledger, int]:
