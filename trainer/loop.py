@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from trainer import convolution
 from trainer.attention import allow_cudnn
 from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
@@ -87,8 +88,11 @@ class Trainer:
         self.choices = config.settle_augment()
         """What was chosen once the data was open."""
         config.loader.resolve(self.datasets.decodes, hardware)
+        self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self._new_model()
+        self.conv_in_fp32 = convolution.mend(self)
+        """Names of the convolutions whose 16-bit gradients this CPU does not write whole."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
         blocks = self.recipe.blocks(self.model)
@@ -111,7 +115,6 @@ class Trainer:
             self.masters,
             config.optimizer.set_to_none,
         )
-        self.order = DataOrder(len(self.datasets.train), config.seed)
         self.step = 0
         """Optimizer steps done."""
 

@@ -232,6 +232,12 @@ class Precision:
             module.forward = _in_fp32(module.forward, device.type, islands)
         return sorted(kept)
 
+    def names(self, module: str) -> bool:
+        """Tell whether ``fp32_modules`` has a pattern of this submodule, or of one around it."""
+        parts = module.split(".")
+        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(_matches(name, pattern) for name in around for pattern in self.fp32_modules)
+
     def manifest(self, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
         """Return what was requested and what is effective, read back from torch and tried on the device.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from trainer import attention, checkpoint, report
+from trainer import attention, checkpoint, convolution, report
 from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal
 from trainer.data import fingerprint
@@ -83,7 +83,7 @@ class Run:
         self.git = git_facts()
         self.manifest = self.config.precision.manifest(self.hardware, trainer.fp32_modules)
         self.manifest["effective"] |= formats(trainer.model, trainer.optimizer) | self.config.parallel.effective()
-        self.manifest["effective"] |= attention.effective(trainer)
+        self.manifest["effective"] |= attention.effective(trainer) | {"conv_in_fp32": trainer.conv_in_fp32}
         self.profiler = Profiler().start(folder.path, trainer.model, trainer.optimizer, trainer.device)
         self.tracker: Tracker | None = None
         if self.world.first:
@@ -251,8 +251,8 @@ class Run:
 
     def _show_start(self, choices: list[Choice]) -> None:
         warning = self.config.precision.warning(self.hardware, self.manifest["effective"]["matmul_time_over_fp32"])
-        if warning:
-            self.terminal.warn(warning)
+        for sentence in filter(None, [warning, convolution.warning(self.trainer.conv_in_fp32)]):
+            self.terminal.warn(sentence)
         title = f"{self.folder.path.name}" + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
         if choices:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trainer import convolution
+
 PROJECT = Path(__file__).resolve().parents[2]
 CHOICES = sorted(
     f"{path.parent.name}/{path.stem}"
@@ -194,6 +196,18 @@ def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path
     assert "auto" not in (config["steps"], config["batch_size"], config["micro_batch_size"])
     assert read(run / "precision.json")["effective"]["fp32_modules"] == ["gpt2.transformer.ln_f"]
     assert sorted(path.suffix for path in (run / "best").iterdir()) == [".json", ".json", ".safetensors"]
+
+
+def test_convolutions_with_wrong_gradients_are_named_and_computed_in_fp32(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution, "computed_by_onednn", lambda dtype: True)
+    monkeypatch.setattr(convolution, "written_whole", lambda layer, shape, *rest: shape[1] != 3)
+    done = train(*TINY["resnet"], *SHORT, "precision=bf16")
+    assert done.code == 0, done.err
+    assert "compute in fp32" in done.out + done.err
+    assert "docs/onednn-conv-gradients.md): conv1.0\n" in done.out + done.err
+    assert read(only_run(folder) / "precision.json")["effective"]["conv_in_fp32"] == ["conv1.0"]
 
 
 def test_best_weights_of_gpt2_open_with_transformers(train: Callable[..., Any], folder: Path) -> None:
