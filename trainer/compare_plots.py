@@ -50,6 +50,12 @@ def svg(figure: Any) -> str:
     return re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
+def mebibytes(amount: float) -> str:
+    """Return bytes in MiB with three figures or more, so that a small model's are not 0."""
+    size = amount / MIB
+    return f"{size:,.0f}" if size >= 1000 else f"{size:,.1f}" if size >= 10 else f"{size:.3g}"
+
+
 def _color(result: Result, arm: ArmResult) -> str:
     if arm.is_null:
         return NOISE
@@ -165,7 +171,9 @@ def _memory(result: Result) -> Any:
             axes.barh(row, amount / MIB, left=left, color=color, height=0.6, label=label)
             shown.add(name)
             left += amount / MIB
-        axes.annotate(f"{left:,.0f}", (left, row), xytext=(4, 0), textcoords="offset points", va="center", color=INK)
+        axes.annotate(
+            mebibytes(left * MIB), (left, row), xytext=(4, 0), textcoords="offset points", va="center", color=INK
+        )
     _rows(axes, arms)
     axes.margins(x=0.12)
     axes.set_xlabel("MiB", color=QUIET)
@@ -198,7 +206,7 @@ def _tradeoff(result: Result) -> Any:
             label=arm.label,
         )
     axes.set_xlabel("times as fast", color=QUIET)
-    axes.set_ylabel("difference in validation loss, %", color=QUIET)
+    axes.set_ylabel("difference in validation loss, %: the interval that decided", color=QUIET, fontsize=8)
     axes.margins(0.2)
     axes.legend(frameon=False, labelcolor=INK)
     return figure

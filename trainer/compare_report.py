@@ -9,15 +9,17 @@ from pathlib import Path
 
 from trainer import compare_plots
 from trainer.compare import Result
+from trainer.compare_plots import mebibytes
 from trainer.files import write_text
 from trainer.judge import ArmResult, Ratio
-from trainer.statistics import EQUIVALENT, WORSE, Interval
+from trainer.statistics import EQUIVALENT, WORSE, Interval, mean_interval
 
 COST = ("throughput", "times as fast", "peak memory", "of baseline's")
 ENERGY = "energy"
 QUALITY = ("valid. loss", "difference", "curves part at", "quality")
 HEAD = ("arm", *COST, ENERGY, *QUALITY)
-MIB = 2**20
+PAGE = (*("arm", "quality", "difference", "times as fast", "of baseline's", ENERGY), *("valid. loss", "curves part at"))
+"""The columns of the page up to the widest ones, the verdicts first: they are in sight wherever the table ends."""
 
 
 def write_report(result: Result, command: list[str]) -> list[Path]:
@@ -45,7 +47,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
             _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s"),
             _ratio(result, arm, arm.speed),
-            _mean(arm.memory.value, arm.memory.values, lambda v: f"{v / MIB:,.1f} MiB"),
+            _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
             _ratio(result, arm, arm.memory),
             _ratio(result, arm, arm.energy),
             _mean(None, arm.quality.values, lambda v: f"{v:.4f}"),
@@ -100,7 +102,8 @@ def sentences(result: Result) -> list[str]:
         if arm.quality.test:
             margin = f"{100 * arm.quality.test.margin:g} %"
             p = f"p = {arm.quality.test.p_equivalent:.2g}; " if arm.quality.verdict == EQUIVALENT else ""
-            quality += f" at a margin of {margin} ({p}{_percent(arm.quality.test.difference)})"
+            interval = arm.quality.test.difference
+            quality += f" at a margin of {margin} ({p}{_percent(interval)}, {_level(interval)} interval)"
         if arm.quality.why:
             quality += f"; {arm.quality.why}"
         if arm.quality.separates_at is not None:
@@ -139,8 +142,10 @@ def method(result: Result) -> list[str]:
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
         f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
-        "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987). "
-        "WORSE and BETTER: their 95 % interval lies wholly beyond the margin. Several arms are not corrected for.",
+        "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987), so "
+        "that their 90 % interval lies within the margin. WORSE and BETTER: their 95 % interval lies wholly beyond it. "
+        "Of several arms the intervals are wider, by Holm's correction, so that any wrong verdict among them has a "
+        "chance of 5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
     ]
 
 
@@ -158,7 +163,7 @@ def markdown(result: Result, command: list[str], images: str) -> str:
 def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) -> str:
     """Return ``report.html``: styles and plots inside, no script, no address."""
     name = html.escape(result.comparison.name)
-    names, *below = rows(result)
+    names, *below = _for_page(rows(result))
     cells = "".join(
         "<tr>" + "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in below
     )
@@ -177,12 +182,20 @@ def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) 
     )
 
 
+def _for_page(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    names = lines[0]
+    first = [names.index(name) for name in PAGE if name in names]
+    order = [*first, *(column for column in range(len(names)) if column not in first)]
+    return [tuple(line[column] for column in order) for line in lines]
+
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #202124; max-width: 80rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem }
 pre { background: #f1f3f4; padding: .6rem .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem } .wide { overflow-x: auto }
 th, td { text-align: left; padding: .4rem .7rem .4rem 0; border-bottom: 1px solid #dadce0; white-space: nowrap }
+th { white-space: normal; vertical-align: bottom }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem }
 .plots { margin: 1.5rem 0 }
 figure { margin: 0 } figcaption { color: #5f6368 } svg { width: 100%; height: auto }
@@ -218,6 +231,10 @@ def _times(interval: Interval) -> str:
     return f"{interval.mean:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
 
 
+def _level(interval: Interval) -> str:
+    return f"{100 * interval.level:.3g} %"
+
+
 def _percent(interval: Interval) -> str:
     mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} % [{low}, {high}]"
@@ -238,13 +255,21 @@ def _aligned(lines: list[tuple[str, ...]]) -> str:
 
 
 def _difference(arm: ArmResult) -> str:
-    return _percent(arm.quality.test.difference) if arm.quality.test else ""
+    if not arm.quality.test:
+        return ""
+    interval = _noise(arm) if arm.is_null else arm.quality.test.difference
+    return f"{_percent(interval)} ({_level(interval)})"
+
+
+def _noise(arm: ArmResult) -> Interval:
+    """Return the null arm's differences, of which no test decides anything."""
+    return mean_interval(arm.quality.differences)
 
 
 def _null_sentence(arm: ArmResult, base: str) -> str:
     parts = []
     if arm.quality.test:
-        parts.append(f"final losses by {_percent(arm.quality.test.difference)}")
+        parts.append(f"final losses by {_percent(_noise(arm))}")
     if arm.speed.ratio:
         parts.append(f"speed by {_times(arm.speed.ratio)}")
     differs = " and in ".join(parts) or "nothing that was measured"

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.arms import DIVERGED, Arm, Outcome
 from trainer.measures import LOSS, energy, memory, speed
-from trainer.statistics import INCONCLUSIVE, WORSE, Equivalence, Interval, equivalence, mean_interval, ratio_interval
+from trainer.statistics import INCONCLUSIVE, WORSE, Equivalence, Interval, family, mean_interval, ratio_interval
 
 
 @dataclass
@@ -93,14 +93,29 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             speed=_ratio(speed, done, against),
             memory=_ratio(memory, done, against),
             energy=_ratio(energy, done, against),
-            quality=_quality(runs, None if against is None else by_arm[baseline], margin),
+            quality=_quality(runs, None if against is None else by_arm[baseline]),
             ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
         )
         if against is not None and not arm.seed_shift and noise:
             result.quality.separates_at = _separation(distances(done, base), noise)
         results.append(result)
+    others = [result.quality for result in results if result.label != baseline and not result.is_null]
+    _test(others, margin)
+    _test([result.quality for result in results if result.is_null], margin)
     return results
+
+
+def _test(qualities: list[Quality], margin: float) -> None:
+    """Give the arms that can be tested their verdicts, corrected for the number of all of them."""
+    tested = [quality for quality in qualities if not quality.verdict]
+    differences = [quality.differences for quality in tested]
+    tests = family(differences, margin, untested=len(qualities) - len(tested))
+    for quality, test in zip(tested, tests, strict=True):
+        quality.test, quality.verdict = test, test.verdict
+        if test.pairs_needed:
+            settled = f"about {test.pairs_needed} seeds of this spread would settle it"
+            quality.why = "; ".join(filter(None, [quality.why, settled]))
 
 
 def _finished(runs: dict[int, Outcome]) -> dict[int, Outcome]:
@@ -123,7 +138,8 @@ def _interval(values: list[float], of: Callable[[list[float]], Interval]) -> Int
     return of(values) if len(values) > 1 else None
 
 
-def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None, margin: float) -> Quality:
+def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None) -> Quality:
+    """Return the losses and the differences; a verdict only where there is nothing to test."""
     losses = {seed: loss for seed, o in _finished(runs).items() if (loss := _loss(o)) is not None}
     quality = Quality(list(losses.values()))
     if base_runs is None:
@@ -138,15 +154,11 @@ def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None, mar
         quality.verdict = INCONCLUSIVE
         quality.why = f"{len(quality.differences)} of {len(runs)} pairs finished, and an interval needs two"
     else:
-        quality.test = equivalence(quality.differences, margin)
-        quality.verdict = quality.test.verdict
         why = []
         if len(quality.differences) < len(runs):
             why.append(f"only {len(quality.differences)} of {len(runs)} pairs finished")
         if worse := [s for s, o in base_runs.items() if _diverged(o) and s in losses]:
             why.append(f"the baseline diverged in {len(worse)} where this arm did not")
-        if quality.test.pairs_needed:
-            why.append(f"about {quality.test.pairs_needed} seeds of this spread would settle it")
         quality.why = "; ".join(why)
     return quality
 

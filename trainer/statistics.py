@@ -36,9 +36,11 @@ class Equivalence:
     verdict: str
     margin: float
     difference: Interval
-    """With a confidence of 95 %."""
+    """The interval that decided. Of a comparison of two arms: 90 % where EQUIVALENT, else 95 %; of several: more."""
     p_equivalent: float
     """The larger p of the two one-sided tests: small where the difference lies within the margin."""
+    p_beyond: float
+    """Two-sided, against a difference of at most the margin."""
     p_different: float
     """Two-sided, against no difference at all: what is small here may still be too small to matter."""
     pairs_needed: int | None
@@ -87,40 +89,94 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
         ValueError: fewer than two pairs, a value that is not finite, a margin that is not above 0.
 
     """
-    from scipy.special import stdtr
+    return family([differences], margin)[0]
 
+
+def family(arms: Sequence[Sequence[float]], margin: float, untested: int = 0) -> list[Equivalence]:
+    """Judge several arms against one baseline, each as ``equivalence`` does, so that together they err in 5 %.
+
+    The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979).
+
+    Args:
+        arms: for each arm its ``differences``.
+        margin: of all of them.
+        untested: how many more arms there were, of which too few runs finished.
+
+    Raises:
+        ValueError: see ``equivalence``.
+
+    """
     if not 0 < margin < math.inf:
         raise ValueError(f"the margin must be above 0, not {margin}")
-    array = _checked(differences)
-    mean, error = float(array.mean()), _standard_error(array)
+    tested = [_Tested(_checked(differences), margin) for differences in arms]
+    missing = [1.0] * untested
+    within = holm([each.p_equivalent for each in tested] + missing)
+    beyond = holm([each.p_beyond for each in tested] + missing)
+    return [each.judged(*levels) for each, *levels in zip(tested, within, beyond, strict=False)]
 
-    def p_below(threshold: float) -> float:
+
+def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
+    """Return the level that each p-value has to be below, so that any false rejection among all has a chance of alpha.
+
+    The smallest of n is held against alpha / n, the next against alpha / (n − 1), and so on up to the first that is
+    not below; what follows is held against the same as that one. S. Holm, *A simple sequentially rejective multiple
+    test procedure*, 1979.
+    """
+    levels = [0.0] * len(p_values)
+    left = len(p_values)
+    rejected = True
+    for index in sorted(range(len(p_values)), key=p_values.__getitem__):
+        levels[index] = alpha / left
+        rejected = rejected and p_values[index] < levels[index]
+        left -= rejected
+    return levels
+
+
+class _Tested:
+    """The p-values of one arm."""
+
+    def __init__(self, differences: np.ndarray, margin: float) -> None:
+        self.differences, self.margin = differences, margin
+        self.mean, self.error = float(differences.mean()), _standard_error(differences)
+        self.p_equivalent = max(self._above(-margin), self._below(margin))
+        self.p_worse, self.p_better = self._above(margin), self._below(-margin)
+        self.p_beyond = min(1.0, 2 * min(self.p_worse, self.p_better))
+
+    def _below(self, threshold: float) -> float:
         """The p of the hypothesis that the true mean is at least the threshold."""
-        if error == 0:
-            return float(mean >= threshold)
-        return float(stdtr(len(array) - 1, (mean - threshold) / error))
+        from scipy.special import stdtr
 
-    def p_above(threshold: float) -> float:
-        return 1 - p_below(threshold) if error else float(mean <= threshold)
+        if self.error == 0:
+            return float(self.mean >= threshold)
+        return float(stdtr(len(self.differences) - 1, (self.mean - threshold) / self.error))
 
-    verdict, needed = INCONCLUSIVE, None
-    p_equivalent = max(p_above(-margin), p_below(margin))
-    if p_equivalent < ALPHA:
-        verdict = EQUIVALENT
-    elif p_above(margin) < ALPHA / 2:
-        verdict = WORSE
-    elif p_below(-margin) < ALPHA / 2:
-        verdict = BETTER
-    else:
-        needed = _pairs_needed(mean, float(array.std(ddof=1)), margin)
-    p_different = min(1.0, 2 * min(p_below(0.0), p_above(0.0)))
-    return Equivalence(verdict, margin, mean_interval(differences), p_equivalent, p_different, needed)
+    def _above(self, threshold: float) -> float:
+        return 1 - self._below(threshold) if self.error else float(self.mean <= threshold)
+
+    def judged(self, within: float, beyond: float) -> Equivalence:
+        """Return the verdict by tests of these levels."""
+        verdict, needed = INCONCLUSIVE, None
+        if self.p_equivalent < within:
+            verdict = EQUIVALENT
+        elif self.p_beyond < beyond:
+            verdict = WORSE if self.p_worse < self.p_better else BETTER
+        else:
+            level = 1 - (within if abs(self.mean) < self.margin else beyond / 2)
+            needed = _pairs_needed(self.mean, float(self.differences.std(ddof=1)), self.margin, level)
+        return Equivalence(
+            verdict,
+            self.margin,
+            mean_interval(self.differences.tolist(), 1 - (2 * within if verdict == EQUIVALENT else beyond)),
+            self.p_equivalent,
+            self.p_beyond,
+            min(1.0, 2 * min(self._below(0.0), self._above(0.0))),
+            needed,
+        )
 
 
-def _pairs_needed(mean: float, spread: float, margin: float) -> int | None:
+def _pairs_needed(mean: float, spread: float, margin: float, level: float) -> int | None:
     from scipy.special import stdtrit
 
-    level = 1 - (ALPHA if abs(mean) < margin else ALPHA / 2)
     room = abs(margin - abs(mean))
     counts = np.arange(2, 1001)
     enough = stdtrit(counts - 1, level) * spread / np.sqrt(counts) < room

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from trainer.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, equivalence, mean_interval, ratio_interval
+from trainer.statistics import (
+    BETTER,
+    EQUIVALENT,
+    INCONCLUSIVE,
+    WORSE,
+    equivalence,
+    family,
+    holm,
+    mean_interval,
+    ratio_interval,
+)
 
 MARGIN = 0.003
 SPREAD = 0.002
@@ -56,6 +66,61 @@ def test_identical_arms_are_seldom_called_worse_or_better(count: int) -> None:
 def test_a_difference_on_the_margin_is_seldom_called_equivalent() -> None:
     for mean in (-MARGIN, MARGIN):
         assert verdicts(mean, 5)[EQUIVALENT] <= 65  # 5 %, and three standard deviations of 1000 draws
+
+
+def shared_baseline(means: list[float], count: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Differences of arms that are all taken from the same runs of the baseline."""
+    baseline = generator.normal(0.0, SPREAD / 2**0.5, count)
+    return [generator.normal(mean, SPREAD / 2**0.5, count) - baseline for mean in means]
+
+
+def test_of_six_arms_on_the_margin_seldom_is_one_called_equivalent() -> None:
+    """Each by itself would be in 5 % of comparisons, and one or another of them in more than 10 %."""
+    generator = np.random.default_rng(0)
+    corrected = alone = 0
+    for _ in range(1000):
+        arms = shared_baseline([MARGIN] * 3 + [-MARGIN] * 3, 5, generator)
+        corrected += EQUIVALENT in [found.verdict for found in family(arms, MARGIN)]
+        alone += EQUIVALENT in [equivalence(arm, MARGIN).verdict for arm in arms]
+    assert corrected <= 65 < 100 < alone  # 5 %, and three standard deviations of 1000 draws
+
+
+def test_of_six_arms_on_the_margin_seldom_is_one_called_worse_or_better() -> None:
+    generator = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(1000):
+        found = family(shared_baseline([MARGIN] * 3 + [-MARGIN] * 3, 5, generator), MARGIN)
+        wrong += bool({WORSE, BETTER} & {each.verdict for each in found})
+    assert wrong <= 65
+
+
+def test_arms_that_are_clearly_equal_or_worse_are_found_among_six() -> None:
+    generator = np.random.default_rng(2)
+    found = family(shared_baseline([0.0, 0.0, 0.0, 0.03, 0.03, -0.03], 10, generator), MARGIN)
+    assert [each.verdict for each in found] == [EQUIVALENT] * 3 + [WORSE] * 2 + [BETTER]
+
+
+def test_the_interval_that_is_returned_is_the_one_that_decided() -> None:
+    """90 % within the margin where two arms are compared, 95 % beyond it; of several arms wider ones."""
+    generator = np.random.default_rng(4)
+    inside, outside, unclear = ([mean + 0.001 * z for z in generator.normal(size=6)] for mean in (0.0, 0.02, 0.0028))
+    levels = [equivalence(arm, MARGIN).difference.level for arm in (inside, outside, unclear)]
+    assert levels == pytest.approx([0.90, 0.95, 0.95])
+    for found in family([inside, outside, unclear], MARGIN):
+        low, high = found.difference.low, found.difference.high
+        assert (found.verdict == EQUIVALENT) == (low > -MARGIN and high < MARGIN)
+        assert (found.verdict == WORSE) == (low > MARGIN)
+    assert family([inside, outside, unclear], MARGIN)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
+    assert family([inside], MARGIN, untested=2)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
+
+
+def test_holms_levels() -> None:
+    p_values = [0.04, 0.001, 0.012, 0.03, 0.016]
+    assert holm(p_values) == pytest.approx([0.025, 0.01, 0.0125, 0.025, 0.05 / 3])
+    assert [p < level for p, level in zip(p_values, holm(p_values), strict=True)] == [False, True, True, False, True]
+    assert holm([0.5]) == [0.05]
+    assert holm([]) == []
+    assert holm([0.02, 0.02]) == pytest.approx([0.025, 0.05])
 
 
 def test_a_planted_difference_of_one_per_cent_is_found() -> None:
