@@ -41,6 +41,7 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self._copies: list[tuple[str, nn.Parameter, nn.Parameter]] = []
         """Names, the model's parameters, and their masters."""
         self._named: list[tuple[str, nn.Parameter]] = []

@@ -25,7 +25,9 @@ class Optimizer:
     lr: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
-    """Applied to parameters of two or more dimensions only: norms and biases are not decayed."""
+    """Applied to the weights of linear, convolution, embedding and attention layers. Everything else is not decayed,
+    whatever its shape: biases, norms, scales, class tokens, bare position embeddings. The rule is ``decayed``.
+    """
     fused: bool | str = "auto"
     """One kernel for the whole update; auto: where torch has it for this device."""
     set_to_none: bool = True
@@ -66,9 +68,11 @@ class Optimizer:
 
     def build(self, model: nn.Module | MasterWeights, device: torch.device) -> torch.optim.Optimizer:
         """Return the optimizer over the trainable parameters of a model or its masters, decayed ones first."""
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-        others = [parameter for parameter in parameters if parameter.ndim < 2]
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        parameters = [parameter for _, parameter in named]
+        weights = decayed(model.model if isinstance(model, MasterWeights) else model)
+        matrices = [parameter for name, parameter in named if name in weights]
+        others = [parameter for name, parameter in named if name not in weights]
         groups = [
             {"params": members, "weight_decay": decay}
             for members, decay in ((matrices, self.weight_decay), (others, 0.0))
@@ -125,6 +129,30 @@ def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> boo
             optimizer.step()
             updated[kind] = weight.detach().float()
         return torch.allclose(updated[dtype], updated[torch.float32], rtol=2.0**-6, atol=0.0)
+
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+_NOT_DECAYED = ("bias", "scale", "gamma", "gain", "norm", "token", "pos_emb", "position", "temperature")
+"""What the name of a parameter contains that adds to activations, scales them or stands for one."""
+
+
+def decayed(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that weight decay applies to.
+
+    A parameter's role decides: it has two or more dimensions (a matrix or a convolution's kernel), belongs to no
+    normalisation layer, and its own name speaks of no bias, scale, token or position. So ConvNeXt's ``layer_scale``,
+    a vision transformer's ``class_token`` and ``pos_embedding``, and Swin's ``relative_position_bias_table`` and
+    ``logit_scale`` are left alone. ``nn.Embedding`` is decayed, of positions too, as in GPT-2's published recipe.
+    """
+    names = set()
+    for owner, module in model.named_modules():
+        if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
+            continue
+        for name, parameter in module.named_parameters(owner, recurse=False):
+            own = name.rpartition(".")[2].lower()
+            if parameter.ndim >= 2 and not any(word in own for word in _NOT_DECAYED):
+                names.add(name)
+    return names
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 
+from tests.helpers import trainer_of
 from trainer.errors import UserError
-from trainer.optimizer import Optimizer
+from trainer.master import masters_of
+from trainer.optimizer import Optimizer, decayed
 
 CPU = torch.device("cpu")
 
@@ -25,6 +28,56 @@ def test_matrices_are_decayed_norms_and_biases_are_not() -> None:
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert names(model, decayed["params"]) == ["0.weight", "3.weight"]
     assert names(model, others["params"]) == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "names_left"),
+    [
+        ("convnext_tiny", {"layer_scale"}),
+        ("vit_b_16", {"class_token", "pos_embedding"}),
+        ("swin_t", {"relative_position_bias_table"}),
+        ("swin_v2_t", {"logit_scale"}),
+        ("maxvit_t", {"relative_position_bias_table"}),
+        ("resnet18", set()),
+    ],
+)
+def test_parameters_of_two_dimensions_that_are_no_weights_are_not_decayed(arch: str, names_left: set[str]) -> None:
+    with torch.device("meta"):
+        model = torchvision.models.get_model(arch, weights=None)
+    matrices = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+    weights = decayed(model)
+    assert weights <= matrices
+    assert {name.rpartition(".")[2] for name in matrices - weights} == names_left
+    assert {name.rpartition(".")[2] for name in weights} <= {"weight", "in_proj_weight"}
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "llama", "bert", "t5"])
+def test_language_models_have_the_groups_that_their_checkpoints_have(recipe: str) -> None:
+    model = trainer_of(f"recipe={recipe}", "recipe.size=nano", "data=synthetic", "data.vocab_size=90").model
+    named = dict(model.named_parameters())
+    assert decayed(model) & named.keys() == {name for name, parameter in named.items() if parameter.ndim >= 2}
+
+
+class Unusual(nn.Module):
+    """Parameters of its own, and a norm over two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.ones(3, 3))
+        self.Bias = nn.Parameter(torch.ones(1, 3, 1))
+        self.cls_token = nn.Parameter(torch.ones(1, 1, 3))
+        self.norm = nn.LayerNorm((3, 3))
+        self.gru = nn.GRU(3, 3)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
+def test_a_models_own_parameters_are_judged_by_role_also_through_masters(mode: str) -> None:
+    model = Unusual().to(torch.bfloat16 if mode == "bf16_master" else torch.float32)
+    masters = masters_of(mode, model, 0)
+    optimizer = Optimizer("AdamW", weight_decay=0.1).build(masters or model, CPU)
+    chosen = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    found = [name for name, parameter in (masters or model).named_parameters() if id(parameter) in chosen]
+    assert found == ["mixing", "gru.weight_ih_l0", "gru.weight_hh_l0"]
 
 
 def test_frozen_parameters_are_left_out_and_tied_ones_are_there_once() -> None:
