@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from recipes.gpt2_model import SHAPES, new_gpt2, open_pretrained, pretrained_config
-from recipes.huggingface import check_dropout, choose_size
+from recipes.huggingface import check_dropout, choose_size, smaller_sizes
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.errors import UserError
@@ -50,6 +50,10 @@ class GPT2(LanguageRecipe):
         choices = choose_size(self.size, SHAPES, hardware, "mini", "124M")
         self.size = str(choices[0].value) if choices else self.size
         return choices
+
+    def smaller(self) -> list[str]:
+        """Return the smaller sizes; none of a pretrained model."""
+        return [] if self.pretrained else smaller_sizes(self.size, SHAPES)
 
     def own_context(self) -> int:
         """Return the published 1024 tokens, or fewer where the model takes fewer."""

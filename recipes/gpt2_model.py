@@ -87,6 +87,10 @@ def open_pretrained(source: str, vocabulary: int, dropout: float, attention: str
     """
     from transformers import GPT2LMHeadModel
 
+    if torch.get_default_device().type == "meta":  # a forecast wants the shapes only
+        config = pretrained_config(source)
+        config.vocab_size, config._attn_implementation = vocabulary, attention
+        return GPT2LMHeadModel(config)
     with _opening(source):
         # Transformers would load the weights in whatever dtype they were saved.
         gpt2 = GPT2LMHeadModel.from_pretrained(

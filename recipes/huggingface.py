@@ -36,6 +36,13 @@ def choose_size(size: str, known: Iterable[str], hardware: Hardware, on_cpu: str
     return []
 
 
+def smaller_sizes(size: str, known: Iterable[str]) -> list[str]:
+    """Return the overrides that choose the sizes before ``size`` in ``known``, which are in ascending order."""
+    names = list(known)
+    below = names[: names.index(size)] if size in names else []
+    return [f"recipe.size={name}" for name in reversed(below)]
+
+
 def check_text(data: DataSource, recipe: str) -> TextSource:
     """Return ``data``, or refuse what cannot be read as text."""
     if not isinstance(data, TextSource):
@@ -115,6 +122,10 @@ class SizedTextRecipe(Recipe):
             self.context = self.shapes[self.size].context
             choices.append(Choice("recipe.context", self.context, f"{self.context_is}, the size's own"))
         return choices
+
+    def smaller(self) -> list[str]:
+        """Return the smaller sizes."""
+        return smaller_sizes(self.size, self.shapes)
 
     def special_tokens(self) -> dict[str, tuple[str, int]]:
         """Return the tokens that the recipe adds to the tokenizer's, by role: text and id, in the order of the ids."""

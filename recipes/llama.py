@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from recipes.huggingface import choose_size
+from recipes.huggingface import choose_size, smaller_sizes
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.errors import UserError
@@ -79,6 +79,10 @@ class Llama(LanguageRecipe):
                 f"use recipe.kv_heads={fitting}"
             )
         return choices
+
+    def smaller(self) -> list[str]:
+        """Return the smaller sizes."""
+        return smaller_sizes(self.size, SHAPES)
 
     def own_context(self) -> int:
         """Return the tokens that the size was trained with at first."""

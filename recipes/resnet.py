@@ -62,6 +62,10 @@ class ResNet(Recipe):
             self.arch, why = "resnet18", "fits a CPU; recipe.arch=resnet50 for the published size"
         return [Choice("recipe.arch", self.arch, why)]
 
+    def smaller(self) -> list[str]:
+        """Return ResNet-18."""
+        return [] if self.arch == "resnet18" else ["recipe.arch=resnet18"]
+
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return some minutes of digits, at most, on two CPU cores; on a GPU, the published batch of 256."""
         if hardware.is_gpu:

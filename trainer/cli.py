@@ -70,6 +70,7 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
         if interrupted:
             return
         overrides: list[str] = []
+        built: config.Config | None = None
         shortage: BaseException | None = None
         try:
             built = config.build(composed)
@@ -97,6 +98,9 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
         finally:
             _release_memory()
         if shortage is not None:
+            size = built.micro_batch_size if built else "auto"
+            if size != "auto" and not any(override.startswith("micro_batch_size=") for override in overrides):
+                overrides.append(f"micro_batch_size={size}")  # as it was chosen, not as it would be chosen now
             codes.append(_report(out_of_memory(shortage, overrides)))
 
     run: Callable[[], None] = task

@@ -158,7 +158,40 @@ def peak_memory_bytes(device: torch.device) -> int:
 def _ram_bytes() -> int:
     import psutil
 
-    return int(psutil.virtual_memory().total)
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in control_groups())])
+
+
+def control_groups(
+    membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> list[tuple[int, int]]:
+    """Return the limit of memory and what is used of it, in bytes, of each control group that this process is in.
+
+    That is how Linux limits containers, services and batch jobs. File pages that can be dropped do not count as used.
+    """
+    found = []
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            root, names = (mounted, _CGROUP_2) if not controllers else (mounted / "memory", _CGROUP_1)
+            inner = root / path.lstrip("/")
+            # A container may see only its own group, mounted at the root.
+            for folder in dict.fromkeys([inner, *inner.parents, root]):
+                if folder.is_relative_to(root):
+                    with suppress(OSError, ValueError, StopIteration):  # no limit, or no such file at the root
+                        found.append(_limit_and_use(folder, *names))
+    return found
+
+
+_CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _limit_and_use(folder: Path, limit: str, usage: str, droppable: str) -> tuple[int, int]:
+    statistics = (folder / "memory.stat").read_text().splitlines()
+    files = next(int(line.split()[1]) for line in statistics if line.startswith(f"{droppable} "))
+    return int((folder / limit).read_text()), max(0, int((folder / usage).read_text()) - files)
 
 
 def _cpu_name() -> str:
@@ -188,7 +221,7 @@ def available_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     import psutil
 
-    left = int(psutil.virtual_memory().available)
+    left = min([int(psutil.virtual_memory().available), *(limit - used for limit, used in control_groups())])
     with suppress(ImportError, OSError):  # Linux; elsewhere these limits mean little
         import resource
 

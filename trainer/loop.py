@@ -66,13 +66,21 @@ class Trainer:
         plan: the resolved numbers.
         hardware: where it runs.
         world: the processes that train together; None: this one alone.
+        datasets: the recipe's, where they were opened before; None: they are opened here.
 
     Raises:
         UserError: data or model that the config asks for cannot be had.
 
     """
 
-    def __init__(self, config: Config, plan: Plan, hardware: Hardware, world: World | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        hardware: Hardware,
+        world: World | None = None,
+        datasets: Datasets | None = None,
+    ) -> None:
         self.world = world or World()
         self.config = config
         self.recipe = config.recipe
@@ -84,7 +92,7 @@ class Trainer:
         config.precision.apply()
         allow_cudnn(not self.recipe.masks_attention)
         set_determinism(config.deterministic)
-        self.datasets = self._open_datasets()
+        self.datasets = self._open_datasets() if datasets is None else datasets
         self.choices = config.settle_augment()
         """What was chosen once the data was open."""
         config.loader.resolve(self.datasets.decodes, hardware)

@@ -204,6 +204,10 @@ class Recipe:
         """Return what ``steps``, ``batch_size`` and ``micro_batch_size`` become where they say ``auto``."""
         raise NotImplementedError
 
+    def smaller(self) -> list[str]:
+        """Return the overrides that choose smaller models of this family, the largest first."""
+        return []
+
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError

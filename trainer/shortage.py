@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 
 from trainer.compose import compose
-from trainer.errors import OutOfMemory, UserError
-from trainer.forecast import Forecast, forecast, required_bytes, table
+from trainer.errors import OutOfMemory, RunError, UserError
+from trainer.forecast import Forecast, copies_on_device, forecast, required_bytes, table
 from trainer.hardware import available_bytes, detect
 from trainer.memory import MIB
 
-_USABLE = 0.9
+USABLE = 0.9
 """Of what is free, since allocators waste some. And what failed takes too much: what fits takes clearly less."""
 
 
@@ -40,7 +40,7 @@ def _first_words(error: BaseException) -> str:
 
 def _advice(overrides: Sequence[str]) -> str:
     typed = _Need("as typed", overrides)
-    usable = min(_USABLE * available_bytes(detect(typed.config.device).device), _USABLE * typed.bytes)
+    usable = min(USABLE * available_bytes(detect(typed.config.device).device), USABLE * typed.bytes)
     remedies = [_smaller(typed, overrides, usable)] if typed.micro_batch_size > 1 else []
     if typed.config.activation_checkpointing.mode == "none":
         remedies.append("activation_checkpointing=blocks")
@@ -60,13 +60,41 @@ def _advice(overrides: Sequence[str]) -> str:
     return "\n".join(["forecast of this step, at its peak, and of what takes less:\n", table(columns), "", *lines])
 
 
+def advice(overrides: Sequence[str], usable: float) -> str:
+    """Return which overrides are forecast to fit into ``usable`` bytes, where microbatches of one sample do not.
+
+    First what leaves the model as it is, all of it together; then the largest smaller model of the recipe.
+    """
+    found = []
+    try:
+        typed = compose(overrides)
+        more = ["checkpoint.background=false"] if copies_on_device(typed) else []
+        more += ["activation_checkpointing=blocks"] if typed.activation_checkpointing.mode == "none" else []
+        precisions = ["bf16_master", "bf16_sr"] if typed.precision.mode in ("fp32", "tf32", "bf16", "fp16") else []
+        options = [" ".join(["micro_batch_size=1", *more, f"precision={mode}"]) for mode in precisions]
+        typed.resolve(detect(typed.device))
+        for candidates in (options, [f"{smaller} micro_batch_size=1" for smaller in typed.recipe.smaller()]):
+            found += next(([label] for label in candidates if _fits(label, overrides, usable)), [])
+    except RunError:  # several processes, for which there is no forecast
+        pass
+    if not found:
+        return "A smaller model, activation_checkpointing=blocks, precision=bf16_master or bf16_sr need less."
+    return "\n".join(["Forecast to fit:", *(f"  {label}" for label in found)])
+
+
+def _fits(label: str, overrides: Sequence[str], usable: float) -> bool:
+    need = _need(label, overrides)
+    return need is not None and need.bytes <= usable
+
+
 class _Need:
     """A forecast of the run with one more override, or several."""
 
     def __init__(self, label: str, overrides: Sequence[str]) -> None:
         more = label.split() if "=" in label else []
         self.label = label
-        self.config = compose([*overrides, *more])
+        changed = {override.partition("=")[0] for override in more}
+        self.config = compose([*(each for each in overrides if each.partition("=")[0] not in changed), *more])
         self.ledger = forecast(self.config)
         self.bytes = required_bytes(self.config, self.ledger)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from trainer.config import Config, flatten
 from trainer.console import Terminal
 from trainer.delivery import final_status
 from trainer.errors import UserError
+from trainer.fit import earlier_plan, fit_plan
 from trainer.folder import RunFolder, earlier_folder
 from trainer.hardware import detect
 from trainer.loop import Trainer
@@ -31,11 +33,13 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
+        OutOfMemory: not even microbatches of one sample are forecast to fit; nothing was written.
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
 
     """
     with Requests(config.checkpoint.save_on_signal) as requests, ExitStack() as stack:
+        asked = copy.deepcopy(config)
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.first)
         hardware = detect(config.device)
@@ -49,13 +53,19 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         if folder is not None:
             if config.augment.kind == AutomaticAugment.kind:
                 config.set_augment(world.on_first(partial(_earlier_augment, folder, config)))
+            if asked.micro_batch_size == "auto":
+                plan, choices = earlier_plan(folder, config, plan, choices)
             saved = Saved(world.on_first(partial(_taken_up, folder, config, stack)))
             # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
                 done = f"{folder.path} has done its {saved.step} steps"
                 terminal.note(f"{done}; steps={2 * saved.step} would go on")
                 return {}
-        trainer = Trainer(config, plan, hardware, world)
+        datasets = None
+        if folder is None:
+            datasets = world.first_then_others(lambda: config.recipe.datasets(config.data, config.seed))
+            plan, choices = fit_plan(asked, config, plan, choices, hardware, world, datasets, overrides or [])
+        trainer = Trainer(config, plan, hardware, world, datasets)
         stack.callback(trainer.close)
         if folder is None:
             folder = world.on_first(partial(_begun, config, stack))

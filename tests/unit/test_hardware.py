@@ -4,13 +4,15 @@ import json
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers import PROJECT
+from trainer import hardware
 from trainer.errors import UserError
-from trainer.hardware import Hardware, detect
+from trainer.hardware import Hardware, available_bytes, control_groups, detect
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
 
@@ -114,3 +116,30 @@ def test_the_peak_of_the_process_is_remembered_after_the_memory_is_given_back_an
     assert large - start == pytest.approx(512, abs=64)
     assert small - start == pytest.approx(256, abs=64)
     assert end - start == pytest.approx(0, abs=64)
+
+
+def control_group(folder: Path, names: tuple[str, str, str], limit: str, used: int, files: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {files}\nactive_file 7\n")
+
+
+def test_limits_of_control_groups_of_both_versions_count(tmp_path: Path) -> None:
+    new = ("memory.max", "memory.current", "inactive_file")
+    control_group(tmp_path / "fs", new, "8000", 3000, 1000)  # as a container sees its own
+    control_group(tmp_path / "fs" / "slice", new, "max", 500, 0)
+    control_group(tmp_path / "fs" / "slice" / "job", new, "4000", 900, 400)
+    (tmp_path / "self").write_text("3:cpu:/\n0::/slice/job\n")
+    assert control_groups(tmp_path / "self", tmp_path / "fs") == [(4000, 500), (8000, 2000)]
+    old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    control_group(tmp_path / "fs" / "memory" / "job", old, "6000", 100, 200)
+    (tmp_path / "self").write_text("4:memory:/job\n2:cpuset:/job\n")
+    assert control_groups(tmp_path / "self", tmp_path / "fs") == [(6000, 0)]
+    assert control_groups(tmp_path / "none", tmp_path) == []
+
+
+def test_a_control_group_is_less_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "control_groups", lambda: [(3 * 2**30, 2**30), (2**60, 0)])
+    assert detect("cpu").memory_bytes == 3 * 2**30
+    assert available_bytes(torch.device("cpu")) <= 2 * 2**30
