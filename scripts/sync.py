@@ -1,4 +1,4 @@
-"""Send to MLflow what it did not take while training: ``python scripts/sync.py [run folder …]``."""
+"""Send to MLflow what it does not have yet of the runs: ``python scripts/sync.py [run folder …]``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.sync import check_run, runs_in, send
 
 
 def main() -> int:
-    """Parse the command line and send; the exit code is 1 where MLflow did not take everything, 2 for a mistake."""
+    """Parse the command line and send; the exit code is 1 where MLflow still lacks something, 2 for a mistake."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, metavar="run folder", help="default: every run not complete")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs"), help="of the runs (default: outputs)")
@@ -38,7 +38,7 @@ def main() -> int:
             left_over |= outcome.left_over
             print(f"{folder}: {outcome.text}", flush=True)
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on")
+        print("\nstopped; run the same command again to continue")
         return 130
     return int(left_over)
 

@@ -94,7 +94,7 @@ def is_delivered(folder: Path, uri: str | None = None) -> bool:
 
 
 def reopen(folder: Path) -> None:
-    """Forget that the run had ended: it goes on, so it has no summary, and MLflow will not have all of it."""
+    """Forget that the run had ended: it continues, so it has no summary, and MLflow will not have all of it."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     record = read_record(folder)
     if record.pop("delivered", None):
@@ -159,7 +159,7 @@ class Delivery:
         run = find_run(client, known) if known else None
         if run is None:
             if known:
-                log.warning("MLflow has no run %s any more; this run goes on as a new one there.", known)
+                log.warning("MLflow has no run %s any more; this run continues as a new one there.", known)
             info = self._info
             run = create_run(client, self._uri, info.experiment, info.name, info.key, info.started_s)
             self._confirmed = 0

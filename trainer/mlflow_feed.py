@@ -26,11 +26,19 @@ class Feed(threading.Thread):
     While MLflow answers, earlier runs of the same output folder that it lacks are sent too.
     """
 
-    def __init__(self, folder: Path, uri: str, info: RunInfo, flush_every_s: float, system_metrics: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        uri: str,
+        info: RunInfo,
+        flush_every_s: float,
+        system_metrics: bool = False,
+        training: bool = True,
+    ) -> None:
         super().__init__(name="mlflow-feed", daemon=True)
         self._folder = folder
         self._uri = uri
-        self._delivery = Delivery(folder, uri, info, training=True, progress=self._progress)
+        self._delivery = Delivery(folder, uri, info, training=training, progress=self._progress)
         self._flush_every_s = flush_every_s
         self._monitor: Any = None
         self._system_metrics = system_metrics
@@ -50,26 +58,50 @@ class Feed(threading.Thread):
     def conclude(self, status: str, patience_s: float) -> str | None:
         """Deliver the rest of the run; wait while there is progress, at most ``patience_s`` without.
 
+        A feed that was never started only does this.
+
         Returns:
-            What MLflow did not take and how to send it, for the user; None: it took everything.
+            What MLflow lacks and how to send it, for the user; None: it has everything.
 
         """
         self._status = status
         self._patience_s = patience_s
         self._deadline = time.monotonic() + patience_s
         self._ending.set()
-        while self.is_alive() and time.monotonic() < self._deadline:
-            self.join(0.1)
+        if self.ident is None:
+            self.start()
+        try:
+            while self.is_alive() and time.monotonic() < self._deadline:
+                self.join(0.1)
+        except BaseException:  # a signal: nobody waits any longer
+            log.warning("%s", self._incomplete("interrupted"))
+            raise
+        finally:
+            self._abandoned = True
         delivered = not self.is_alive() and self._problem is None
-        self._abandoned = True
         if self._backlog:
             self._backlog.end(at_once=status != "FINISHED" or not delivered)
         if delivered:
             return None
-        reason = first_line(self._problem) if self._problem else f"no answer within {patience_s:g} s"
+        return self._incomplete(first_line(self._problem) if self._problem else f"no answer within {patience_s:g} s")
+
+    def abandon(self) -> str | None:
+        """Stop without sending anything more.
+
+        Returns:
+            What MLflow lacks and how to send it, for the user; None: that was said, or it has everything.
+
+        """
+        if self._ending.is_set():
+            return None
+        self._abandoned = True
+        self._ending.set()
+        return self._incomplete("stopped at once")
+
+    def _incomplete(self, reason: str) -> str:
         return (
-            f"MLflow at {without_password(self._uri)} did not take {self._delivery.missing()} ({reason}). "
-            f"{self._folder} has it all; a later run into {self._folder.parent} sends it, or: {command(self._folder)}"
+            f"MLflow upload incomplete ({without_password(self._uri)} lacks {self._delivery.missing()}: {reason}). "
+            f"Data is safe in {self._folder}; retry with: {command(self._folder)}"
         )
 
     def run(self) -> None:
@@ -88,14 +120,14 @@ class Feed(threading.Thread):
                     return
             except Stopped:
                 return
-            except Exception as error:  # whatever goes wrong with MLflow, training goes on
+            except Exception as error:  # whatever goes wrong with MLflow, training continues
                 self._delivery.doubt()
                 self._problem = error
                 failures += 1
                 last_failures += ending
                 if failures == 2 and not ending:
                     log.warning(
-                        "MLflow at %s does not take this run yet: %s. Training goes on; %s has the metrics.",
+                        "MLflow at %s does not take this run yet: %s. Training continues; %s has the metrics.",
                         without_password(self._uri),
                         first_line(error),
                         self._folder / METRICS_FILE,

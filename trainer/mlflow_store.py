@@ -64,6 +64,21 @@ def without_password(uri: str) -> str:
     return uri.replace(f":{password}@", ":***@") if password else uri
 
 
+def whole_uri(uri: str) -> str:
+    """Return a tracking URI that was written down with the password that it had, which is never written down.
+
+    Raises:
+        UserError: ``MLFLOW_TRACKING_URI`` does not have it.
+
+    """
+    if ":***@" not in uri:
+        return uri
+    current = explicit_uri(None)
+    if current and lasting_uri(current) == uri:
+        return current
+    raise UserError(f"the password of {uri} is not stored; set MLFLOW_TRACKING_URI to the whole address")
+
+
 def lasting_uri(uri: str) -> str:
     """Return a tracking URI to write down: it means the same in every folder, and has no password."""
     scheme, found, name = uri.partition(":///")

@@ -120,6 +120,8 @@ class Run:
                 return self._finish()
         except Interrupted:  # a second signal: nothing that takes time any more
             self.terminal.end_progress()
+            if self.tracker:
+                self.tracker.abandon()
             raise
         except BaseException as error:
             self._close("FAILED")

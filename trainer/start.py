@@ -21,6 +21,7 @@ from trainer.loop import Trainer
 from trainer.restore import Saved
 from trainer.run import Run
 from trainer.signals import Requests
+from trainer.tracking import finish_delivery
 
 
 def train(config: Config, overrides: list[str] | None = None, run_class: type[Run] = Run) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
                 done = f"{folder.path} has done its {saved.step} steps"
                 terminal.note(f"{done}; steps={2 * saved.step} would go on")
+                world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return {}
         datasets = None
         if folder is None:

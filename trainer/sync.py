@@ -1,4 +1,4 @@
-"""Runs that MLflow did not take when they were trained, sent later: by ``scripts/sync.py``, or beside a later run."""
+"""Runs that MLflow does not have whole, sent later: by ``scripts/sync.py``, or beside a later run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trainer.delivery import TRACKING_FILE, Delivery, Progress, RunInfo, final_status, first_line, is_delivered
 from trainer.errors import UserError
-from trainer.mlflow_store import explicit_uri, lasting_uri, tracking_uri, without_password
+from trainer.mlflow_store import lasting_uri, tracking_uri, whole_uri, without_password
 
 log = logging.getLogger("mantissa")
 
@@ -22,7 +22,7 @@ SHARE = 0.1
 """Of the time while a run trains: Python's threads take turns, and training needs most of them."""
 LONGEST_PAUSE_S = 5.0
 LAST_S = 3.0
-"""How long a run that has ended lets the sending of earlier ones go on."""
+"""How long a run that has ended lets the sending of earlier ones continue."""
 
 
 class Stopped(Exception):
@@ -35,6 +35,8 @@ class Outcome(NamedTuple):
     left_over: bool
     """Whether MLflow still lacks something that it should have."""
     text: str
+    sent: bool = False
+    """Whether MLflow lacked something of it, and has it now."""
 
 
 def command(folder: Path) -> str:
@@ -82,12 +84,16 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> Outcom
     try:
         info = RunInfo.read(folder)
         if info.uri is None and not named:
-            return Outcome(False, "tracking=local, left alone")
+            return Outcome(False, "tracking=local; skipped")
         if is_delivered(folder, uri):
             return Outcome(False, "already complete")
-        return _send(folder, _whole_uri(info, uri), info, lambda allowance_s: None)
+        return _send(folder, _store_of(info, uri), info, lambda allowance_s: None)
     except UserError as error:
         return Outcome(True, str(error))
+
+
+def _store_of(info: RunInfo, uri: str | None) -> str:
+    return whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "--uri")
 
 
 def _send(folder: Path, uri: str, info: RunInfo, progress: Progress) -> Outcome:
@@ -97,7 +103,7 @@ def _send(folder: Path, uri: str, info: RunInfo, progress: Progress) -> Outcome:
         try:
             stack.enter_context(RunFolder(folder).locked())
         except UserError:
-            return Outcome(False, "is being trained or sent by another process, left alone")
+            return Outcome(False, "is being trained or sent by another process; skipped")
         if is_delivered(folder, uri):
             return Outcome(False, "already complete")
         delivery = Delivery(folder, uri, info, training=False, progress=progress)
@@ -105,7 +111,7 @@ def _send(folder: Path, uri: str, info: RunInfo, progress: Progress) -> Outcome:
         for _ in range(ATTEMPTS):
             try:
                 delivery.complete(final_status(folder) or "KILLED")
-                return Outcome(False, f"sent to {without_password(uri)}")
+                return Outcome(False, f"sent to {without_password(uri)}", sent=True)
             except Stopped:
                 raise
             except Exception as error:  # of many kinds, by MLflow and what lies below it
@@ -113,19 +119,7 @@ def _send(folder: Path, uri: str, info: RunInfo, progress: Progress) -> Outcome:
                 delivery.doubt()
         assert problem
         missing = delivery.missing()
-        return Outcome(True, f"MLflow at {without_password(uri)} did not take {missing} ({first_line(problem)})")
-
-
-def _whole_uri(info: RunInfo, uri: str | None) -> str:
-    """Return the URI with its password, which is never written down."""
-    if uri or not info.uri:
-        return tracking_uri(uri, "--uri")
-    if ":***@" not in info.uri:
-        return info.uri
-    current = explicit_uri(None)
-    if current and lasting_uri(current) == info.uri:
-        return current
-    raise UserError(f"the password of {info.uri} is needed: give the whole URI with --uri=… or MLFLOW_TRACKING_URI")
+        return Outcome(True, f"upload incomplete: {without_password(uri)} lacks {missing} ({first_line(problem)})")
 
 
 class Backlog(threading.Thread):
@@ -152,7 +146,7 @@ class Backlog(threading.Thread):
                 outcome = _send(folder, self._uri, info, lambda allowance_s: self._pause())
                 if outcome.left_over:
                     return
-                if outcome.text.startswith("sent"):
+                if outcome.sent:
                     log.info("MLflow has now been sent the earlier run %s too.", folder.name)
         except (Stopped, UserError, OSError):
             return

@@ -11,11 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.delivery import METRICS_FILE, SUMMARY_FILE, TRACKING_FILE, RunInfo, reopen
+from trainer.delivery import (
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TRACKING_FILE,
+    RunInfo,
+    final_status,
+    is_delivered,
+    reopen,
+)
 from trainer.errors import UserError
 from trainer.files import write_json, write_text
 from trainer.mlflow_feed import Feed
-from trainer.mlflow_store import explicit_uri, lasting_uri, tracking_uri
+from trainer.mlflow_store import explicit_uri, lasting_uri, tracking_uri, whole_uri, without_password
 
 log = logging.getLogger("mantissa")
 
@@ -61,6 +69,8 @@ class MetricLog:
 
     def close(self) -> None:
         """Try a last time."""
+        if self._file.closed:
+            return
         self._write()
         with suppress(OSError):
             self._file.close()
@@ -75,7 +85,7 @@ class MetricLog:
         except OSError as error:
             if not self._refused:
                 log.warning(
-                    "%s cannot be written (%s). Training goes on, and the metrics wait in memory.",
+                    "%s cannot be written (%s). Training continues, and the metrics wait in memory.",
                     self._path,
                     error.strerror,
                 )
@@ -115,13 +125,13 @@ class Tracker:
         self._config = config
         self._run_name = run_name
         path = folder / METRICS_FILE
+        before = _told_before(folder) if resume_step is not None else None
+        uri = _store_of(config, before) if config.mlflow else None
         if resume_step is not None:
             truncate(path, resume_step)
             _tolerate(lambda: reopen(folder), folder)
         elif path.exists() and path.stat().st_size:
             raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
-        before = _told_before(folder) if resume_step is not None else None
-        uri = (explicit_uri(config.uri) or (before and before.uri) or tracking_uri()) if config.mlflow else None
         told = RunInfo(config.experiment or experiment, run_name, params, tags, uri and lasting_uri(uri))
         if before:
             told = replace(told, key=before.key, started_s=before.started_s)
@@ -129,7 +139,7 @@ class Tracker:
         _tolerate(lambda: told.write(folder), folder / TRACKING_FILE)
         self._feed: Feed | None = None
         if uri:
-            self._feed = Feed(folder, uri, told, config.flush_every_s, config.system_metrics)
+            self._feed = Feed(folder, uri, told, config.flush_every_s, system_metrics=config.system_metrics)
             self._feed.start()
 
     @property
@@ -165,12 +175,51 @@ class Tracker:
         content = _countable({"status": status, **summary})
         metrics, plots = self.folder / METRICS_FILE, self.folder / "plots"
         try:
-            _tolerate(lambda: write_json(self.folder / SUMMARY_FILE, content), self.folder / SUMMARY_FILE)
-            _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
+            try:
+                _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
+            finally:  # last, because whoever resumes a run whose summary says FINISHED only delivers it
+                _tolerate(lambda: write_json(self.folder / SUMMARY_FILE, content), self.folder / SUMMARY_FILE)
         finally:
             missing = self._feed.conclude(status, self._config.patience_s) if self._feed else None
             if missing:
                 log.warning("%s", missing)
+
+    def abandon(self) -> None:
+        """Leave at once: what MLflow lacks stays in the folder, and the user reads how to send it."""
+        self._log.close()
+        missing = self._feed.abandon() if self._feed else None
+        if missing:
+            log.warning("%s", missing)
+
+
+def finish_delivery(folder: Path, config: Tracking) -> None:
+    """Send to MLflow what it lacks of a run that has ended, as long as that makes progress; warn of what is left over.
+
+    Args:
+        folder: the run's; the caller holds its lock.
+        config: the ``tracking`` group that the run is resumed with.
+
+    """
+    if not config.mlflow:
+        return
+    try:
+        info = RunInfo.read(folder)
+        uri = _store_of(config, info)
+    except UserError as error:
+        log.warning("%s", error)
+        return
+    if is_delivered(folder, uri):
+        return
+    log.info("Sending the rest of this run to MLflow at %s.", without_password(uri))
+    feed = Feed(folder, uri, replace(info, uri=lasting_uri(uri)), config.flush_every_s, training=False)
+    missing = feed.conclude(final_status(folder) or "KILLED", config.patience_s)
+    log.log(logging.WARNING if missing else logging.INFO, "%s", missing or "MLflow has the whole run now.")
+
+
+def _store_of(config: Tracking, before: RunInfo | None) -> str:
+    """Return the store of a run: the one that the user names now, else the one that it was sent to before."""
+    named = explicit_uri(config.uri) or (before and before.uri)
+    return whole_uri(named) if named else tracking_uri()
 
 
 def _tolerate(write: Callable[[], object], path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_run_deleted_in_mlflow_goes_on_as_a_new_one(
     second.close("FINISHED", {})
     assert second.run_id != first.run_id
     assert steps_of(uri, second.run_id, "loss") == [1, 2]
-    assert "goes on as a new one" in caplog.text
+    assert "continues as a new one" in caplog.text
 
 
 PROCESS = """
@@ -278,7 +278,7 @@ def test_an_absent_server_neither_slows_nor_fails_a_run(
         began = time.monotonic()
         tracker.close("FINISHED", {"loss": 1.0})
         assert time.monotonic() - began < 5
-    warnings = [record.getMessage() for record in caplog.records if "did not take" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "upload incomplete" in record.getMessage()]
     assert len(warnings) == 1
     assert absent in warnings[0]
     assert f"python scripts/sync.py {tmp_path / 'run'}" in warnings[0]
@@ -306,7 +306,7 @@ def test_a_deleted_experiment_is_named_and_a_restored_one_gets_what_it_missed(
         tracker.close("FINISHED", {})
     assert steps_of(uri, tracker.run_id, "loss") == [1]
     assert "answers again" in caplog.text
-    assert "did not take" not in caplog.text
+    assert "upload incomplete" not in caplog.text
 
 
 def test_a_locked_store_gets_what_it_missed(tmp_path: Path, uri: str) -> None:

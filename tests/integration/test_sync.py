@@ -204,6 +204,97 @@ def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: Path)
     assert runs(store) == [("a", "KILLED")]
 
 
+# --- ended with something undelivered ---
+
+
+def test_a_finished_run_that_is_resumed_finishes_its_delivery(
+    train: Callable[..., Any], folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [*BIGNET, "checkpoint=default", "steps=40", "log_every=1", "resume=auto"]
+    path = Path("outputs/bignet-fp32-s0")
+    retry = f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n"
+    real = MlflowClient.log_batch
+
+    def half(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
+        if metrics:
+            metrics = metrics[:30]
+            real(self, run_id, metrics=metrics, **others)
+            raise ConnectionError("the network is down")
+        real(self, run_id, **others)
+
+    away = store.rename("away.db")
+    store.mkdir()
+    first = train(*run)
+    assert retry in first.out, first.out
+    again = train(*run)
+    assert "has done its 40 steps" in again.out
+    assert "lacks this run" in again.out
+    assert retry in again.out
+    store.rmdir()
+    away.rename(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", half)
+        for _ in range(2):
+            some = train(*run)
+            assert "lacks the last metrics and the artifacts" in some.out
+            assert retry in some.out
+    assert 0 < points(store)["bignet-fp32-s0"].total() < 40
+    assert runs(store) == [("bignet-fp32-s0", "RUNNING")]
+
+    done = train(*run)
+    assert [result.code for result in (first, again, some, done)] == [0] * 4
+    assert "MLflow has the whole run now" in done.out
+    assert "sync.py" not in done.out
+    assert points(store) == {"bignet-fp32-s0": once(40)}
+    assert runs(store) == [("bignet-fp32-s0", "FINISHED")]
+    silent = train(*run)
+    assert "MLflow" not in silent.out
+
+
+def test_who_does_not_wait_for_mlflow_reads_how_to_send_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("mlflow.db").mkdir()
+    left = tracker_of(folder / "outputs" / "left")
+    left.log(1, {"loss": 1.0})
+    left.abandon()
+    left.abandon()
+    (message,) = [record.getMessage() for record in caplog.records if "incomplete" in record.getMessage()]
+    assert "lacks this run: stopped at once" in message
+    assert message.endswith(f"retry with: python scripts/sync.py {folder}/outputs/left")
+
+    caplog.clear()
+    interrupted = tracker_of(folder / "outputs" / "interrupted")
+    interrupted.log(1, {"loss": 1.0})
+
+    def ctrl_c(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    assert interrupted._feed
+    monkeypatch.setattr(interrupted._feed, "join", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.close("FINISHED", {})
+    interrupted.abandon()
+    (message,) = [record.getMessage() for record in caplog.records if "incomplete" in record.getMessage()]
+    assert "lacks this run: interrupted" in message
+    assert message.endswith(f"retry with: python scripts/sync.py {folder}/outputs/interrupted")
+
+
+def test_a_run_says_that_it_has_finished_after_all_else_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before, it is closed once more when it is resumed; killed after, it is only delivered."""
+    seen = []
+
+    def plot(metrics: Path, plots: Path, title: str) -> None:
+        seen.append((folder / "a" / "summary.json").exists())
+
+    monkeypatch.setattr("trainer.plots.plot_run", plot)
+    tracker_of(folder / "a", mlflow=False).close("FINISHED", {})
+    assert seen == [False]
+    assert (folder / "a" / "summary.json").exists()
+
+
 # --- scripts/sync.py ---
 
 
@@ -224,8 +315,8 @@ def test_sync_says_what_it_did_with_each_run(folder: Path, store: Path, start: S
     assert code == 1, said
     lines = dict(line.split(": ", 1) for line in said.splitlines())
     assert lines["outputs/missed"] == f"sent to sqlite:///{store}"
-    assert "did not take the last metrics" in lines["outputs/damaged"]
-    assert lines["outputs/local"] == "tracking=local, left alone"
+    assert "lacks the last metrics" in lines["outputs/damaged"]
+    assert lines["outputs/local"] == "tracking=local; skipped"
     assert "being trained" in lines["outputs/training"]
     assert len(lines) == 4
     assert points(store)["missed"] == once(5)
@@ -266,9 +357,9 @@ def test_a_password_is_not_kept_but_asked_for(folder: Path, monkeypatch: pytest.
     assert "s3cret" not in "".join(file.read_text() for file in path.glob("*.json*"))
     outcome = send(path)
     assert outcome.left_over
-    assert "the password of http://me:***@127.0.0.1:9 is needed" in outcome.text
+    assert "the password of http://me:***@127.0.0.1:9 is not stored" in outcome.text
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    assert "did not take this run" in send(path).text  # nothing listens there
+    assert "lacks this run" in send(path).text  # nothing listens there
 
 
 SYNC_KILLED = """
@@ -370,8 +461,8 @@ def test_a_locked_store_gets_all_of_it_later(train: Callable[..., Any], sync: Sy
         done = train(*BIGNET, f"seed={seed}", "steps=60", "log_every=1", "tracking.patience_s=0.5")
         path = Path(f"outputs/bignet-fp32-s{seed}")
         assert done.code == 0, done.err
-        assert f"did not take this run (no answer within 0.5 s). {path} has it all" in done.out
-        assert f"python scripts/sync.py {path}\n" in done.out
+        assert "lacks this run: no answer within 0.5 s)" in done.out
+        assert f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n" in done.out
         assert len([line for line in logged(path) if "loss" in line]) == 60
     lock.communicate("")
 
