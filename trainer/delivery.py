@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.files import write_json
-from trainer.mlflow_store import connect, create_run, cut, find_run, import_mlflow, lasting_uri, valid_key
+from trainer.mlflow_store import (
+    connect,
+    create_run,
+    cut,
+    database_file,
+    find_run,
+    import_mlflow,
+    lasting_uri,
+    valid_key,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,6 +39,8 @@ ARTIFACTS = ("config.yaml", "config.json", "precision.json", SUMMARY_FILE, "plot
 """What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 UPLOAD_BYTES_PER_S = 1e6
 """The slowest upload of an artifact that still counts as progress."""
+SET_UP_S = 60.0
+"""How long the set-up of a new SQLite file may take; it reports no progress."""
 READ_BYTES = 1 << 20
 
 Progress = Callable[[float], None]
@@ -150,7 +161,8 @@ class Delivery:
         """Connect, and find or create the run. After that a call costs nothing, until something has failed."""
         if self._client is None:
             import_mlflow(self._uri)
-            self._progress(0)
+            database = database_file(self._uri)
+            self._progress(SET_UP_S if database and not database.exists() else 0)
             self._client = connect(self._uri)
             self._progress(0)
         if self._certain:

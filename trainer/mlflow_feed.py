@@ -66,7 +66,7 @@ class Feed(threading.Thread):
         """
         self._status = status
         self._patience_s = patience_s
-        self._deadline = time.monotonic() + patience_s
+        self._deadline = max(self._deadline, time.monotonic() + patience_s)
         self._ending.set()
         if self.ident is None:
             self.start()

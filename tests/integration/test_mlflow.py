@@ -224,7 +224,7 @@ from pathlib import Path
 from trainer.tracking import Tracker, Tracking
 folder = Path(sys.argv[1])
 folder.mkdir()
-config = Tracking(flush_every_s=0.05)
+config = Tracking(flush_every_s=0.05, patience_s=300)
 tracker = Tracker(config, folder, experiment="race", run_name=folder.name, params={}, tags={})
 for step in range(200):
     tracker.log(step, {"loss": 1.0, "lr": 0.1})
@@ -245,7 +245,7 @@ def test_processes_that_start_at_once_share_a_fresh_store(tmp_path: Path, fresh_
         )
         for name in ("a", "b")
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = [process.communicate(timeout=400)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     assert not any("MLflow" in output for output in outputs), outputs
     client = connect(uri)
