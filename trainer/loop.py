@@ -166,23 +166,25 @@ class Trainer:
         """Take one optimizer step over the microbatches and count it.
 
         The loss is normalised once, by the valid targets of the whole step, so that neither the number of
-        microbatches nor how the targets fall among them changes the gradient.
+        microbatches nor how the targets fall among them changes the gradient. (In two factors: see
+        ``Precision.normaliser``.)
         """
         lr = self._set_lr()
         targets, units = self.world.sums(*self._counts(microbatches))
+        divisor, rest = self.config.precision.normaliser(max(1, targets))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
             batch, last = to_device(microbatch, self.device), number == len(microbatches)
             with self.config.parallel.microbatch(self.replica, last):
                 with self.config.precision.autocast(self.device):
                     output = self.recipe.loss(self.replica, batch)
-                share = output.loss_sum / max(1, targets)
+                share = output.loss_sum / divisor
                 self.update.backward(share, exchanged=last and self.config.parallel.kind != "single")
             loss = share.detach() if loss is None else loss + share.detach()
         assert loss is not None, "an optimizer step has at least one microbatch"
-        grad_norm, skipped, scale = self.update.step(self.step)
+        grad_norm, skipped, scale = self.update.step(self.step, rest)
         self.step += 1
-        return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+        return StepRecord(self.step, loss * rest, grad_norm, skipped, scale, lr, units)
 
     def _counts(self, microbatches: list[Batch]) -> tuple[int, int]:
         """Return this rank's valid targets and units of work in one step."""

@@ -34,9 +34,14 @@ class LossScale:
         """Return the scaled loss, fp32 scalar."""
         return loss
 
-    def inverse(self) -> Tensor | None:
-        """Return what turns a gradient of the scaled loss into the true one, fp32 scalar; None: nothing to undo."""
-        return None
+    def inverse(self, rest: float = 1.0) -> Tensor | None:
+        """Return what turns a gradient of the scaled loss into the true one, fp32 scalar; None: it is that.
+
+        Args:
+            rest: a factor that it lacks besides, see ``Precision.normaliser``.
+
+        """
+        return None if rest == 1 else torch.full_like(self.scale, rest)
 
     def update(self, finite: Tensor) -> None:
         """Adapt the scale to whether this step's gradients were ``finite`` (bool scalar on the device)."""
@@ -58,8 +63,8 @@ class StaticLossScale(LossScale):
     def multiply(self, loss: Tensor) -> Tensor:
         return loss * self.scale
 
-    def inverse(self) -> Tensor | None:
-        return self.scale.to(self._wide).reciprocal().float()
+    def inverse(self, rest: float = 1.0) -> Tensor | None:
+        return (self.scale.to(self._wide).reciprocal() * rest).float()
 
 
 class DynamicLossScale(StaticLossScale):

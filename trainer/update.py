@@ -134,7 +134,7 @@ class Update:
         self._takes_flag = device.type == "cuda" and self._takes_scale
 
     def backward(self, loss: Tensor, exchanged: bool = False) -> None:
-        """Add the gradient of one microbatch's share of the step's mean loss.
+        """Add the gradient of one microbatch's share of the step's loss.
 
         Args:
             loss: fp32 scalar.
@@ -146,13 +146,19 @@ class Update:
         self.loss_scale.multiply(loss).backward()
 
     @torch.no_grad()
-    def step(self, number: int = 0) -> UpdateResult:
-        """End optimizer step ``number``, on which ``bf16_sr``'s rounding depends, and clear the gradients."""
+    def step(self, number: int = 0, rest: float = 1.0) -> UpdateResult:
+        """End an optimizer step: change the weights, unless a gradient is not finite, and clear the gradients.
+
+        Args:
+            number: of the step; ``bf16_sr``'s rounding depends on it.
+            rest: a factor that the gradients lack, besides the loss scale's; see ``Precision.normaliser``.
+
+        """
         if self.masters is not None:
             self.masters.take_gradients()
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        factor = self.loss_scale.inverse()
+        factor = self.loss_scale.inverse(rest)
         if self._wide and factor is not None:
             torch._foreach_mul_(gradients, factor)
             factor = None

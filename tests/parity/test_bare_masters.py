@@ -12,14 +12,23 @@ STEPS = 9
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("mode", ["bf16_master", "fp16_master", "bf16_pure"])
-def test_gpt2_is_bitwise_the_bare_loop(mode: str, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "batch", "accumulation"),
+    [(mode, 8, accumulation) for mode in ("bf16_master", "fp16_master", "bf16_pure") for accumulation in (1, 2)]
+    + [("bf16_master", 6, 3), ("fp16_master", 6, 3)],
+)
+def test_gpt2_is_bitwise_the_bare_loop(mode: str, batch: int, accumulation: int) -> None:
     clip = mode.endswith("_master")
+    divisor = 8 * 16  # targets, or where these are 6 * 16, the power of two above them
     trainer = start(
         compose(
             *["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90"],
-            *[f"precision={mode}", f"steps={STEPS}", "batch_size=8", f"micro_batch_size={8 // accumulation}"],
+            *[
+                f"precision={mode}",
+                f"steps={STEPS}",
+                f"batch_size={batch}",
+                f"micro_batch_size={batch // accumulation}",
+            ],
             *["device=cpu", f"clip={'norm' if clip else 'none'}", f"scaler.init={2.0**19}", "scaler.interval=3"],
         )
     )
@@ -44,10 +53,10 @@ def test_gpt2_is_bitwise_the_bare_loop(mode: str, accumulation: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.lr * config.schedule.factor(number, STEPS)
         assert record.loss_scale.item() == scaler.get_scale()
-        for batch in microbatches:
-            tokens = batch["tokens"]
+        for microbatch in microbatches:
+            tokens = microbatch["tokens"]
             logits = without_padding(model.gpt2(tokens[:, :-1], use_cache=False).logits.float(), 90)
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (8 * 16)
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / divisor
             scaler.scale(loss).backward()
             for weight, master in zip(weights, masters, strict=True) if clip else ():
                 assert weight.grad is not None
@@ -55,6 +64,8 @@ def test_gpt2_is_bitwise_the_bare_loop(mode: str, accumulation: int) -> None:
                 weight.grad = None
         if clip:
             scaler.unscale_(optimizer)
+            for master in masters if batch == 6 else ():
+                master.grad *= divisor / (6 * 16)
             assert same_bits(torch.nn.utils.clip_grad_norm_(masters, 1.0), record.grad_norm)
         scaler.step(optimizer)
         scaler.update()
