@@ -15,6 +15,7 @@ from torch import nn
 from recipes.export import save_model, save_tokenizer
 from recipes.huggingface import check_attention, check_text, whole_tokens
 from recipes.language_model import LanguageModel, torch_can_chunk
+from recipes.text_tokenizers import OWN_BPE
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import (
@@ -94,6 +95,7 @@ class LanguageRecipe(Recipe):
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Choose the size, the context and the form of the loss."""
         check_text(data, self.name)
+        self._check_tokenizer(data)
         choices = self.choose_model(hardware)
         if isinstance(self.context, str):
             self.context = self.own_context()
@@ -162,6 +164,14 @@ class LanguageRecipe(Recipe):
             prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
         written = prompt[0, len(start) :].tolist()
         return f"a sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
+
+    def _check_tokenizer(self, data: DataSource) -> None:
+        brought, chosen = self._tokenizer(), getattr(data, "tokenizer", OWN_BPE)
+        if brought and chosen not in (OWN_BPE, brought):  # the default need not be dropped
+            raise UserError(
+                f"data.tokenizer={chosen} has no effect with recipe.pretrained={brought}, which brings its own "
+                "tokenizer; drop one of them"
+            )
 
     @property
     def _context(self) -> int:

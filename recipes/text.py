@@ -16,7 +16,7 @@ import numpy as np
 from recipes.text_cache import Plan, open_or_build
 from recipes.text_pretrained import Pretrained
 from recipes.text_split import Corpus, Split, split
-from recipes.text_tokenizers import BytePairs, Bytes, Characters
+from recipes.text_tokenizers import OWN_BPE, BytePairs, Bytes, Characters
 from trainer.errors import UserError
 from trainer.recipe import TextSource, TokenData
 
@@ -25,7 +25,7 @@ from trainer.recipe import TextSource, TokenData
 class TokenizedText(TextSource):
     """What every source of text shares: how it is tokenised, split and cached. Subclasses tell ``splits``."""
 
-    tokenizer: str = "bpe"
+    tokenizer: str = OWN_BPE
     """bpe (trained on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
     vocab_size: int = 4096
     """Of the own BPE; a small text gives fewer."""
@@ -37,7 +37,7 @@ class TokenizedText(TextSource):
     def __post_init__(self) -> None:
         if not self.tokenizer:
             raise UserError("data.tokenizer is empty; use bpe, chars, bytes, or a hub id or folder")
-        if self.tokenizer == "bpe" and not 257 <= self.vocab_size <= 2**31:
+        if self.tokenizer == OWN_BPE and not 257 <= self.vocab_size <= 2**31:
             raise UserError(
                 f"data.vocab_size={self.vocab_size}: a BPE has 256 bytes and an end-of-text token before it "
                 "learns anything; use 1024 or more, or data.tokenizer=bytes"
@@ -62,7 +62,7 @@ class TokenizedText(TextSource):
         return TokenData(train_ids, valid_ids, opened, f"{self.title()}: {counts}, {opened.label}")
 
     def _plan(self, override: str | None, train: Split, valid: Split) -> Plan:
-        if override is None and self.tokenizer == "bpe":
+        if override is None and self.tokenizer == OWN_BPE:
             from tokenizers import __version__
 
             identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
@@ -73,7 +73,7 @@ class TokenizedText(TextSource):
         if override is None and self.tokenizer == "bytes":
             return Plan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
         name = override or self.tokenizer
-        opened = Pretrained.open(name, f"tokenizer {name}" if override else f"data.tokenizer={name}")
+        opened = Pretrained.open(name, f"recipe.pretrained={name}" if override else f"data.tokenizer={name}")
         return Plan(opened.identity(), f"encoding with {opened.label}", lambda: opened, lambda folder: opened)
 
 

@@ -37,10 +37,14 @@ class Pretrained:
         embedded = "data.tokenizer=bpe, chars or bytes need no network"
         folder = Path(name).expanduser()
         try:
-            return cls(
-                name,
-                AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True),
-            )
+            tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True)
+            # Transformers makes up an empty one where there is only a model's config.
+            if folder.is_dir() and set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+                raise UserError(
+                    f"{key}: the folder has no tokenizer; copy the one that the model was trained with into it "
+                    f'(AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
+                )
+            return cls(name, tokenizer)
         except (OSError, ValueError, ImportError) as error:
             if folder.is_dir():
                 raise UserError(f"{key}: the folder holds no tokenizer that opens ({first_line(error)})") from None

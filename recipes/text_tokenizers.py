@@ -14,6 +14,9 @@ from recipes.export import write_fast_tokenizer
 from trainer.errors import UserError
 from trainer.recipe import Tokenizer
 
+OWN_BPE = "bpe"
+"""What ``data.tokenizer`` says unless it is set."""
+
 END = "<|endoftext|>"
 """What GPT-2 puts between two documents."""
 

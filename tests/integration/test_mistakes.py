@@ -23,6 +23,7 @@ from trainer.loop import Trainer
 
 PROJECT = Path(__file__).resolve().parents[2]
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=16 batch_size=2 eval_samples=2 steps=2 tracking=local"
+TUNED = "recipe=gpt2 data=text data.path=long.txt batch_size=2 eval_samples=2 steps=2 tracking=local"
 TOKENS = f"{GPT2} data=synthetic data.vocab_size=300"
 RESNET = "recipe=resnet recipe.arch=shufflenet_v2_x0_5 batch_size=2 eval_samples=2 steps=2 tracking=local"
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
@@ -103,7 +104,16 @@ TYPED: dict[str, tuple[str, ...]] = {
     "recipe=bignet data=digits": ("recipe=bignet cannot read data=digits; use data=synthetic",),
     f"{TOKENS} precision=bf16 precision.fp32_modules=[lm_haed]": ("'lm_haed' matches no submodule", "lm_head"),
     f"{RESNET} data=digits recipe.classes=5": ("recipe.classes=5", "10 classes", "recipe.classes=auto"),
+    f"{TUNED} recipe.pretrained=gpt2 data.tokenizer=chars": (
+        "data.tokenizer=chars has no effect with recipe.pretrained=gpt2, which brings its own tokenizer", "drop one",
+    ),
+    f"{TUNED} recipe.pretrained=gpt2 recipe.context=1024": ("recipe.context=1024 is longer", "use recipe.context=32"),
     # files and folders
+    f"{TUNED} recipe.pretrained=gpt2": ("recipe.pretrained=gpt2: the folder has no tokenizer", "save_pretrained"),
+    f"{TUNED} recipe.pretrained=bert": ("recipe.pretrained=bert cannot be opened as a GPT-2", "of type bert"),
+    f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a GPT-2",),
+    f"{TUNED} recipe.pretrained=./nowhere": ("recipe.pretrained=./nowhere: there is no such folder",),
+    f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),
     "data=text": ("data.path is missing",),
     "data=text data.path=nowhere.txt": ("data.path=nowhere.txt", "no such file"),
     f"{GPT2} data=text data.path=empty.txt": ("data.path=empty.txt is empty",),
@@ -135,6 +145,12 @@ def files(folder: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.random.default_rng(index).integers(0, 256, (64, 64, 3), np.uint8)).save(path)
     (folder / "corrupt" / "a" / "4.png").write_bytes(b"not a picture")
+    (folder / "long.txt").write_text("one two three four five\n" * 200)
+    shape = {"model_type": "gpt2", "n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 300}
+    shape |= {"bos_token_id": None, "eos_token_id": None}
+    for name, config in (("gpt2", shape), ("bert", {"model_type": "bert"})):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
     return folder
 
 
