@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 
-# What torch's CPU allocator, oneDNN, C++ and cuBLAS say where CUDA's allocator has a type of its own.
-_NO_MEMORY = (
-    "can't allocate memory",
-    "not enough memory",
-    "Cannot allocate memory",
-    "bad_alloc",
-    "STATUS_ALLOC_FAILED",
+# What torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN and NCCL say where CUDA's allocator has a type of its own.
+_NO_MEMORY = re.compile(
+    "can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc"
+    # Not "a primitive descriptor": that is an operation that oneDNN does not have.
+    "|could not create a (primitive(?! desc)|memory object)"
+    "|STATUS_ALLOC_FAILED|was unable to find an engine|CUDA error: out of memory|Cuda failure \\d* ?'out of memory'"
 )
 
 
@@ -60,4 +60,4 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:  # a process or a mapping that could not be made
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None

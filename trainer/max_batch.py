@@ -59,7 +59,7 @@ def largest_micro_batch(
     that does not, and halves the interval.
 
     Args:
-        overrides: as for scripts/train.py, without ``micro_batch_size``.
+        overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
         budget_bytes: for the model and its training; on a CPU the process itself comes on top.
         margin: the part of the budget that is left free.
         tell: gets a line about each trial.
@@ -74,6 +74,7 @@ def largest_micro_batch(
     config = compose(overrides)
     config.resolve(detect(config.device))
     batch_size = int(config.batch_size)
+    samples = len(config.recipe.datasets(config.data, config.seed).train)
     common = [override for override in overrides if _key(override) not in _KEYS]
 
     def sized(size: int) -> list[str]:
@@ -87,7 +88,7 @@ def largest_micro_batch(
         tell(f"micro_batch_size={size} {'fits' if outcomes[size].fits else 'does not fit'}")
         return outcomes[size].fits
 
-    largest = search(fits, guess)
+    largest = search(fits, guess, min(_LARGEST, samples))
     if not largest:
         raise UserError(
             f"not even micro_batch_size=1 fits into {_mib(limit_bytes)}; "
@@ -96,28 +97,30 @@ def largest_micro_batch(
     return Largest(largest, outcomes[largest].peak_bytes, batch_size, len(outcomes))
 
 
-def search(fits: Callable[[int], bool], guess: int) -> int:
+def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:
     """Return the largest number from 1 on that ``fits``, to within 1/32 above 32; 0 if none does.
 
     Args:
         fits: true up to some number, false above; called once for each.
         guess: where it may lie.
+        most: is not exceeded.
 
     """
-    low, high = 0, _LARGEST + 1
-    size, stride = guess, max(1, guess // 8)
-    while low == 0 or high > _LARGEST:
+    low, high = 0, most + 1
+    size = min(guess, most)
+    stride = max(1, size // 8)
+    while low == 0 or high > most:
         if fits(size):
             low = size
-            if low == _LARGEST:
+            if low == most:
                 return low
-            size = min(_LARGEST, size + stride)
+            size = min(most, size + stride)
         else:
             high = size
             if high == 1:
                 return 0
             size = max(1, size - stride)
-        if low and high <= _LARGEST:
+        if low and high <= most:
             break
         stride *= 2
     while high - low > max(1, low // _EXACT_BELOW):

@@ -34,6 +34,29 @@ def test_search_finds_the_last_that_fits(largest: int, guess: int) -> None:
     assert len(tried) == len(set(tried)) <= 30
 
 
+@pytest.mark.parametrize("most", [1, 2, 33, 455])
+@pytest.mark.parametrize(("largest", "guess"), [(0, 1), (1, 200_693), (455, 200_693), (2**20, 7), (2**20, 2**20)])
+def test_search_never_tries_more_than_there_are(most: int, largest: int, guess: int) -> None:
+    tried, fits = counted(largest)
+    found = search(fits, guess, most)
+    assert max(tried) <= most
+    assert min(largest, most) - found <= most // 32
+
+
+def test_no_trial_has_more_samples_than_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def trial(overrides: list[str], limit_bytes: int) -> Outcome:
+        sizes.append(int(overrides[-2].split("=")[1]))
+        return Outcome(True, 1)
+
+    monkeypatch.setattr(max_batch, "trial", trial)
+    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 200_693)
+    job = ["recipe=bignet", "recipe.width=8", "device=cpu", "batch_size=64", "data.samples=455"]
+    assert largest_micro_batch(job, 100 * 2**20).micro_batch_size == 455
+    assert sizes == [455]
+
+
 def test_a_good_guess_takes_few_trials() -> None:
     tried, fits = counted(30)
     assert search(fits, 32) == 30
@@ -106,5 +129,19 @@ def test_out_of_memory_is_recognised_on_every_device() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    for message in (
+        "could not create a primitive",
+        "could not create a memory object",
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    ):
+        assert is_out_of_memory(RuntimeError(message)), message
+    assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor for the matmul primitive"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(ValueError("could not create a primitive"))
     assert not is_out_of_memory(OSError(errno.ENOENT, "No such file"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
