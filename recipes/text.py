@@ -113,8 +113,14 @@ class TextFiles(TokenizedText):
         super().__post_init__()
         if not self.path:
             raise UserError("data.path is missing: name a text file or a folder, as in data.path=notes.txt")
-        if not Path(self.path).expanduser().exists():
+        path = Path(self.path).expanduser()
+        if not path.exists():
             raise UserError(f"data.path={self.path}: there is no such file or folder")
+        if path.suffix.lower() in _TABLES and path.is_file():
+            raise UserError(
+                f"data.path={self.path} is a file of rows, not plain text; use data=hub data.name={self.path}, "
+                "which reads its column of text"
+            )
 
     def title(self) -> str:
         """Return the name of the file or folder."""
@@ -136,6 +142,8 @@ class TextFiles(TokenizedText):
             raise UserError(f"data.path={self.path} is empty")
         return split(corpus, self.valid_fraction)
 
+
+_TABLES = (".json", ".jsonl", ".csv", ".parquet")
 
 _NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
 

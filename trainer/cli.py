@@ -11,18 +11,19 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 import hydra
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import config
-from trainer.compose import CONF, check_arguments
+from trainer.compose import CONF, checked_arguments
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory
 from trainer.explain import explain
 from trainer.run import Run
@@ -45,7 +46,7 @@ def main(run_class: type[Run] = Run) -> int:
     config.register()
     codes: list[int] = []
     try:
-        check_arguments(sys.argv[1:])
+        sys.argv[1:] = checked_arguments(sys.argv[1:])
         with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
             _task(codes, run_class)()
@@ -73,8 +74,9 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
         built: config.Config | None = None
         shortage: BaseException | None = None
         try:
-            built = config.build(composed)
-            overrides = list(HydraConfig.get().overrides.task)
+            # As typed: Hydra would look up ${…} within them among its own keys.
+            overrides = cast("list[str]", OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
+            built = config.build(composed, overrides)
             train(built, overrides, run_class)
             codes.append(0)
         except RunError as error:

@@ -14,13 +14,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, build, register
 from trainer.errors import UserError
-from trainer.explain import explain
+from trainer.explain import explain, is_text, meant
 from trainer.files import PROJECT
 
 CONF = PROJECT / "conf"
 
 # What Hydra reads as something other than text.
 _NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)
+
+# Hydra's own; what follows them is not looked at, for none of it begins with a dash.
+_FLAGS = {
+    *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run"),
+    *("-m", "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
+    *("-cd", "--config-dir", "--experimental-rerun", "-i", "--info"),
+}
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -30,12 +37,12 @@ def compose(overrides: Sequence[str]) -> Config:
         UserError: one of them is a mistake.
 
     """
-    check_arguments(overrides)
+    overrides = checked_arguments(overrides)
     register()
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of scripts/train.py, in a run
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            return build(hydra.compose("config", list(overrides)))
+            return build(hydra.compose("config", overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from error
     finally:
@@ -49,9 +56,8 @@ def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
         UserError: one of them is no override.
 
     """
-    check_arguments(overrides)
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        parsed = OverridesParser.create().parse_overrides(checked_arguments(overrides))
     except HydraException as error:
         raise UserError(explain(error)) from error
     choices: list[list[tuple[str, str]]] = []
@@ -70,17 +76,41 @@ def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what Hydra answers with a plain ValueError.
+def checked_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line that Hydra's grammar can read: paths with characters of which it knows nothing are quoted.
 
     Raises:
-        UserError: an argument without a key, or a choice that is no name.
+        UserError: an argument without a key, with dashes before the key, or a choice that is no name.
 
     """
-    for argument in arguments:
-        key, _, typed = argument.lstrip("+").partition("=")
+    readable = []
+    for number, argument in enumerate(arguments):
+        key, equals, typed = argument.lstrip("+").partition("=")
         if argument[:1] in ("=", "@"):
             raise UserError(f"{argument!r} is not an override; write key=value, such as steps=100 or precision=bf16")
+        if argument.startswith("-") and argument.partition("=")[0] not in _FLAGS:
+            following = "".join(arguments[number + 1 : number + 2])
+            value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
+            raise UserError(
+                f"{argument}: write {meant(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
+            )
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
         if choices and _NO_NAME.fullmatch(typed):
             raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")
+        readable.append(_quoted(argument) if equals and is_text(key) and not _parses(argument) else argument)
+    return readable
+
+
+def _parses(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
+
+
+def _quoted(override: str) -> str:
+    """Put the value in quotes, as Hydra's grammar wants them: backslashes count only before a quote."""
+    key, _, value = override.partition("=")
+    escaped = re.sub(r"(\\*)(\'|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    return f"{key}='{escaped}'"

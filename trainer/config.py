@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
 from trainer.activation import ActivationCheckpointing
@@ -19,7 +20,7 @@ from trainer.compile import Compile
 from trainer.data import Batching, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.optimizer import Optimizer
+from trainer.optimizer import Optimizer, accepted_options
 from trainer.parallel import DDP, FSDP, Parallel
 from trainer.precision import Precision
 from trainer.profiler import MemoryProfiler, Profiler, TorchProfiler
@@ -96,6 +97,7 @@ class Config:
         self.scaler.check(self.precision.mode)
         self.parallel.check(self.precision)
         self.set_augment(self.augment)
+        self.dropped: list[Choice] = []
 
     def set_augment(self, augment: Augment) -> None:
         """Have the images augmented in this way.
@@ -133,7 +135,7 @@ class Config:
 
         """
         self.precision.check(hardware)
-        choices = self.recipe.resolve(hardware, self.data)
+        choices = [*self.dropped, *self.recipe.resolve(hardware, self.data)]
         sizes = self.recipe.sizes(hardware)
 
         def number(key: str, auto: int, why: str) -> int:
@@ -204,8 +206,13 @@ def _subclasses(cls: type) -> list[Any]:
     return [sub for one in direct for sub in (one, *_subclasses(one))]
 
 
-def build(composed: DictConfig) -> Config:
+def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     """Turn what Hydra composed into live, typed objects.
+
+    Args:
+        composed: of the root's schema.
+        overrides: the command line. Options that an optimizer's YAML has for another class are left out where the
+            command line names the class and not the options.
 
     Raises:
         UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
@@ -214,9 +221,30 @@ def build(composed: DictConfig) -> Config:
     _refuse_unknown(composed, Config, "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"{missing[0]} has no value; type {missing[0]}=…")
+    dropped = _drop_options(composed, overrides)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    config.dropped = dropped
     return config
+
+
+def _drop_options(composed: DictConfig, overrides: Sequence[str]) -> list[Choice]:
+    """Remove the optimizer's options that were not typed and that the class which was typed does not have."""
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if "optimizer.name" not in typed or "optimizer.options" in typed:
+        return []
+    accepted = accepted_options(composed.optimizer.name)
+    foreign = [
+        key
+        for key in composed.optimizer.options
+        if accepted is not None and key not in accepted and f"optimizer.options.{key}" not in typed
+    ]
+    with open_dict(composed.optimizer.options) as options:
+        for key in foreign:
+            del options[key]
+    left = composed.optimizer.options
+    why = f"{composed.optimizer.name} has no {' and no '.join(map(str, foreign))}"
+    return [Choice("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
 
 
 def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:

@@ -75,6 +75,67 @@ def _unknown(key: str, owner: str) -> str:
     if classes:
         options = [entry.name for cls in classes.values() for entry in dataclasses.fields(cls)]
         near = nearest(option, options, f"{group}.")
+    elif (better := meant(key)) != key:
+        near = f"; did you mean {better!r}?"
     else:
         near = nearest(key, [*(entry.name for entry in dataclasses.fields(config.Config)), "experiment"])
     return f"{key} is not a key of the config{near}; --cfg job shows all of them"
+
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("betas", "momentum", "eps", "nesterov"), "optimizer.options."),
+    **dict.fromkeys(("batch", "bs", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_steps", "iterations", "iters", "max_iters"), "steps"),
+    **dict.fromkeys(("model", "network", "task"), "recipe"),
+    **dict.fromkeys(("dataset", "datasets"), "data"),
+    **dict.fromkeys(("amp", "dtype", "fp16", "bf16", "mixed_precision"), "precision"),
+    **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad"), "clip.max_norm"),
+    **dict.fromkeys(("warmup", "warmup_iters"), "schedule.warmup_steps"),
+    **dict.fromkeys(("gpu", "cuda"), "device"),
+    **dict.fromkeys(("num_workers", "n_workers"), "loader.workers"),
+    **dict.fromkeys(("out", "out_dir", "output"), "output_dir"),
+    **dict.fromkeys(("resume_from", "resume_from_checkpoint"), "resume"),
+    **dict.fromkeys(("name",), "run_name"),
+    **dict.fromkeys(("dataset_name",), "data.name"),
+    **dict.fromkeys(("augmentation", "aug"), "augment"),
+}
+"""What other trainers call a key, and what it is here; a dot at the end: the name follows."""
+
+
+def meant(key: str) -> str:
+    """Return the key that somebody meant who typed ``lr`` or ``model.size``, or ``key`` itself.
+
+    That is an option of a group by the option's name alone, or the name that other trainers have for it.
+    """
+    if key in {entry.name for entry in dataclasses.fields(config.Config)}:
+        return key
+    head, dot, rest = key.partition(".")
+    if head in _OTHER_NAMES:
+        other = _OTHER_NAMES[head]
+        return f"{other}{head}" if other.endswith(".") else f"{other}{dot}{rest}"
+    holders = [
+        group
+        for group, classes in config.groups().items()
+        if any(key == entry.name for cls in classes.values() for entry in dataclasses.fields(cls))
+    ]
+    return f"{min(holders, key=_PREFERRED.index)}.{key}" if holders else key
+
+
+_PREFERRED = ("optimizer", "schedule", "recipe", "data", *config.Config.__dataclass_fields__)
+"""Of several groups with an option of one name, the first is meant."""
+
+
+def is_text(key: str) -> bool:
+    """Whether the value of a key is text whatever it looks like, such as a path."""
+    group, dot, option = key.partition(".")
+    owners = config.groups().get(group, {}).values() if dot else [config.Config]
+    return any(
+        entry.name == (option or key) and entry.type in _TEXT for cls in owners for entry in dataclasses.fields(cls)
+    )
+
+
+_TEXT = ("str", "str | None")

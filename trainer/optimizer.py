@@ -155,6 +155,12 @@ def decayed(model: nn.Module) -> set[str]:
     return names
 
 
+def accepted_options(name: str) -> set[str] | None:
+    """Return the arguments of an optimizer of torch.optim, or None if there is none of this name."""
+    cls = getattr(torch.optim, name, None)
+    return set(inspect.signature(cls).parameters) if inspect.isclass(cls) else None
+
+
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give fused SGD momentum buffers of zeros, from which its first step goes on as from none.
 

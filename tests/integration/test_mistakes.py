@@ -55,6 +55,18 @@ TYPED: dict[str, tuple[str, ...]] = {
     "+recipe.sise=1": ("did you mean 'recipe.size'?",),
     "recipe.sise=mini": ("did you mean 'recipe.size'?",),
     "optimizer.lrr=1": ("optimizer.lrr is not a key", "did you mean 'optimizer.lr'?"),
+    "lr=1e-3": ("lr is not a key of the config; did you mean 'optimizer.lr'?",),
+    "batch=8": ("did you mean 'batch_size'?",),
+    "model=gpt2": ("did you mean 'recipe'?",),
+    "model.size=mini": ("model is not a key of the config; did you mean 'recipe'?",),
+    "epochs=3": ("did you mean 'steps'?",),
+    "momentum=0.9": ("did you mean 'optimizer.options.momentum'?",),
+    "--steps 10": ("--steps: write steps=10, without dashes",),
+    "--steps=10": ("--steps=10: write steps=10, without dashes",),
+    "--learning-rate 0.1 precision=bf16": ("write optimizer.lr=0.1, without dashes",),
+    "-lr 0.1": ("write optimizer.lr=0.1, without dashes",),
+    "--deterministic": ("write deterministic=…, without dashes",),
+    "optimizer.name=Adafactor optimizer.options.betas=[0.9,0.99]": ("betas: Adafactor has no such argument",),
     "optimizer.options.amsgrad=true": ("type +optimizer.options.amsgrad=",),
     "+optimizer.options.beta=1": ("optimizer.options.beta", "did you mean 'betas'?"),
     "data.path=notes.txt": ("data.path is not an option of data=python_docs", "data=text"),
@@ -116,6 +128,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),
     "data=text": ("data.path is missing",),
     "data=text data.path=nowhere.txt": ("data.path=nowhere.txt", "no such file"),
+    f"{GPT2} data=text 'data.path=mein Ordner ü'": ("data.path=mein Ordner ü: there is no such file or folder",),
+    f"{GPT2} data=text data.path=docs.jsonl": ("is a file of rows", "use data=hub data.name=docs.jsonl"),
     f"{GPT2} data=text data.path=empty.txt": ("data.path=empty.txt is empty",),
     f"{GPT2} data=text data.path=short.txt data.tokenizer=bytes": ("tokens", "one sample needs 17", "longer text"),
     f"{GPT2} data=text data.path=binary.txt": ("binary.txt is not text", "zero byte at offset 3"),
@@ -137,6 +151,7 @@ def files(folder: Path) -> Path:
 
     (folder / "empty").mkdir()
     (folder / "empty.txt").touch()
+    (folder / "docs.jsonl").write_text('{"text": "a row"}\n')
     (folder / "short.txt").write_text("too short")
     (folder / "binary.txt").write_bytes(b"abc\x00def" * 100)
     (folder / "latin1.txt").write_bytes("naïve ".encode("latin-1") * 100)
