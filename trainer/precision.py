@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import os
@@ -9,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -178,7 +179,8 @@ class Precision:
         not saved with the model: constants such as rotary frequencies, which transformers keeps in fp32, too.
 
         Raises:
-            UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits.
+            UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits;
+                or no weight is left for 16 bits.
 
         """
         kept = self.keep_fp32(model, device)
@@ -206,6 +208,10 @@ class Precision:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(dtype)
+        if all(parameter.dtype != dtype for parameter in model.parameters()):
+            raise UserError(
+                f"precision.fp32_modules leaves nothing in 16 bits for precision={self.mode}; use precision=fp32"
+            )
         model.register_forward_pre_hook(
             lambda _, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype)), with_kwargs=True
         )
@@ -356,11 +362,19 @@ def _with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:
 
 
 def _cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:
-    """Cast the floating-point tensors in nested tuples, lists and dicts."""
+    """Cast the floating-point tensors in nested tuples, lists, dicts and dataclasses, which keep their types."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and (scalars or value.ndim) else value
+    if is_dataclass(value) and not isinstance(value, type):  # transformers' outputs are, besides being dicts
+        given = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+        return type(value)(**_cast(given, dtype, scalars))
     if isinstance(value, dict):
-        return {key: _cast(item, dtype, scalars) for key, item in value.items()}
+        result = {key: _cast(item, dtype, scalars) for key, item in value.items()}
+        if type(value) is dict:
+            return result
+        other = copy.copy(value)
+        other.update(result)
+        return other
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_cast(item, dtype, scalars) for item in value))
     if isinstance(value, list | tuple):

@@ -178,3 +178,21 @@ def test_a_text_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"one sample needs 385; use a longer text or recipe.context="):
         trainer_of("recipe=bert", "recipe.context=384", "data=text", f"data.path={tmp_path}/short.txt",
                    "data.tokenizer=bytes", f"data.cache_dir={tmp_path}")  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "bf16_pure"])
+def test_a_whole_encoder_can_stay_in_fp32_beside_16_bit_weights(mode: str) -> None:
+    """Transformers' outputs are dicts, dataclasses and can be indexed: what an island returns has to be all that."""
+    trainer = trainer_of(*TINY, "steps=2", f"precision={mode}", "precision.fp32_modules=[bert]")
+    outputs: list[Any] = []
+    trainer.model.bert.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    recorder = Recorder()
+    trainer.fit(recorder)
+    assert all(torch.isfinite(record.grad_norm) for record in recorder.records)
+    assert type(outputs[0]).__name__ == "BaseModelOutputWithPoolingAndCrossAttentions"
+    assert outputs[0][0] is outputs[0].last_hidden_state is outputs[0]["last_hidden_state"]
+    assert outputs[0].last_hidden_state.dtype == trainer.model.qa_outputs.weight.dtype == torch.bfloat16
+    assert trainer.model.bert.embeddings.word_embeddings.weight.dtype == torch.float32
+    assert set(map(id, trainer.model.bert.parameters())) < set(
+        map(id, (p for group in trainer.optimizer.param_groups for p in group["params"]))
+    )

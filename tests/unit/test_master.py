@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,7 +177,7 @@ def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:
             self.between = hidden.dtype
             return self.second(hidden), hidden.sum() * 1e6
 
-    net = nn.ModuleDict({"inner": Inner()})
+    net = nn.ModuleDict({"inner": Inner(), "other": nn.Linear(8, 8)})
     Precision("fp16_pure", ["inner"]).convert(net, CPU)
     out, loss = net["inner"](torch.ones(2, 8, dtype=FP16))
     assert (out.dtype, loss.dtype, net["inner"].between) == (FP16, FP32, FP32)
@@ -187,9 +188,42 @@ def test_a_weight_shared_with_an_island_is_refused() -> None:
     net["head"].weight = net["table"].weight
     with pytest.raises(UserError, match=r"head shares a weight with table.weight.*name table too"):
         Precision("bf16_master", ["head"]).convert(net, CPU)
+    net["other"] = nn.Linear(8, 8)
     Precision("bf16_master", ["head", "table"]).convert(net, CPU)
     assert net["head"].weight is net["table"].weight
     assert net["head"].weight.dtype == FP32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_islands_that_leave_nothing_in_16_bits_are_refused(mode: str) -> None:
+    with pytest.raises(UserError, match=rf"fp32_modules leaves nothing in 16 bits for precision={mode}; use .*fp32"):
+        conv_trainer(mode, ["*"])
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    Precision(mode).convert(frozen, CPU)
+    if masters := masters_of(mode, frozen, seed=0):
+        masters.write_back(0)  # there are none
+
+
+def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
+    @dataclass
+    class Output:
+        hidden: Tensor
+        others: tuple[Tensor, ...]
+        count: int = 3
+
+    class Island(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Any, ...]:
+            ordered = OrderedDict(a=x)
+            default = defaultdict(list, b=[x])
+            return Output(x, (x, x)), ordered, default, {"c": x}
+
+    net = nn.ModuleDict({"island": Island(), "linear": nn.Linear(2, 2)})
+    Precision("bf16_pure", ["island"]).convert(net, CPU)
+    output, ordered, default, plain = net["island"](torch.ones(2, dtype=BF16))
+    assert (type(output), output.hidden.dtype, output.others[1].dtype, output.count) == (Output, BF16, BF16, 3)
+    assert (type(ordered), ordered["a"].dtype) == (OrderedDict, BF16)
+    assert (type(default), default["b"][0].dtype, default["new"]) == (defaultdict, BF16, [])
+    assert (type(plain), plain["c"].dtype) == (dict, BF16)
 
 
 def test_an_infinity_skips_the_step_and_leaves_masters_weights_and_state_alone() -> None:
