@@ -1,9 +1,9 @@
-"""Compare precisions, or any overrides: ``python scripts/compare.py recipe=gpt2 arms=[fp32,bf16,fp16] seeds=5``.
+"""Compare precisions, or any overrides: ``python scripts/compare.py recipe=gpt2 arms=fp32,bf16,fp16 seeds=5``.
 
-  arms=[fp32,bf16]          precisions
+  arms=fp32,bf16            precisions
   arm.<name>="key=value …"  any overrides, as often as wanted, such as arm.compiled="precision=bf16 compile=default"
   baseline=<name>           what the others are compared with (default: the first arm)
-  seeds=5 or seeds=[3,4,5]  pairs of runs (default: 5)
+  seeds=5 or seeds=3,4,5    pairs of runs (default: 5)
   margin=0.3%               the difference in final validation loss that is too small to matter
   null=false                without the null arm (the baseline against itself with other seeds)
   name=<name>               of the folder in <output_dir>/compare, where the same command goes on after a stop

@@ -98,9 +98,7 @@ def parse(arguments: list[str]) -> Comparison:
             common.append(argument)
     arms = [*map(_arm, _listed(values.get("arms", ""))), *arms]
     if len(arms) < 2:
-        raise UserError(
-            'a comparison needs two arms or more, such as arms=[fp32,bf16] or arm.compiled="compile=default"'
-        )
+        raise UserError('a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"')
     if any(arm.label == NULL for arm in arms):
         raise UserError(f"the label {NULL} is that of the null arm; choose another")
     check_labels(arms)
@@ -276,9 +274,9 @@ def _unquoted(text: str) -> str:
 
 def _seeds(text: str) -> list[int]:
     try:
-        seeds = [int(item) for item in _listed(text)] if text.startswith("[") else list(range(int(text)))
+        seeds = [int(item) for item in _listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
     except ValueError:
-        raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=[3,4,5]") from None
+        raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
     if len(seeds) < 2:
         raise UserError(f"seeds={text} gives one pair of runs, and an interval needs two or more; use seeds=5")
     if len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:

@@ -17,7 +17,7 @@ _WANTED = (
     ("Union[bool, str]", "true, false or auto"),
     ("to string", "one word or text"),
     ("is not Optional", "given a value"),
-    ("not a ListConfig", "a list, such as [a,b]"),
+    ("not a ListConfig", "a list, such as '[a,b]', in quotes for the shell"),
     ("to Dict[", "options by name, such as {a: 1}"),
 )
 

@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.folder import RunFolder
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64"]
-PAIR = "arms=[fp32,bf16]"
+PAIR = "arms=fp32,bf16"
 
 
 def test_the_defaults_are_the_issues() -> None:
@@ -26,6 +26,8 @@ def test_the_defaults_are_the_issues() -> None:
         ("null", ("precision=fp32",), 1000),
     ]
     assert (about.baseline, about.seeds, about.margin) == ("fp32", [0, 1, 2, 3, 4], 0.003)
+    bare = parse(["recipe=gpt2", "arms=fp32,bf16,fp16", "steps=20", "seeds=0,1,2,3,4"])  # as zsh wants it
+    assert bare == about
     assert about.common == ["recipe=gpt2", "steps=20"]
     assert about.folder == Path.cwd() / "outputs" / "compare"
 
@@ -43,7 +45,7 @@ def test_arms_of_any_overrides() -> None:
     ("arguments", "told"),
     [
         (["arms=[fp32,bf61]"], ("arms: bf61 is not a precision", "did you mean 'bf16'?", 'arm.bf61="key=value')),
-        (["arms=[fp32]"], ("two arms or more", "arms=[fp32,bf16]")),
+        (["arms=[fp32]"], ("two arms or more", "arms=fp32,bf16")),
         ([], ("two arms or more",)),
         (["arms=[fp32,fp32]"], ("the arm fp32 is there twice", "arm.<name>=")),
         ([PAIR, "arm.bf16=clip=norm"], ("the arm bf16 is there twice",)),
@@ -56,7 +58,9 @@ def test_arms_of_any_overrides() -> None:
         ([PAIR, "seeds=1"], ("seeds=1 gives one pair of runs", "use seeds=5")),
         ([PAIR, "seeds=[4]"], ("seeds=[4] gives one pair",)),
         ([PAIR, "seeds=0"], ("seeds=0 gives one pair",)),
-        ([PAIR, "seeds=five"], ("seeds=five is neither a number nor a list", "seeds=[3,4,5]")),
+        ([PAIR, "seeds=five"], ("seeds=five is neither a number nor a list", "seeds=3,4,5")),
+        ([PAIR, "seeds=4,"], ("seeds=4, gives one pair",)),
+        ([PAIR, "seeds=3,x"], ("seeds=3,x is neither a number nor a list",)),
         ([PAIR, "seeds=[1,1]"], ("different numbers",)),
         ([PAIR, "seeds=[0,1000]"], ("from 0 to 999",)),
         ([PAIR, "seed=3"], ("seed=… is chosen for every run", "seeds=5")),

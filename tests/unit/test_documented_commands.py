@@ -1,0 +1,74 @@
+"""Commands in README, docs, help texts and YAML comments can be pasted: into bash, and into zsh, which is stricter."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+FILES = [
+    *PAGES,
+    *sorted((PROJECT / "conf").rglob("*.yaml")),
+    *sorted((PROJECT / "scripts").glob("*.py")),
+    PROJECT / "trainer/cli.py",
+]
+COMMAND = re.compile(
+    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:python scripts/|torchrun |make |srun |pip install |docker )[^`]*)"
+)
+QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.")
+KEY_VALUE = re.compile(r"^[\w./+~-]+=\[")
+
+
+def commands(path: Path) -> list[str]:
+    """The command lines of a file: indented or in a fence, in a comment, or in a docstring; continued lines joined."""
+    text = re.sub(r"\\\n\s*#?\s*", "", path.read_text(encoding="utf-8"))
+    text = re.sub(r"#!/bin/bash(\n    .*)*", "", text)  # a script, where comments are comments
+    lines = [line for line in text.splitlines() if path.suffix != ".md" or line.startswith("    ")]
+    return [found[1].strip() for line in lines if (found := COMMAND.match(line.strip()))]
+
+
+def every_command() -> list[str]:
+    return [command for path in FILES for command in commands(path)]
+
+
+def test_the_commands_are_found() -> None:
+    found = every_command()
+    assert len(found) > 40
+    assert "python scripts/compare.py recipe=gpt2 arms=fp32,bf16,fp16 seeds=5" in found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_no_command_has_what_a_shell_would_expand_or_zsh_takes_for_arguments(path: Path) -> None:
+    for command in commands(path):
+        bare = QUOTED.sub("", command)
+        assert not set("[]*?{}()") & set(bare), f"quote this for the shell: {command}"
+        # An interactive zsh knows no comments: their words would become arguments, and an apostrophe would wait.
+        if path in PAGES:
+            assert " #" not in bare, f"put the comment into the text: {command}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_lists_within_the_text_are_quoted(path: Path) -> None:
+    for span in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
+        for word in QUOTED.sub("", span).split():
+            assert not KEY_VALUE.match(word), f"{path.name}: quote {word}"
+
+
+@pytest.mark.parametrize("shell", ["zsh", "bash"])
+def test_a_shell_hands_every_command_on_as_it_stands(shell: str, tmp_path: Path) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    found = [command for command in every_command() if not set("<>$…|") & set(command)]
+    options = ["-f"] if shell == "zsh" else ["--norc", "-O", "failglob"]
+    script = "\n".join(f"printf '%s\\n' {command.partition(' # ')[0]}; echo ---" for command in found)
+    done = subprocess.run([program, *options, "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == ""
+    for command, words in zip(found, done.stdout.split("---\n")[:-1], strict=True):
+        assert words.splitlines() == shlex.split(command, comments=True)
