@@ -9,8 +9,8 @@ temporary folder, flushed to the disk and renamed, so a folder under its final n
 
 from __future__ import annotations
 
-import hashlib
 import json
+import re
 import shutil
 import signal
 from dataclasses import dataclass, field
@@ -18,17 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.checkpoint_schema import (
+    FORMAT,
+    MANIFEST_FILE,
+    STATE_FILE,
+    Refused,
+    damage,
+    part_name,
+    read_manifest,
+    sha256,
+)
 from trainer.errors import UserError
-from trainer.files import flush, write_json
+from trainer.files import flush, make_folder, write_json
 from trainer.master import MasterWeights
 from trainer.parallel import is_cut, own_part
 from trainer.world import World
 
-FORMAT = 2
 MASTER = "master_weight"
 """The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""
 SPARE_BYTES = 1 << 20
@@ -101,16 +110,16 @@ class Contents:
             masters: what the optimizer works on in the place of the model's weights; saved with its state.
 
         """
-        weights, ties = _untie(model.state_dict())
+        weights, ties = untie(model.state_dict())
         tensors, rest = _optimizer_tensors(masters or model, optimizer)
         if masters is not None:
             tensors |= {f"{name}.{MASTER}": master.detach() for name, master in masters.held()}
         cut = any(map(is_cut, weights.values()))
-        files = {_part("rng", world.rank, world.size): rng}
+        files = {part_name("rng", world.rank, world.size): rng}
         if cut or world.first:
             own = (world.rank, world.size) if cut else (0, 1)
-            files[_part("model", *own)] = _local(weights, world)
-            files[_part("optimizer", *own)] = _local(tensors, world)
+            files[part_name("model", *own)] = _local(weights, world)
+            files[part_name("optimizer", *own)] = _local(tensors, world)
         state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
         return cls(step, files, json.dumps(state))
 
@@ -133,37 +142,34 @@ def write(folder: Path, contents: Contents, score: float | None, world: World) -
         NotWritten: on every rank, where one of them could not; nothing is left behind.
 
     """
-    target = folder / f"step-{contents.step:08d}"
+    target = folder / _name(contents.step)
     temporary = folder / f".{target.name}.partial"
     hashes: dict[str, str] = {}
 
     def prepare() -> None:
-        for partial in folder.glob(".step-*.partial"):  # of a process that was killed
-            shutil.rmtree(partial)
-        temporary.mkdir(parents=True)
+        make_folder(folder)
+        _clear_up(folder)
+        temporary.mkdir()
 
     def write_part() -> None:
         _check_space(folder, contents.bytes)
         for name, tensors in contents.files.items():
-            save_file(tensors, temporary / name)
+            save_file(tensors, temporary / name, {"step": str(contents.step)})
             flush(temporary / name)
-            hashes[name] = _sha256(temporary / name)
+            hashes[name] = sha256(temporary / name)
 
     def conclude() -> None:
-        (temporary / "state.json").write_text(contents.state, encoding="utf-8")
-        everything = {"state.json": _sha256(temporary / "state.json")}
+        (temporary / STATE_FILE).write_text(contents.state, encoding="utf-8")
+        everything = {STATE_FILE: sha256(temporary / STATE_FILE)}
         for part in parts:
             everything |= part["sha256"]
         manifest = {"format": FORMAT, "step": contents.step, "score": score, "sha256": everything}
-        write_json(temporary / "manifest.json", manifest)
-        for path in (temporary / "state.json", temporary / "manifest.json", temporary):
+        write_json(temporary / MANIFEST_FILE, manifest)
+        for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
             flush(path)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        flush(folder)
-        if json.loads((target / "manifest.json").read_text()) != manifest:
-            shutil.rmtree(target)
-            raise OSError(f"{target}/manifest.json does not read back as it was written")
+        if json.loads((temporary / MANIFEST_FILE).read_text()) != manifest:
+            raise OSError(f"{temporary}/{MANIFEST_FILE} does not read back as it was written")
+        _replace(target, temporary)
 
     parts: list[dict[str, Any]] = []
     for duty, only_first in ((prepare, True), (write_part, False), (conclude, True)):
@@ -183,8 +189,13 @@ def write(folder: Path, contents: Contents, score: float | None, world: World) -
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints below ``folder``, oldest first."""
-    return sorted(int(path.parent.name[5:]) for path in folder.glob("step-????????/manifest.json"))
+    """Return the steps of the complete checkpoints below ``folder``, oldest first; other names are not ours."""
+    found = set()
+    for path in folder.glob(f"*/{MANIFEST_FILE}"):
+        name = path.parent.name
+        if match := _ASIDE.fullmatch(name) or _OURS.fullmatch(name):
+            found.add(int(match[match.lastindex or 0][5:]))
+    return sorted(found)
 
 
 def best_step(folder: Path) -> int | None:
@@ -192,8 +203,8 @@ def best_step(folder: Path) -> int | None:
     scores = []
     for step in steps(folder):
         try:
-            score = json.loads((path_of(folder, step) / "manifest.json").read_text())["score"]
-        except (OSError, ValueError, KeyError, TypeError):
+            score = read_manifest(path_of(folder, step)).score
+        except Refused:
             continue  # damaged: what reads it says so
         if score is not None:
             scores.append((score, step))
@@ -209,14 +220,16 @@ def prune(folder: Path, keep: int) -> None:
 
 def path_of(folder: Path, step: int) -> Path:
     """Return where the checkpoint of ``step`` is."""
-    return folder / f"step-{step:08d}"
+    path, aside = folder / _name(step), folder / f".{_name(step)}.old"
+    return aside if aside.is_dir() and not path.is_dir() else path
 
 
 def find(folder: Path, step: int | None = None) -> Path:
     """Return the checkpoint of ``step`` (None: the newest) below ``folder``, verified.
 
     Raises:
-        UserError: there is none, or it is damaged; the message names the newest older one that is whole.
+        UserError: there is none, or it is damaged or holds what no checkpoint holds; the message names the file, and
+            the newest older checkpoint that is whole.
 
     """
     saved = steps(folder)
@@ -224,16 +237,54 @@ def find(folder: Path, step: int | None = None) -> Path:
         raise UserError(f"{folder} holds no checkpoint to resume from; start without resume=")
     step = saved[-1] if step is None else step
     path = path_of(folder, step)
-    if damage := _damage(path):
-        older = [candidate for candidate in saved if candidate < step]
-        whole = next((s for s in reversed(older) if not _damage(path_of(folder, s))), None)
+    if found := damage(path, step):
+        older = [candidate for candidate in reversed(saved) if candidate < step]
+        whole = next((other for other in older if not damage(path_of(folder, other), other)), None)
         remedy = (
             f"step {whole} is whole: remove the folder {path} and resume again"
             if whole is not None
             else "no older one is whole: start again without resume="
         )
-        raise UserError(f"the checkpoint {path} is damaged: {damage}; {remedy}")
+        raise UserError(f"the checkpoint {path} is damaged: {found}; {remedy}")
     return path
+
+
+_OURS = re.compile("step-[0-9]{8}")
+_ASIDE = re.compile(rf"\.({_OURS.pattern})\.old")
+_PARTIAL = re.compile(rf"\.{_OURS.pattern}\.partial")
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Rename ``new`` to ``target``. One that is there stays whole, under a name that is read, until then."""
+    aside = target.with_name(f".{target.name}.old")
+    replaces = target.is_dir()
+    if replaces:
+        target.rename(aside)
+    try:
+        new.rename(target)
+    except OSError:
+        if replaces:
+            aside.rename(target)
+        raise
+    flush(target.parent)
+    if replaces:
+        shutil.rmtree(aside)
+
+
+def _clear_up(folder: Path) -> None:
+    """Remove what a process left that was killed while it saved; what it had set aside takes its place again."""
+    for path in sorted(folder.iterdir()):
+        if _PARTIAL.fullmatch(path.name):
+            shutil.rmtree(path)
+        elif found := _ASIDE.fullmatch(path.name):
+            if (folder / found[1]).exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(folder / found[1])
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -242,17 +293,13 @@ def _check_space(folder: Path, needed: int) -> None:
         raise OSError(f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free in {folder}")
 
 
-def _part(name: str, rank: int, ranks: int) -> str:
-    return f"{name}.safetensors" if ranks == 1 else f"{name}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-
-
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return this rank's rows of what is cut, and on rank 0 also what is not."""
     mine = {name: tensor for name, tensor in tensors.items() if world.first or is_cut(tensor)}
     return {name: own_part(tensor).contiguous() for name, tensor in mine.items()}
 
 
-def _untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Split a state dict into tensors that share no memory, and the aliases of those that do."""
     unique: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
@@ -283,41 +330,12 @@ def _optimizer_tensors(
             else:
                 scalars.setdefault(names[index], {})[key] = value
     groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
-    return tensors, {"names": names, "groups": groups, "scalars": scalars}
+    # So that one whose state was lost is told from one that never had any.
+    stateless = [name for index, name in enumerate(names) if not state["state"].get(index)]
+    return tensors, {"names": names, "groups": groups, "scalars": scalars, "stateless": stateless}
 
 
 def parameter_names(model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters in its own order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint folder, or None."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        hashes = dict(manifest["sha256"])
-        if manifest["format"] != FORMAT:
-            return f"it has format {manifest['format']}, this version reads {FORMAT}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "manifest.json cannot be read"
-    found = {name.partition("-")[0].partition(".")[0] for name in hashes}
-    for name in sorted({"model", "optimizer", "rng", "state"} - found):
-        return f"{name} is missing"
-    for name, expected in sorted(hashes.items()):
-        if Path(name).name != name or not (path / name).is_file():
-            return f"{name} is missing"
-        if _sha256(path / name) != expected:
-            return f"{name} does not match its SHA-256"
-        if name.endswith(".safetensors"):
-            try:
-                with safe_open(path / name, "pt"):
-                    pass
-            except SafetensorError:
-                return f"{name} is no safetensors file"
-    return None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,14 +1,19 @@
-"""Files that are written whole or not at all, and where the project's own are."""
+"""Files that are written whole or not at all, JSON that is read with care, and where the project's own files are."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
+
+_DEEPEST = 32
+"""Levels of lists and objects that ``read_json`` accepts; no file of the project has more than ten."""
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 def child_environment(**variables: str) -> dict[str, str]:
@@ -21,15 +26,49 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a kill."""
+    """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
+    flush(partial)  # else some file systems would keep the new name and lose the content
     partial.replace(path)
+    flush(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file as a whole."""
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, names a key twice, or is nested more than 32 levels deep.
+
+    """
+    text = path.read_text(encoding="utf-8")
+    depth = 0
+    for token in _BRACKETS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+    return json.loads(text, object_pairs_hook=_once_each)
+
+
+def make_folder(path: Path, exist_ok: bool = True) -> None:
+    """Make a folder and those above it, and bring their names to the disk.
+
+    Raises:
+        FileExistsError: it is there, and ``exist_ok`` is false.
+
+    """
+    if not path.parent.is_dir():
+        make_folder(path.parent)
+    there = path.is_dir()
+    path.mkdir(exist_ok=exist_ok)
+    if not there:
+        flush(path.parent)
 
 
 def flush(path: Path) -> None:
@@ -39,3 +78,10 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return content

@@ -14,7 +14,7 @@ import yaml
 from trainer import augment, checkpoint
 from trainer.data import OnDeviceLoader
 from trainer.errors import UserError
-from trainer.files import write_json, write_text
+from trainer.files import make_folder, read_json, write_json, write_text
 from trainer.world import launch_id, launched_processes, restarted
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class RunFolder:
         """
         root = Path(output_dir).expanduser()
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
             number = 1
             while True:
                 path = root / (run_name if number == 1 else f"{run_name}-{number}")
                 try:
-                    path.mkdir()
+                    make_folder(path, exist_ok=False)
                     return cls(path)
                 except FileExistsError:
                     number += 1
@@ -137,7 +137,9 @@ class RunFolder:
 
         """
         try:
-            recorded: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+            recorded = read_json(self.path / "config.json")
+            if not isinstance(recorded, dict):
+                raise ValueError("it has no keys")
         except (OSError, ValueError) as error:
             raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
         return recorded

@@ -207,18 +207,19 @@ class Run:
         )
 
     def _restore(self, saved: Saved) -> None:
+        saved.check_progress(self.monitor.state_dict(), self.trainer.loss_scale, self.trainer.optimizer)
         if saved.progress["data"] != self.fingerprint:
             raise UserError(
                 f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
                 "put the files back as they were, or start a new run without resume="
             )
+        rng = saved.rng(self.world.rank, self.trainer.device)
         saved.restore(self.trainer.model, self.trainer.optimizer, self.trainer.masters)
         self.trainer.loss_scale.load_state_dict(saved.progress["loss_scale"])
         self.trainer.step = saved.step
         self.monitor.load_state_dict(saved.progress["monitor"])
         self.best = saved.progress["best"]
         self.final = saved.progress["final"]
-        rng = saved.rng(self.world.rank)
         if rng is not None:  # a rank that was not there before goes on with a seed of its own
             set_random_state(rng, self.trainer.device)
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.helpers import copied, same_bits
-from trainer import checkpoint
+from trainer import checkpoint, files
 from trainer.checkpoint import Checkpoint, Contents
 from trainer.errors import NonFiniteError, UserError
+from trainer.folder import RunFolder
 from trainer.optimizer import Optimizer
 from trainer.restore import load
 from trainer.rng import random_state, set_random_state
@@ -52,6 +56,12 @@ OPTIMIZERS = {
     "rprop": Optimizer("Rprop"),
     "adafactor": Optimizer("Adafactor"),
     "nadam": Optimizer("NAdam"),
+    "asgd": Optimizer("ASGD"),
+    "adagrad": Optimizer("Adagrad"),
+    "adadelta": Optimizer("Adadelta"),
+    "adamax": Optimizer("Adamax"),
+    "radam": Optimizer("RAdam"),
+    "plain sgd": Optimizer("SGD", lr=0.1),
 }
 
 
@@ -122,9 +132,42 @@ def test_optimizer_state_keeps_the_layout_of_its_parameter(name: str, tmp_path: 
         assert restored.data_ptr() != value.data_ptr()
 
 
-def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
-    from safetensors import safe_open
+def test_numbers_that_belong_to_16_bit_weights_keep_their_own_type(tmp_path: Path) -> None:
+    """Torch's own way to load would round NAdam's product of momenta to the type of the weight."""
+    nets = [Net(seed).to(torch.bfloat16) for seed in (0, 1)]
+    one, other = (OPTIMIZERS["nadam"].build(net, CPU) for net in nets)
+    for parameter in nets[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    one.step()
+    save(tmp_path, 1, nets[0], one, {})
+    load(tmp_path).restore(nets[1], other)
+    assert other.state_dict()["state"][0]["mu_product"].dtype == torch.float32
+    assert same_bits(other.state_dict(), one.state_dict())
 
+
+def test_a_checkpoint_of_an_earlier_version_still_fits(tmp_path: Path) -> None:
+    """Without the note of parameters that have no state, and without the step in the tensors' files."""
+    net = Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 2)
+    path = save(tmp_path, 2, net, optimizer, {})
+    state = json.loads((path / "state.json").read_text())
+    del state["optimizer"]["stateless"]
+    (path / "state.json").write_text(json.dumps(state))
+    for name in FILES[:3]:
+        with safe_open(path / name, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        save_file(tensors, path / name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"] = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in FILES}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    other = Net(1)
+    other_optimizer = OPTIMIZERS["adamw"].build(other, CPU)
+    load(tmp_path).restore(other, other_optimizer)
+    assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
     path = write(tmp_path)
     with safe_open(path / "model.safetensors", "pt") as file:
         names = set(file.keys())
@@ -253,7 +296,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    for broken in ("_sha256", "flush"):
+    for broken in ("sha256", "flush"):
 
         def pull_the_plug(path: Path) -> str:
             raise KeyboardInterrupt
@@ -273,6 +316,86 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     write(tmp_path, 1, note="first")
     write(tmp_path, 1, note="second")
     assert load(tmp_path).progress == {"note": "second"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_at_no_moment_of_saving_a_step_again_is_there_no_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before any change of a name, the one before or the new one is found, and the next save clears up."""
+    write(tmp_path / "now", 1, note="first")
+    net = Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 1)
+    rename, rmtree = Path.rename, shutil.rmtree
+    killed = changes = 0
+
+    def at_once(path: Path, *arguments: Any) -> None:
+        nonlocal changes, killed
+        changes += 1
+        if changes > killed:
+            raise KeyboardInterrupt
+        (rmtree if not arguments else rename)(path, *arguments)
+
+    notes = []
+    for killed in range(9):
+        folder = tmp_path / str(killed)
+        shutil.copytree(tmp_path / "now", folder)
+        changes = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", at_once)
+            patch.setattr(shutil, "rmtree", at_once)
+            try:
+                save(folder, 1, net, optimizer, {"note": "second"})
+            except KeyboardInterrupt:
+                notes.append(load(folder).progress["note"])
+                assert (checkpoint.steps(folder), load(folder, 1).step) == ([1], 1)
+            else:
+                break
+        save(folder, 2, net, optimizer, {"note": "third"})
+        assert load(folder, 1).progress["note"] == notes[-1]
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
+    assert notes == ["first", "first", "second"]
+
+
+def test_new_names_are_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parents of new folders too: else a power cut could take the whole of checkpoints/."""
+    flushed: list[tuple[Path, frozenset[str]]] = []
+
+    def note(path: Path) -> None:
+        content = (
+            frozenset(entry.name for entry in path.iterdir())
+            if path.is_dir()
+            else frozenset({str(path.stat().st_size)})
+        )
+        flushed.append((path, content))
+
+    monkeypatch.setattr(checkpoint, "flush", note)
+    monkeypatch.setattr(files, "flush", note)
+    folder = RunFolder.create(str(tmp_path / "outputs"), "run")
+    folder.write_config({"seed": 0})
+    write(folder.checkpoints, 1)
+    for path, name in (
+        (tmp_path, "outputs"),
+        (tmp_path / "outputs", "run"),
+        (folder.path, "config.json"),
+        (folder.path, "checkpoints"),
+        (folder.checkpoints, "step-00000001"),
+    ):
+        assert any(place == path and name in content for place, content in flushed), name
+    whole = str((folder.path / "config.json").stat().st_size)
+    assert (folder.path / ".config.json.partial", frozenset({whole})) in flushed
+
+
+@pytest.mark.parametrize(
+    "name", ["step-original", "step-00000009x", "step-9", "step-٠٠٠٠٠٠٠٩", "backup", ".step-a.old"]
+)
+def test_folders_of_other_names_are_not_ours(name: str, tmp_path: Path) -> None:
+    shutil.copytree(write(tmp_path, 3), tmp_path / name)
+    assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path), load(tmp_path).step) == ([3], None, 3)
+    write(tmp_path, 4)
+    checkpoint.prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "step-00000004"])
 
 
 @pytest.mark.parametrize(
@@ -290,7 +413,9 @@ def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(UserError, match=r"does not fit this model: it lacks bias and this model has no conv.bias"):
+    with pytest.raises(
+        UserError, match=r"does not fit this run: model.safetensors: it lacks bias and this model has no conv.bias"
+    ):
         load(tmp_path).restore(nn.Linear(2, 2), None)
 
 

@@ -1,0 +1,222 @@
+"""What the files of a checkpoint may hold. A hash shows damage, but anyone can compute one: nothing is taken on trust.
+
+``manifest.json`` and ``state.json`` have known keys of known types; the folder holds what the manifest lists, and
+nothing else. Whether that fits the run that is resumed is the matter of ``restore_check``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from trainer.files import read_json
+
+FORMAT = 2
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.json"
+KINDS = ("model", "optimizer", "rng")
+"""What there is a file of, or one file for each rank."""
+
+_PART = re.compile(rf"({'|'.join(KINDS)})(?:-[0-9]{{5}}-of-([0-9]{{5}}))?\.safetensors")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_LARGEST = 2**53
+"""Whole numbers up to here are exact as floating-point numbers, too."""
+
+
+class Refused(Exception):
+    """A file of a checkpoint does not hold what it should; the message begins with the file's name."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says."""
+
+    step: int
+    score: float | None
+    sha256: dict[str, str]
+    """By the name of the file."""
+
+    def parts(self, kind: str) -> list[str]:
+        """Return the files of one kind, in the order of the ranks that wrote them."""
+        return sorted(name for name in self.sha256 if name.startswith(kind))
+
+
+@dataclass(frozen=True)
+class State:
+    """What ``state.json`` says."""
+
+    step: int
+    ties: dict[str, str]
+    """For each weight that shares its memory with another one, the name under which it is stored."""
+    names: list[str]
+    """The optimizer's parameters, in its order."""
+    groups: list[dict[str, Any]]
+    """The options of the optimizer's groups."""
+    scalars: dict[str, dict[str, Any]]
+    """State that is no tensor, by parameter."""
+    stateless: list[str] | None
+    """Parameters without any state; None: written before this was noted."""
+    progress: dict[str, Any]
+
+
+def damage(folder: Path, step: int) -> str | None:
+    """Return what is wrong with the folder of a checkpoint of ``step``, the file's name first; None: it is whole."""
+    try:
+        manifest = read_manifest(folder)
+        _check_files(folder, manifest)
+        for name, expected in sorted(manifest.sha256.items()):
+            _require(sha256(folder / name) == expected, name, "does not match its SHA-256")
+            if name.endswith(".safetensors"):
+                _check_header(folder / name, step)
+        for file, found in ((MANIFEST_FILE, manifest.step), (STATE_FILE, read_state(folder).step)):
+            _require(found == step, file, f"is of step {found}")
+    except Refused as refused:
+        return str(refused)
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
+    return None
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def part_name(kind: str, rank: int, ranks: int) -> str:
+    """Return the name of one rank's file."""
+    return f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest.
+
+    Raises:
+        Refused: it cannot be read, or is of another format.
+
+    """
+    content = _read(folder / MANIFEST_FILE)
+    found = content.get("format")
+    if type(found) is int and found != FORMAT:
+        raise Refused(f"{MANIFEST_FILE}: it has format {found:.60g}, this version reads {FORMAT}")
+    _keys(content, {"format", "step", "score", "sha256"}, MANIFEST_FILE)
+    step, score, hashes = content["step"], content["score"], content["sha256"]
+    _require(type(found) is int, MANIFEST_FILE, "format is no whole number")
+    _require(is_count(step), MANIFEST_FILE, "step is no count of steps")
+    _require(score is None or is_finite(score), MANIFEST_FILE, "score is no finite number")
+    _require(isinstance(hashes, dict), MANIFEST_FILE, "sha256 is no list of files")
+    for name, value in hashes.items():
+        known = name == STATE_FILE or _PART.fullmatch(name)
+        _require(known, MANIFEST_FILE, f"{name!r:.80} is no file of a checkpoint")
+        _require(isinstance(value, str) and _SHA256.fullmatch(value), MANIFEST_FILE, f"{name} has no SHA-256")
+    manifest = Manifest(step, score, hashes)
+    _require(STATE_FILE in hashes, STATE_FILE, "is missing")
+    for kind in KINDS:
+        parts = manifest.parts(kind)
+        ranks = len(parts)
+        expected = [part_name(kind, rank, ranks) for rank in range(ranks)]
+        _require(parts, f"{kind}.safetensors", "is missing")
+        _require(parts == expected, MANIFEST_FILE, f"the files of {kind} are not one, or one for each rank")
+    return manifest
+
+
+def read_state(folder: Path) -> State:
+    """Return a checkpoint's state, of which ``progress`` has any keys.
+
+    Raises:
+        Refused: it cannot be read.
+
+    """
+    content = _read(folder / STATE_FILE)
+    _keys(content, {"step", "ties", "optimizer", "progress"}, STATE_FILE)
+    step, ties, progress = content["step"], content["ties"], content["progress"]
+    _require(is_count(step), STATE_FILE, "step is no count of steps")
+    _require(_is_names(ties), STATE_FILE, "ties are no names of weights")
+    _require(isinstance(progress, dict), STATE_FILE, "progress has no keys")
+    optimizer = content["optimizer"]
+    _require(isinstance(optimizer, dict), STATE_FILE, "optimizer has no keys")
+    _keys(optimizer, {"names", "groups", "scalars"}, STATE_FILE, optional={"stateless"})
+    names, groups, scalars = optimizer["names"], optimizer["groups"], optimizer["scalars"]
+    stateless = optimizer.get("stateless")
+    _require(_is_list_of(names, str), STATE_FILE, "optimizer.names are no names of parameters")
+    _require(_is_list_of(groups, dict), STATE_FILE, "optimizer.groups are no options")
+    good = isinstance(scalars, dict) and _is_list_of(list(scalars.values()), dict)
+    _require(good, STATE_FILE, "optimizer.scalars are no values by parameter")
+    good = "stateless" not in optimizer or _is_list_of(stateless, str)
+    _require(good, STATE_FILE, "optimizer.stateless are no names of parameters")
+    return State(step, ties, names, groups, scalars, stateless, progress)
+
+
+def is_count(value: Any) -> bool:
+    """Tell whether this is a whole number from 0 on."""
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether this is a number, perhaps infinite or NaN, but no bool."""
+    return type(value) is float or (type(value) is int and abs(value) <= _LARGEST)
+
+
+def is_finite(value: Any) -> bool:
+    """Tell whether this is a finite number, and no bool."""
+    return is_number(value) and math.isfinite(value)
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """Refuse a folder that lacks a file of its manifest, or holds another one, a link or a device."""
+    known = {MANIFEST_FILE, *manifest.sha256}
+    for name in sorted(path.name for path in folder.iterdir()):
+        _require(name in known, name, "is not in the manifest; move it out of the checkpoint")
+    for name in sorted(known):
+        try:
+            mode = (folder / name).lstat().st_mode
+        except FileNotFoundError:
+            raise Refused(f"{name} is missing") from None
+        _require(stat.S_ISREG(mode), name, "is no plain file")
+
+
+def _check_header(path: Path, step: int) -> None:
+    try:
+        with safe_open(path, "pt") as file:
+            noted = (file.metadata() or {}).get("step", str(step))  # earlier versions did not note it
+    except SafetensorError:
+        raise Refused(f"{path.name} is no safetensors file") from None
+    _require(noted == str(step), path.name, f"is of step {noted:.20}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise Refused(f"{path.name} cannot be read ({reason:.120})") from None
+    _require(isinstance(content, dict), path.name, "has no keys")
+    return dict(content)
+
+
+def _keys(content: dict[str, Any], expected: set[str], file: str, optional: set[str] | None = None) -> None:
+    """Refuse an object that lacks a key, or has one that is not expected."""
+    for key in sorted(expected - content.keys()):
+        raise Refused(f"{file} lacks {key}")
+    for key in sorted(content.keys() - expected - (optional or set())):
+        raise Refused(f"{file} has an unknown key {key!r:.80}")
+
+
+def _require(condition: object, file: str, problem: str) -> None:
+    if not condition:
+        raise Refused(f"{file}{'' if problem.startswith(('is ', 'does ')) else ':'} {problem}")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(target, str) for target in value.values())
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
