@@ -163,7 +163,7 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
             (fits if framework.whole_fit else others)[framework.name] = framework.block(material, folder)
     assert config.run_name is not None
     run_folder = RunFolder.create(config.output_dir, config.run_name)
-    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Requests(), [], [])
+    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Requests(), [])
     run.turns = turns = Turns(job.steps, job.rounds, repeats, others, fits)
     with threads(job.threads):
         turns.start()

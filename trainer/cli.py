@@ -26,6 +26,7 @@ from trainer import config
 from trainer.compose import CONF, checked_arguments
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory
 from trainer.explain import explain
+from trainer.resume import complete
 from trainer.run import Run
 from trainer.shortage import out_of_memory
 from trainer.start import train
@@ -46,7 +47,7 @@ def main(run_class: type[Run] = Run) -> int:
     config.register()
     codes: list[int] = []
     try:
-        sys.argv[1:] = checked_arguments(sys.argv[1:])
+        sys.argv[1:] = complete(checked_arguments(sys.argv[1:]))
         with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
             _task(codes, run_class)()

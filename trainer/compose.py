@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -76,6 +79,19 @@ def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
+def quoted(value: Any) -> str:
+    """Return a plain value as Hydra reads it in an override."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, (int, float)):
+        return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+    if isinstance(value, list):
+        return f"[{','.join(map(quoted, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{quoted(item)}' for key, item in value.items())}}}"
+    return _in_quotes(str(value).replace("${", "\\${"))  # which OmegaConf would look up
+
+
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """Return a command line that Hydra's grammar can read: paths with characters of which it knows nothing are quoted.
 
@@ -97,7 +113,8 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
         if choices and _NO_NAME.fullmatch(typed):
             raise UserError(f"{key}={typed} is not a choice ({', '.join(choices)})")
-        readable.append(_quoted(argument) if equals and is_text(key) and not _parses(argument) else argument)
+        foreign = equals and is_text(key) and not _parses(argument)
+        readable.append(f"{argument.partition('=')[0]}={_in_quotes(typed)}" if foreign else argument)
     return readable
 
 
@@ -109,8 +126,7 @@ def _parses(override: str) -> bool:
     return True
 
 
-def _quoted(override: str) -> str:
-    """Put the value in quotes, as Hydra's grammar wants them: backslashes count only before a quote."""
-    key, _, value = override.partition("=")
-    escaped = re.sub(r"(\\*)(\'|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
-    return f"{key}='{escaped}'"
+def _in_quotes(text: str) -> str:
+    """Put text in quotes, as Hydra's grammar wants them: backslashes count only before a quote."""
+    escaped = re.sub(r"(\\*)(\'|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"

@@ -31,7 +31,7 @@ _FREE = (
     "run_name",
     "device",
 )
-_FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking", "parallel", "activation_checkpointing")
+FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking", "parallel", "activation_checkpointing")
 
 
 class RunFolder:
@@ -80,15 +80,7 @@ class RunFolder:
             named = [path for path in root.glob(f"{run_name}*") if _is_run(path, run_name)]
             saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
             return cls(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
-        folder = cls(Path(resume).expanduser())
-        if not folder.path.is_dir():
-            raise UserError(f"resume={resume}: no such folder; give a run folder such as {output_dir}/{run_name}")
-        if not checkpoint.steps(folder.checkpoints):
-            raise UserError(
-                f"resume={resume}: the folder holds no complete checkpoint (looked in {folder.checkpoints}); "
-                "give another run folder, or start without resume="
-            )
-        return folder
+        return local_folder(resume, output_dir)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -158,20 +150,45 @@ class RunFolder:
         before = self.config()
         if "augment" in flat:
             before |= augment.recorded(before, reads_images)
-        keys = [
-            key
+        different = {
+            key: (before.get(key), flat.get(key))
             for key in dict.fromkeys([*before, *flat])
-            if before.get(key) != flat.get(key) and not _free(key, before, flat)
-        ]
-        if not keys:
-            return
-        if "recipe" in keys:
-            raise UserError(
-                f"resume: {self.path} is a run of recipe={before.get('recipe')}, not {flat.get('recipe')}; "
-                f"type recipe={before.get('recipe')} or choose another run"
-            )
-        differences = ", ".join(f"{key}={before.get(key)} there and {flat.get(key)} here" for key in keys[:4])
-        raise UserError(f"resume: {self.path} was another run: {differences}; type its values, or start a new run")
+            if before.get(key) != flat.get(key) and not is_free(key, before, flat)
+        }
+        if different:
+            raise another_run(self.path, different)
+
+
+def local_folder(resume: str, output_dir: str) -> RunFolder:
+    """Return the run folder that ``resume=FOLDER`` names.
+
+    Every process of a job may call it, also before they know each other.
+
+    Args:
+        resume: as typed, neither null nor auto.
+        output_dir: where run folders are made.
+
+    Raises:
+        UserError: the folder does not exist or holds no checkpoint.
+
+    """
+    folder = RunFolder(Path(resume).expanduser())
+    if not folder.path.is_dir():
+        raise UserError(f"resume={resume}: no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0")
+    if not checkpoint.steps(folder.checkpoints):
+        raise UserError(
+            f"resume={resume}: the folder holds no complete checkpoint (looked in {folder.checkpoints}); "
+            "give another run folder, or start without resume="
+        )
+    return folder
+
+
+def another_run(folder: Path, different: dict[str, tuple[Any, Any]]) -> UserError:
+    """Return the error that names what differs between a run and what is to continue it, by key: before, now."""
+    keys = ["recipe"] if "recipe" in different else list(different)[:4]
+    changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
+    restore = "restore it" if len(keys) == 1 else "restore them"
+    return UserError(f"cannot resume {folder}: {changes}; {restore} or start a new run")
 
 
 def earlier_folder(config: Config) -> RunFolder | None:
@@ -219,7 +236,7 @@ def _is_run(path: Path, run_name: str) -> bool:
     return suffix == "" or (suffix.startswith("-") and suffix[1:].isdigit())
 
 
-def _free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+def is_free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Tell whether this key may differ between a run and its continuation."""
     if key == "loader":  # one that repeats a single batch is other training data
         return OnDeviceLoader.kind not in (before.get(key), now.get(key))
@@ -227,4 +244,4 @@ def _free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
         return False
     if key == "micro_batch_size":  # rounding, and what batch norm sees
         return not now.get("deterministic")
-    return key in _FREE or key.partition(".")[0] in _FREE_GROUPS
+    return key in _FREE or key.partition(".")[0] in FREE_GROUPS

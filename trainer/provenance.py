@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from trainer.compose import quoted
 from trainer.files import PROJECT
 from trainer.world import launched_processes
 
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
+_PLAIN = re.compile("[A-Za-z0-9_./-]*[A-Za-z][A-Za-z0-9_./-]*")
 _NO_CODE = (":!*.md", ":!results")
 
 
@@ -32,15 +35,15 @@ def versions() -> dict[str, str | None]:
     return {name: _version(name) for name in _PACKAGES}
 
 
-def resume_command(overrides: list[str], folder: Path) -> str:
+def resume_command(folder: Path) -> str:
     """Return the command line that continues the run in ``folder``, from the folder this one was typed in."""
-    kept = [part for part in overrides if not part.startswith("resume=")]
     launcher = ["python"]
     if launched_processes():
         launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
         if (nodes := int(os.environ["GROUP_WORLD_SIZE"])) > 1:
             launcher.append(f"--nnodes={nodes}")
-    return shlex.join([*launcher, sys.argv[0], *kept, f"resume={folder}"])
+    named = str(folder) if _PLAIN.fullmatch(str(folder)) else quoted(str(folder))
+    return shlex.join([*launcher, sys.argv[0], f"resume={named}"])
 
 
 def _version(package: str) -> str | None:

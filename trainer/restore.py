@@ -207,9 +207,7 @@ class _Parts:
         rows = [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
         return tuple(rows)
 
-    def check(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, earlier: torch.dtype | None = None
-    ) -> None:
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, earlier: torch.dtype | None = None) -> None:
         """Refuse a tensor of another shape or type; ``earlier`` is a narrower type that is allowed, too."""
         if name not in self._where:
             raise Refused(f"{self.file}: it lacks {name}")

@@ -49,7 +49,6 @@ class Run:
         terminal: Terminal,
         requests: Requests,
         choices: list[Choice],
-        overrides: list[str],
     ) -> None:
         self.trainer = trainer
         self.world: World = trainer.world
@@ -61,7 +60,7 @@ class Run:
         self.requests = requests
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
-        self.command = resume_command(overrides, folder.path)
+        self.command = resume_command(folder.path)
         self.best: dict[str, float] | None = None
         self.final: dict[str, float] = {}
         self.began = time.time()

@@ -29,7 +29,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
 
     Args:
         config: as composed; its ``auto`` fields are resolved in place.
-        overrides: the command line's overrides, for the command that resumes this run.
+        overrides: the command line's overrides, for what would fit where memory does not suffice.
         run_class: what watches over the trainer; another one for those who measure.
 
     Raises:
@@ -71,9 +71,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         stack.callback(trainer.close)
         if folder is None:
             folder = world.on_first(partial(_begun, config, stack))
-        return run_class(
-            trainer, folder, saved, terminal, requests, choices + trainer.choices, overrides or []
-        ).execute()
+        return run_class(trainer, folder, saved, terminal, requests, choices + trainer.choices).execute()
 
 
 def _is_finished(folder: RunFolder) -> bool:

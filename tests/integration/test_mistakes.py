@@ -300,17 +300,17 @@ class TestResume:
             assert word in done.err
 
     def test_of_another_recipe(self, train: Callable[..., Any], folder: Path) -> None:
-        self.refused(train, f"{TOKENS} resume={self.run}", "is a run of recipe=bignet, not gpt2", "type recipe=bignet")
+        self.refused(train, f"{TOKENS} resume={self.run}", "recipe was bignet, now gpt2; restore it or")
         assert everything(folder) == self.before
 
     def test_of_another_precision(self, train: Callable[..., Any], folder: Path) -> None:
         command = f"{BIGNET} steps=8 precision=bf16 resume={self.run}"
-        self.refused(train, command, "precision.mode=fp32 there and bf16 here")
+        self.refused(train, command, "precision.mode was fp32, now bf16; restore it or start")
         assert everything(folder) == self.before
 
     def test_of_another_size(self, train: Callable[..., Any], folder: Path) -> None:
         command = f"{BIGNET} steps=8 recipe.width=9 resume=auto"
-        self.refused(train, command, "recipe.width=8 there and 9 here", "or start a new run")
+        self.refused(train, command, "recipe.width was 8, now 9", "or start a new run")
         assert everything(folder) == self.before
 
     def test_of_a_folder_without_a_checkpoint(self, train: Callable[..., Any], folder: Path) -> None:

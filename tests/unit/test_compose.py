@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from trainer.compose import checked_arguments, combinations, compose
+from trainer.compose import checked_arguments, combinations, compose, quoted
 from trainer.errors import UserError
 from trainer.hardware import detect
 
@@ -25,6 +28,11 @@ NAMES = [
     "c:\\d\\",
     "a;b",
 ]
+VALUES: list[Any] = [
+    None, True, False, 1, -2.5, 1e-5, 1e300, float("inf"), "a", "null", "5", "1e3", "it's", "back\\slash", "end\\",
+    "a\\'b", '"', "mein Ordner ü", "a=b,c", "${x}", "{a}", "[1]", "", "a\nb", "sqlite:///x y.db", [], {},
+    [1, "a b", None], {"betas": [0.9, 0.95], "kind": "it's"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,3 +85,12 @@ def test_options_that_were_typed_are_not_dropped() -> None:
             compose(["optimizer.name=Adafactor", typed])
     with pytest.raises(UserError, match=r"optimizer\.name=adafactor is not in torch.optim; did you mean 'Adafactor'"):
         compose(["optimizer.name=adafactor"])
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_quoted_value_is_read_as_it_was(value: Any) -> None:
+    override = OverridesParser.create().parse_override(f"key={quoted(value)}")
+    read = OmegaConf.to_container(OmegaConf.create({"key": override.value()}), resolve=True)
+    assert read == {"key": value}
+    assert isinstance(read, dict)
+    assert type(read["key"]) is type(value)

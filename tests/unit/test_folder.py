@@ -48,11 +48,11 @@ def test_goes_on_with_what_does_not_change_what_is_learnt(folder: RunFolder, cha
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"recipe": "gpt2"}, "recipe=resnet"),
-        ({"precision.mode": "fp16"}, "precision.mode=bf16"),
-        ({"recipe.image_size": 64}, "recipe.image_size=auto"),  # auto is a choice like any other
-        ({"loader": "synthetic-on-device"}, "loader=pinned"),  # repeats a single batch
-        ({"new_key": 1}, "new_key"),
+        ({"recipe": "gpt2"}, "recipe was resnet, now gpt2"),
+        ({"precision.mode": "fp16"}, "precision.mode was bf16, now fp16"),
+        ({"recipe.image_size": 64}, "recipe.image_size was auto, now 64"),  # auto is a choice like any other
+        ({"loader": "synthetic-on-device"}, "loader was pinned, now synthetic-on-device"),  # repeats a single batch
+        ({"new_key": 1}, "new_key was None, now 1"),
     ],
 )
 def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, Any], named: str) -> None:
@@ -63,7 +63,7 @@ def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, 
 def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.write_config(RUN | {"deterministic": True})
-    with pytest.raises(UserError, match="micro_batch_size=8"):
+    with pytest.raises(UserError, match="micro_batch_size was 8, now 4"):
         run.check_same(RUN | {"deterministic": True, "micro_batch_size": 4})
 
 

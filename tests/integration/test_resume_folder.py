@@ -1,0 +1,146 @@
+"""``resume=FOLDER`` alone goes on with the recorded config; what is typed besides is checked against it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Train = Callable[..., Any]
+# Options of groups other than the default ones, lists, dictionaries and text that Hydra would read as something else.
+RUN = [
+    "recipe=bignet", "recipe.width=16", "recipe.layers=2", "precision=fp16", "precision.fp32_modules=['*.0']",
+    "scaler=dynamic", "scaler.interval=3", "optimizer=sgd", "optimizer.options={momentum:0.5,nesterov:false}",
+    "schedule=wsd", "clip=value", "batch_size=4", "micro_batch_size=2", "eval_samples=4", "eval_every=2", "log_every=1",
+    "steps=4", "seed=3", "deterministic=true", "tracking=local", "loader=plain", "checkpoint.keep=5", "run_name='1e3'",
+]  # fmt: skip
+MEASURED = {"time", "step_time_s", "samples_per_s", "memory_bytes", "checkpoint_stall_s"}
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / "checkpoints" / f"step-{step:08d}" / "model.safetensors").read_bytes()
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "config.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Filled by the first test: a run of four steps, and the same one of eight."""
+    return {"": tmp_path_factory.mktemp("runs")}
+
+
+@pytest.fixture
+def run(runs: dict[str, Path], train: Train, folder: Path) -> Path:
+    """A copy of the run of four steps, in ``elsewhere/1e3``."""
+    if "four" not in runs:
+        for name, steps in (("four", 4), ("eight", 8)):
+            done = train(*RUN, f"steps={steps}", f"output_dir={runs['']}/{name}")
+            assert done.code == 0, done.err
+            runs[name] = runs[""] / name / "1e3"
+    return Path(shutil.copytree(runs["four"], folder / "elsewhere" / "1e3"))
+
+
+def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], train: Train) -> None:
+    before = recorded(run)
+    # The schedule depends on the number of steps, so this is not the run of eight from the start.
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(runs["eight"] / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000004")
+    shutil.copy(runs["eight"] / "metrics.jsonl", run / "metrics.jsonl")
+    done = train("resume=elsewhere/1e3", "steps=8", "log_every=2", "profiler=memory", "tracking.patience_s=7")
+    assert done.code == 0, done.err
+    assert "resumed after step 4" in done.out
+    assert weights(run, 8) == weights(runs["eight"], 8)
+    changed = {key for key, value in recorded(run).items() if before.get(key) != value}
+    assert changed == {
+        "steps",
+        "log_every",
+        "profiler",
+        "tracking.patience_s",
+        "output_dir",
+        "resume",
+        "profiler.top",
+    } & (changed | {"steps"})
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        [],
+        ["recipe=bignet"],
+        ["precision=fp16", "seed=3"],
+        RUN,
+        ["loader=pinned", "device=cpu", "checkpoint.keep=2"],
+    ],
+)
+def test_what_agrees_or_is_free_may_be_typed(typed: list[str], run: Path, train: Train) -> None:
+    done = train(*typed, "resume=elsewhere/1e3")
+    assert (done.code, done.err) == (0, "")
+    assert "elsewhere/1e3 has done its 4 steps" in done.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("seed=4", "seed was 3, now 4; restore it or start a new run"),
+        ("precision=bf16", "precision.mode was fp16, now bf16"),
+        ("precision.fp32_modules=[]", "precision.fp32_modules was ['*.0'], now []"),
+        ("recipe=resnet", "recipe was bignet, now resnet; restore it or start a new run"),
+        ("optimizer=adamw", "optimizer.name was SGD, now AdamW"),
+        ("optimizer.options.momentum=0.9", "optimizer.options was {'momentum': 0.5, 'nesterov': False}, now"),
+        ("scaler=static", "scaler was dynamic, now static"),
+        ("schedule.decay=0.5", "schedule.decay was 0.2, now 0.5"),
+        ("batch_size=8", "batch_size was 4, now 8"),
+        ("experiment=amp_mlp", "recipe.layers was 2, now 3"),
+        ("loader=synthetic-on-device", "loader was plain, now synthetic-on-device"),
+        ("recipe.arch=resnet18", "recipe.arch is not an option of recipe=bignet"),
+        ("-m", "continues one run, and -m starts several; leave out -m"),
+    ],
+)
+def test_what_would_be_another_run_is_refused(typed: str, told: str, run: Path, train: Train) -> None:
+    done = train(typed, "resume=elsewhere/1e3", "steps=8")
+    assert done.code == 2
+    assert told in done.err
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+    assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-00000004"
+
+
+def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) -> None:
+    before = recorded(run)
+    for change, told in (
+        ({"recipe": "gone"}, "config.json names recipe=gone, which this version does not have"),
+        ({"recipe.gone": 1}, "recipe.gone was 1, now None"),
+        ({"recipe.width": "wide"}, "recipe.width='wide' must be a whole number"),
+        ({"recipe.width": {"a": [1]}}, "recipe.width"),
+        ({"steps": None}, "steps"),
+        ({"clip": 5}, "config.json names clip=5, which"),
+    ):
+        (run / "config.json").write_text(json.dumps(before | change))
+        done = train("resume=elsewhere/1e3", "steps=8")
+        assert (done.code, done.err.count("\n")) == (2, 1), done.err
+        assert told in done.err
+    for content in ("{", "[]", "[" * 100_000, '{"seed": 1, "seed": 2}'):
+        (run / "config.json").write_text(content)
+        done = train("resume=elsewhere/1e3", "steps=8")
+        assert (done.code, done.err.count("\n")) == (2, 1), done.err
+        assert "config.json cannot be read" in done.err
+
+
+def test_the_printed_command_goes_on_whatever_the_folder_is_called(run: Path, train: Train, folder: Path) -> None:
+    odd = "it's mein Ordner ü, (a=b)"
+    (folder / "elsewhere").rename(folder / odd)
+    summary = json.loads((folder / odd / "1e3" / "summary.json").read_text())
+    assert shlex.split(summary["resume"])[-1].startswith("resume=")
+    quoted = f"resume='{odd}/1e3'".replace("t's", "t\\'s")
+    assert train(quoted, "steps=5").code == 0
+    command = json.loads((folder / odd / "1e3" / "summary.json").read_text())["resume"]
+    assert shlex.split(command) == ["python", "scripts/train.py", quoted]
+    assert "has done its 5 steps" in train(*shlex.split(command)[2:]).out
