@@ -37,6 +37,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "recipe/llama": ("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/t5": ("recipe=t5", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
     "recipe/resnet": TINY["resnet"],
+    "augment/imagenet": IMAGES,
+    "augment/light": IMAGES,
     "data/digits": IMAGES,
     "data/hub": (*TEXT, "data.name=texts", "data.tokenizer=bytes"),
     "data/idx": (*IMAGES, "data.path=idx"),
