@@ -40,7 +40,8 @@ def explain(error: BaseException) -> str:
     if found := re.search(r"Key '[^']+' not in '(\w+)'", text):
         return _unknown(key or "", found[1])
     if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
-        return _unknown(key or found[1], "")
+        added = re.search(r"append to your config use \+\S+?=(.*)", text)
+        return _unknown(key or found[1], "", added[1] if added else "")
     if found := re.search(r"Error parsing override '(.*)'|LexerNoViableAltException: (.*)", text):
         typed = found[1] or found[2]
         return f"{typed!r} is not an override; write key=value, such as steps=100 or precision=bf16"
@@ -63,8 +64,8 @@ def _where(text: str) -> str:
     return f" (in conf/{found[1]}.yaml)" if found else ""
 
 
-def _unknown(key: str, owner: str) -> str:
-    """Tell which choice of the group has this option, if any, or what is nearest to it."""
+def _unknown(key: str, owner: str, value: str = "") -> str:
+    """Say which choice of the group has this option, if any, or what is nearest to it; ``value`` was typed."""
     group, _, option = key.partition(".")
     classes = config.groups().get(group, {})
     holders = [name for name, cls in classes.items() if any(entry.name == option for entry in dataclasses.fields(cls))]
@@ -76,7 +77,8 @@ def _unknown(key: str, owner: str) -> str:
         options = [entry.name for cls in classes.values() for entry in dataclasses.fields(cls)]
         near = nearest(option, options, f"{group}.")
     elif (better := meant(key)) != key:
-        near = f"; did you mean {better!r}?"
+        # Under the same name in a group the value is right, too; other trainers' names may want another one.
+        near = f"; did you mean '{better}{f'={value}' if better.endswith(f'.{key}') and value else ''}'?"
     else:
         near = nearest(key, [*(entry.name for entry in dataclasses.fields(config.Config)), "experiment"])
     return f"{key} is not a key of the config{near}; --cfg job shows all of them"
