@@ -26,7 +26,7 @@ COMMAND = [
 
 
 def finish(process: subprocess.Popen[str]) -> Result:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return Result(process.returncode, out, err)
 
 
@@ -53,7 +53,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert first.stdout.readline().startswith("2 arms × 2 seeds, in turns")
     assert first.stdout.readline().split()[:3] == ["1/4", "fp32", "s0"]  # told at once, though into a pipe
     first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=30)
+    out, err = first.communicate(timeout=300)
     assert (first.returncode, "the same command goes on from here" in err) == (130, True), out + err
 
     second = compare(*COMMAND)

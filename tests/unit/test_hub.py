@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -347,9 +346,8 @@ def test_a_hub_name_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    start = time.monotonic()
     with pytest.raises(UserError, match=r"data.name=nobody/nothing .*data=python_docs or data=text"):
         Hub(name="nobody/nothing").tokens(None)
     with pytest.raises(UserError, match=r"data.name=nobody/nothing .*data=digits"):
         Hub(name="nobody/nothing").images(None)
-    assert time.monotonic() - start < 25
+    assert datasets.config.HF_HUB_OFFLINE  # so that its client does not try again and again, for minutes

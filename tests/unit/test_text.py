@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -341,13 +340,20 @@ def test_an_unknown_character_of_a_prompt(file: Path) -> None:
 
 
 def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    open_tokenizer = AutoTokenizer.from_pretrained
+
+    def only_local(name: str, local_files_only: bool = False) -> object:
+        assert local_files_only, "its client would try again and again, for minutes"
+        return open_tokenizer(name, local_files_only=True)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", only_local)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    start = time.monotonic()
     with pytest.raises(UserError, match=r"data.tokenizer=nobody/nothing .* data.tokenizer=bpe"):
         TextFiles(path=str(file), tokenizer="nobody/nothing").tokens(None)
     with pytest.raises(UserError, match=r"tokenizer nobody/nothing .* cannot be reached"):
         TextFiles(path=str(file)).tokens("nobody/nothing")
-    assert time.monotonic() - start < 25
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/tokenizer", "a/b/c"])
@@ -366,9 +372,7 @@ def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        start = time.monotonic()
-        assert not hub_reachable(timeout_s=0.5)
-        assert time.monotonic() - start < 2
+        assert not hub_reachable(timeout_s=0.5)  # it returns, though no answer ever comes
 
 
 def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,9 +394,15 @@ def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_name_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: answer.wait(5) and [])
+    asked = threading.Event()
+
+    def never(*_: object, **__: object) -> list[object]:
+        asked.set()
+        answer.wait()
+        return []
+
+    monkeypatch.setattr("socket.getaddrinfo", never)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.invalid")
-    start = time.monotonic()
-    assert not hub_reachable(timeout_s=0.5)
-    assert time.monotonic() - start < 2
+    assert not hub_reachable(timeout_s=0.5)  # it returns, though no answer ever comes
+    assert asked.wait(300)
     answer.set()
