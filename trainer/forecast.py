@@ -62,7 +62,7 @@ def forecast(config: Config) -> Ledger:
             with MemoryLedger(trainer.model, trainer.optimizer) as recording:
                 trainer.train_step(microbatches)
             ledger = recording.report()
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+    except _NEEDS_VALUES as error:
         raise RunError(
             f"this model decides by the values of its tensors what to compute ({error}), so its memory cannot be "
             "forecast; train with profiler=memory to see it"
@@ -74,6 +74,10 @@ def forecast(config: Config) -> Ledger:
     ledger.at_peak["inputs"] += more
     ledger.highest["inputs"] += more
     return ledger
+
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What is raised where the result depends on numbers, which fake tensors have not."""
 
 
 @dataclass
@@ -205,7 +209,14 @@ class _UpdateAlways(Update):
     """Takes every step: a fake flag cannot be read."""
 
     def _step_unless(self, skipped: Tensor) -> None:
-        if self._takes_flag:
-            super()._step_unless(skipped)
-        else:
-            self.optimizer.step()
+        try:
+            if self._takes_flag:
+                super()._step_unless(skipped)
+            else:
+                self.optimizer.step()
+        except _NEEDS_VALUES as error:
+            raise RunError(
+                f"optimizer.name={type(self.optimizer).__name__} decides by the values of its tensors what to compute "
+                f"({error}), so its memory cannot be forecast; train with profiler=memory to see it, or use "
+                "another optimizer"
+            ) from error

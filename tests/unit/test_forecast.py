@@ -124,3 +124,11 @@ def test_table_compares_with_the_first_column_and_wraps() -> None:
     ]
     narrow = table([column("one", 2**20), column("two", 2**21), column("three", 2**21)], width=45)
     assert [line.split() for line in narrow.splitlines() if "MiB" in line] == [["MiB", "one", "two"], ["MiB", "three"]]
+
+
+@pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
+def test_an_optimizer_that_looks_at_its_numbers_is_named_and_not_the_model(name: str) -> None:
+    line = (*BIGNET, "device=cpu", "batch_size=4", f"optimizer.name={name}", "~optimizer.options.betas")
+    with pytest.raises(RunError, match=rf"^optimizer\.name={name} decides .* or use another optimizer") as raised:
+        forecast(compose(*line))
+    assert "model" not in str(raised.value)
