@@ -30,6 +30,7 @@ from trainer.resume import complete
 from trainer.run import Run
 from trainer.shortage import out_of_memory
 from trainer.start import train
+from trainer.sweep import Sweep, swept_keys
 from trainer.world import launched_processes
 
 _USAGE = """\
@@ -48,19 +49,22 @@ def main(run_class: type[Run] = Run) -> int:
     codes: list[int] = []
     try:
         sys.argv[1:] = complete(checked_arguments(sys.argv[1:]))
+        sweep = Sweep(swept_keys(sys.argv[1:]))
         with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
-            _task(codes, run_class)()
+            _task(codes, run_class, sweep)()
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
         return _report(UserError(explain(error)))
+    if (table := sweep.table()) and os.environ.get("RANK", "0") == "0":
+        print(f"\n{table}", flush=True)
     if dist.is_initialized() and not any(codes):  # after a failure the others may not be there to say goodbye to
         dist.destroy_process_group()
     return max(codes, default=0)
 
 
-def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
+def _task(codes: list[int], run_class: type[Run], sweep: Sweep) -> Callable[[], None]:
     """Return the function that Hydra calls once for every run; it adds the run's exit code to ``codes``."""
     interrupted = False
 
@@ -78,7 +82,8 @@ def _task(codes: list[int], run_class: type[Run]) -> Callable[[], None]:
             # As typed: Hydra would look up ${…} within them among its own keys.
             overrides = cast("list[str]", OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
             built = config.build(composed, overrides)
-            train(built, overrides, run_class)
+            sweep.begin(built, overrides)
+            sweep.end(train(built, overrides, run_class))
             codes.append(0)
         except RunError as error:
             codes.append(_report(error))

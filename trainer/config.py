@@ -123,6 +123,10 @@ class Config:
         self.augment = settled
         return [Choice("augment", settled.kind, REASONS[settled.kind])]
 
+    def default_name(self) -> str:
+        """Return the name of a run that was given none."""
+        return f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
+
     def resolve(self, hardware: Hardware, world: World | None = None) -> tuple[Plan, list[Choice]]:
         """Replace every ``auto`` by a number, check what depends on the hardware, and say what was chosen.
 
@@ -164,7 +168,7 @@ class Config:
             eval_every=number("eval_every", max(steps // 10, min(steps, 25)), "ten evaluations a run, or fewer"),
             eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
         )
-        self.run_name = self.run_name or f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
+        self.run_name = self.run_name or self.default_name()
         if "/" in self.run_name or self.run_name in (".", ".."):
             raise UserError(f"run_name={self.run_name} must be the name of a folder, without a slash")
         if not self.output_dir:

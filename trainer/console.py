@@ -6,7 +6,7 @@ import logging
 import math
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -86,7 +86,7 @@ class _Shown(logging.Handler):
 
 def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -> str:
     """Return ``step 20/300  loss 5.123  12.3k tokens/s  norm 1.2  scale 65536  eta 0:42``."""
-    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {metrics['loss']:.4f}"]
+    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {loss(metrics['loss'])}"]
     parts.append(f"{quantity(metrics[f'{unit}_per_s'])} {unit}/s")
     parts.append(f"norm {metrics['grad_norm']:.3g}")
     if metrics["loss_scale"] != 1:
@@ -96,6 +96,20 @@ def progress_line(step: int, steps: int, metrics: dict[str, float], unit: str) -
     if step > 1:  # the first step takes longer than any other
         parts.append(f"eta {duration((steps - step) * metrics['step_time_s'])}")
     return "  ".join(parts)
+
+
+def loss(value: float | None) -> str:
+    """Return a loss or another score: four decimals, or three significant digits of a small one; ``not finite``."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{value:.4f}" if abs(value) >= 0.01 or value == 0 else f"{value:.3g}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of equal length as lines of aligned columns, the first row a heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 def quantity(value: float) -> str:

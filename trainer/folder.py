@@ -116,6 +116,14 @@ class RunFolder:
         write_json(path, content)
         return path
 
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says, or nothing where there is none that can be read."""
+        try:
+            content = json.loads((self.path / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
     def write_config(self, flat: dict[str, Any]) -> None:
         """Record the resolved config, as JSON and, for people, as YAML."""
         self.write("config.json", flat)

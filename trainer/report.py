@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.console import Rows, duration, quantity, size
+from trainer.console import Rows, duration, loss, quantity, size
 from trainer.hardware import peak_memory_bytes
 from trainer.loop import Trainer
 from trainer.provenance import versions
@@ -73,6 +73,7 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
     finite = {name: value if math.isfinite(value) else None for name, value in run.final.items()}
     return {
         "status": status,
+        "run": run.folder.path.name,
         "recipe": run.config.recipe.name,
         "precision": run.config.precision.mode,
         "seed": run.config.seed,
@@ -102,9 +103,9 @@ def summarise(run: Run, status: str) -> dict[str, Any]:
 
 def summary_rows(summary: dict[str, Any], unit: str) -> Rows:
     """Return the summary table."""
-    rows = [(name.removeprefix("valid/") + " (validation)", _number(value)) for name, value in summary["final"].items()]
+    rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in summary["final"].items()]
     if summary["best"]:
-        rows.append(("best loss", f"{summary['best']['value']:.4f} at step {summary['best']['step']:.0f}"))
+        rows.append(("best loss", f"{loss(summary['best']['value'])} at step {summary['best']['step']:.0f}"))
     if summary["units_per_s"]:
         rows.append(("throughput", f"{quantity(summary['units_per_s'])} {unit}/s"))
         rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
@@ -116,7 +117,3 @@ def summary_rows(summary: dict[str, Any], unit: str) -> Rows:
 
 def _epochs(count: float) -> str:
     return f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

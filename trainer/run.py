@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from trainer import attention, checkpoint, convolution, report
 from trainer.config import Config, Plan, flatten
-from trainer.console import Terminal
+from trainer.console import Terminal, loss
 from trainer.data import fingerprint
 from trainer.energy import EnergyMeter
 from trainer.errors import Interrupted, NonFiniteError, UserError
@@ -185,7 +185,7 @@ class Run:
         improved = math.isfinite(score) and (self.best is None or score < self.best["value"])
         if improved:
             self.best = {"step": step, "value": score}
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in self.final.items())
+        shown = "  ".join(f"{name} {loss(value)}" for name, value in self.final.items())
         self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{'  (best)' if improved else ''}")
         return score if math.isfinite(score) else None, improved
 

@@ -62,7 +62,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
                 done = f"{folder.path} has done its {saved.step} steps"
                 terminal.note(f"{done}; steps={2 * saved.step} would go on")
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
-                return {}
+                return world.on_first(folder.summary)
         datasets = None
         if folder is None:
             datasets = world.first_then_others(lambda: config.recipe.datasets(config.data, config.seed))

@@ -81,8 +81,16 @@ def test_a_failing_run_does_not_lose_the_others(train: Callable[..., Any], folde
     assert done.code == 3
     assert "Traceback" not in done.out + done.err
     assert "the gradients are not finite" in done.err
-    assert outputs(folder) == ["bignet-fp32-s0", "bignet-fp32-s0-2"]
-    assert [run[1:] for run in mlflow_runs(store)] == [("bignet-fp32-s0", "FINISHED"), ("bignet-fp32-s0-2", "FAILED")]
+    assert outputs(folder) == ["bignet-fp32-s0-lr_0.01", "bignet-fp32-s0-lr_30"]
+    assert [run[1:] for run in mlflow_runs(store)] == [
+        ("bignet-fp32-s0-lr_0.01", "FINISHED"),
+        ("bignet-fp32-s0-lr_30", "FAILED"),
+    ]
+    heading, first, last = done.out.splitlines()[-3:]
+    assert heading.split()[:3] == ["run", "optimizer.lr", "best"]
+    assert first.split()[:2] == ["bignet-fp32-s0-lr_0.01", "0.01"]
+    assert first.split()[-1] == "finished"
+    assert last.split() == ["bignet-fp32-s0-lr_30", "30", "failed"]
 
 
 def test_a_refused_run_does_not_lose_the_others(train: Callable[..., Any], folder: Path) -> None:
@@ -125,7 +133,22 @@ def test_a_crash_of_one_run_is_not_hidden(
     monkeypatch.setattr(BigNet, "build_model", breaks)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         train("-m", *BIGNET, "recipe.width=8,9", "steps=2", "tracking=local")
-    assert outputs(folder) == ["bignet-fp32-s0"]  # that of width 9
+    assert outputs(folder) == ["bignet-fp32-s0-width_9"]
+
+
+def test_a_sweep_begun_again_finds_its_runs_by_their_names(train: Callable[..., Any], folder: Path) -> None:
+    command = ("-m", *BIGNET, "recipe.width=9,8", "optimizer=adamw,sgd", "steps=2", "tracking=local", "profiler=none")
+    first = train(*command)
+    assert first.code == 0, first.err
+    names = outputs(folder)
+    assert names == [f"bignet-fp32-s0-width_{width}-{name}" for width in (8, 9) for name in ("adamw", "sgd")]
+    again = train(*command, "resume=auto")
+    assert again.code == 0, again.err
+    assert outputs(folder) == names
+    table, repeated = first.out.splitlines()[-5:], again.out.splitlines()[-5:]
+    assert table == repeated
+    best = [float(line.split()[3]) for line in table[1:]]
+    assert best == sorted(best)
 
 
 def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
