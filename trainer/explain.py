@@ -30,6 +30,8 @@ def explain(error: BaseException) -> str:
     text = "\n".join(str(link) for link in chain)
     full_key = re.search(r"full_key: (\S+)", text)
     key = full_key[1] if full_key else None
+    offered = re.search(r"append to your config use \+\S+?=(.*)", text)
+    value = offered[1] if offered else ""
 
     if found := re.search(r"Could not find '(.*)'\n\nAvailable options in '(.*)':\n((?:\t.*\n)*)", text):
         group, typed = found[2], found[1].removeprefix(f"{found[2]}/")
@@ -38,10 +40,9 @@ def explain(error: BaseException) -> str:
     if key and re.search(r"Key '[^']+' is not in struct", text):
         return f"{key} is not set yet; type +{key}=… to add it"
     if found := re.search(r"Key '[^']+' not in '(\w+)'", text):
-        return _unknown(key or "", found[1])
+        return _unknown(key or "", found[1], value)
     if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
-        added = re.search(r"append to your config use \+\S+?=(.*)", text)
-        return _unknown(key or found[1], "", added[1] if added else "")
+        return _unknown(key or found[1], "", value)
     if found := re.search(r"Error parsing override '(.*)'|LexerNoViableAltException: (.*)", text):
         typed = found[1] or found[2]
         return f"{typed!r} is not an override; write key=value, such as steps=100 or precision=bf16"
