@@ -208,12 +208,12 @@ class FakeTrainer(Trainer):
 class _UpdateAlways(Update):
     """Takes every step: a fake flag cannot be read."""
 
+    def _true(self, flag: Tensor) -> bool:
+        return False
+
     def _step_unless(self, skipped: Tensor) -> None:
         try:
-            if self._takes_flag:
-                super()._step_unless(skipped)
-            else:
-                self.optimizer.step()
+            super()._step_unless(skipped)
         except _NEEDS_VALUES as error:
             raise RunError(
                 f"optimizer.name={type(self.optimizer).__name__} decides by the values of its tensors what to compute "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.master import MasterWeights
+from trainer.parallel import is_cut
 from trainer.scaler import LossScale
 
 
@@ -126,6 +127,7 @@ class Update:
         self.set_to_none = set_to_none
         self._wide = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
+        self._widest = torch.float32 if device.type == "mps" else torch.float64
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
         # and on CUDA take the flag on the device. For all others the host has to look, which costs nothing on a CPU
@@ -162,11 +164,7 @@ class Update:
         if self._wide and factor is not None:
             torch._foreach_mul_(gradients, factor)
             factor = None
-        norm = torch.nn.utils.get_total_norm(gradients) if self._wide else _total_norm_fp32(gradients)
-        if hasattr(norm, "full_tensor"):  # a DTensor: of rows that lie on other ranks too
-            norm = norm.full_tensor()
-        norm = norm if factor is None else norm * factor
-        finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
+        norm, finite = self._measure(gradients, factor)
         skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
         if self._wide:
             self.clip.apply(parameters, norm)
@@ -181,6 +179,25 @@ class Update:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
         return UpdateResult(norm, skipped, scale)
 
+    def _measure(self, gradients: list[Tensor], factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the total 2-norm of the true gradients, and whether all of them are finite.
+
+        The norm of finite gradients is finite, too: at most the largest number of its format.
+        """
+        norm = _whole(torch.nn.utils.get_total_norm(gradients) if self._wide else _total_norm(gradients, torch.float32))
+        norm = norm if factor is None else norm * factor
+        finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
+        # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. A GPU is not waited for:
+        # there it is always done (one more read of the gradients), but not in fp16, whose numbers end at 65504.
+        in_doubt = not self.loss_scale.recovers if self._takes_flag else self._true(~finite)
+        if not in_doubt:
+            return norm, finite
+        wide = _whole(_total_norm(gradients, self._widest))
+        wide = wide if factor is None else wide * factor
+        finite = wide < math.inf
+        largest = wide.clamp(max=torch.finfo(norm.dtype).max)
+        return torch.where(norm < math.inf, norm, torch.where(finite, largest, wide).to(norm.dtype)), finite
+
     def _hand_over(self, gradients: list[Tensor], factor: Tensor | None) -> None:
         """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to 16 bits once."""
         if self._takes_scale:
@@ -193,12 +210,25 @@ class Update:
         if self._takes_flag:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not skipped.item():
+        elif not self._true(skipped):
             self.optimizer.step()
 
+    def _true(self, flag: Tensor) -> bool:
+        """Read a flag; the host waits for it."""
+        return bool(flag)
 
-def _total_norm_fp32(gradients: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients, some of them 16-bit, as one vector: fp32 scalar."""
+
+def _total_norm(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the 2-norm of all gradients as one vector, computed in ``dtype``."""
     # Torch's own would add up squares in fp32, and then round each tensor's norm to fp16, beyond which it is infinite.
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    if any(map(is_cut, gradients)):  # DTensors know no dtype for many at once
+        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
+    else:
+        norms = list(torch._foreach_norm(gradients, 2.0, dtype=dtype))
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return a norm over the rows on all ranks, where gradients are cut into rows and it is a DTensor."""
+    whole: Tensor = norm.full_tensor() if is_cut(norm) else norm  # type: ignore[attr-defined]
+    return whole

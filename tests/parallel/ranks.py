@@ -29,7 +29,7 @@ from trainer.hardware import detect
 from trainer.loop import Trainer
 from trainer.parallel import DDP, FSDP, Parallel, is_cut, own_part
 from trainer.precision import Precision
-from trainer.recipe import Datasets, DataSource
+from trainer.recipe import Batch, Datasets, DataSource, LossOutput
 from trainer.restore import load
 from trainer.rng import random_state
 from trainer.scaler import AutoScaler
@@ -117,6 +117,13 @@ class Overflow(Float32):
         return datasets
 
 
+class Huge(Float32):
+    """The squares of its gradients are infinite in fp32."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        return LossOutput(super().loss(model, batch).loss_sum * 1e21, {})
+
+
 def gradient(mode: str) -> dict[str, Any]:
     world = MODES[mode]().world(DEVICE).size
     result = {}
@@ -133,12 +140,15 @@ def overflow(mode: str) -> dict[str, Any]:
     trainer = trainer_of(config)
     before = [whole(parameter) for parameter in trainer.model.parameters()]
     record = trainer.train_step(next(trainer.batches()))
+    huge = trainer_of(tagging(mode, 1, recipe=Huge(), clip=ClipNorm()))
+    of_huge = huge.train_step(next(huge.batches()))
     after = [whole(parameter) for parameter in trainer.model.parameters()]
     return {
         "own gradient finite": bool(torch.isfinite(record.loss)),
         "skipped": bool(record.skipped),
         "scale before": record.loss_scale.item(),
         "scale after": trainer.loss_scale.scale.item(),
+        "huge": [of_huge.grad_norm.item(), bool(of_huge.skipped)],
         "same": all(torch.equal(one, other) for one, other in zip(before, after, strict=True)),
     }
 

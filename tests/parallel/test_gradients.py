@@ -67,6 +67,15 @@ def test_a_fused_optimizer_that_is_given_the_flag_skips_the_step(mode: str, rank
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_finite_gradients_whose_squares_are_not_are_no_infinity_on_any_rank(mode: str, ranks: Ranks) -> None:
+    (alone,) = ranks("all", 1)
+    norm = alone["gradient"]["single"]["fp32 1"]["norm"] * 1e21
+    assert norm > 1.9e19
+    for rank in ranks("all", 2):
+        assert rank["overflow"][mode]["huge"] == [pytest.approx(norm, rel=1e-5), False]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
     for rank in ranks("all", 2):
         assert rank["communication"][mode] == {"microbatches": 4, "exchanged": 1}

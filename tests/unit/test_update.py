@@ -103,6 +103,60 @@ def test_one_infinite_element_is_enough() -> None:
     assert all(map(torch.equal, net.parameters(), before))
 
 
+def given(gradient: Tensor, clip: Clip, on_device: bool) -> tuple[nn.Parameter, Update]:
+    """A weight of zeros with a gradient, and its update, which may not read anything back if it is as on a GPU."""
+    weight = nn.Parameter(torch.zeros_like(gradient))
+    weight.grad = gradient
+    update = Update(torch.optim.SGD([weight], lr=1.0, fused=True), [weight], LossScale(CPU), clip)
+    if on_device:  # fused optimizers take the flag on a CPU, too
+
+        def never(flag: Tensor) -> bool:
+            raise AssertionError("the host waited")
+
+        update._takes_flag, update._true = True, never  # type: ignore[method-assign]
+    return weight, update
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e19, 3e38])
+def test_finite_gradients_whose_squares_are_not_are_no_overflow(
+    value: float, dtype: torch.dtype, on_device: bool
+) -> None:
+    """At 3e38 even the norm is beyond fp32, which then gives its largest number."""
+    weight, update = given(torch.full((10, 10), value).to(dtype), ClipNorm(1.0), on_device)
+    expected = min(10 * weight.grad[0, 0].item(), torch.finfo(torch.float32).max)  # type: ignore[index]
+    result = update.step()
+    assert not result.skipped
+    assert result.grad_norm.dtype == torch.float32
+    assert result.grad_norm.item() == pytest.approx(expected, rel=1e-6)
+    if value < 1e20:
+        assert torch.allclose(weight, torch.tensor(-0.1, dtype=dtype))
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("others", [1.0, 1e19])
+def test_what_is_not_finite_is_found_among_any_numbers(
+    others: float, value: float, dtype: torch.dtype, on_device: bool
+) -> None:
+    gradient = torch.full((10, 10), others).to(dtype)
+    gradient[3, 4] = value
+    weight, update = given(gradient, ClipNorm(1.0), on_device)
+    result = update.step()
+    assert result.skipped
+    assert not result.grad_norm.isfinite()
+    assert not weight.any()
+
+
+def test_the_ordinary_norm_is_torchs_to_the_last_bit_where_the_host_does_not_look() -> None:
+    gradient = torch.randn(40, 40, generator=torch.Generator().manual_seed(0)) * 1e-3
+    _, update = given(gradient.clone(), Clip(), on_device=True)
+    assert torch.equal(update.step().grad_norm, torch.nn.utils.get_total_norm([gradient]))
+
+
 def test_microbatches_add_up() -> None:
     net = model()
     update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), StaticLossScale(CPU, 1024.0), Clip())
