@@ -68,10 +68,16 @@ class GPT2(LanguageRecipe):
     def network(self, vocabulary: int, context: int) -> Any:
         """Return GPT-2 with random weights, or the pretrained one."""
         if not self.pretrained:
-            return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self.attention)
-        gpt2 = open_pretrained(self.pretrained, vocabulary, self.dropout, self.attention)
+            return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self._implementation)
+        gpt2 = open_pretrained(self.pretrained, vocabulary, self.dropout, self._implementation)
         self._label = f"{sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6:.0f}M pretrained"
         return gpt2
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Return the number of attention's heads and the width of one."""
+        if self.pretrained:
+            return self._own.n_head, self._own.n_embd // self._own.n_head
+        return SHAPES[self.size].heads, SHAPES[self.size].width // SHAPES[self.size].heads
 
     def vocabulary(self) -> int:
         """Return the pretrained model's own number of token ids, unless its tokenizer has more."""

@@ -17,7 +17,6 @@ from trainer.suggest import nearest
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels, or a product, a softmax and a product, which keep scores of T × T."""
-_CAUSAL = "sdpa_causal"
 
 
 def choose_size(size: str, known: Iterable[str], hardware: Hardware, on_cpu: str, on_gpu: str) -> list[Choice]:
@@ -54,20 +53,6 @@ def check_attention(attention: str, known: tuple[str, ...] = ATTENTION) -> None:
     """Refuse a form of attention that is not ``known``."""
     if attention not in known:
         raise UserError(f"recipe.attention={attention} is unknown; use recipe.attention={'|'.join(known)}")
-
-
-def use_causal_kernels(network: Any) -> None:
-    """Let a causal model with sdpa's attention call it without a mask: every sample is one text.
-
-    Otherwise transformers looks in every forward pass whether texts are packed into a sample: the host waits for
-    the device, and where it cannot see the values (a forecast of memory) a mask of T × T is made.
-    """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if network.config._attn_implementation == "sdpa":
-        AttentionInterface.register(_CAUSAL, sdpa_attention_forward)  # with no mask of that name: none is made
-        network.config._attn_implementation = _CAUSAL
 
 
 def check_dropout(dropout: float) -> None:

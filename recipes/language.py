@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from recipes import attention
+from recipes.attention import FORMS
 from recipes.export import save_model, save_tokenizer
 from recipes.huggingface import check_attention, check_text, whole_tokens
 from recipes.language_model import LanguageModel, torch_can_chunk
@@ -62,18 +64,20 @@ class LanguageRecipe(Recipe):
     """Text to next tokens. A subclass names its model (``choose_model``, ``own_context``, ``network``, ``blocks``)."""
 
     unit = "tokens"
+    measured: ClassVar[tuple[str, ...]] = ("attention",)
     context: int | str = "auto"
     """Tokens per sample; auto: the size's own."""
     chunked_loss: bool | str = "auto"
     """Never hold the fp32 logits as a whole; auto: on a GPU, where torch offers it (2.13 and later)."""
-    attention: str = "sdpa"
-    """sdpa: torch's fused kernels; eager: scores of T × T in memory."""
+    attention: str = "auto"
+    """sdpa: torch's fused kernels; sdpa_fp32: the same in fp32; eager: scores of T × T in memory; auto: sdpa, or
+    sdpa_fp32 where that is measured to be faster, which is tried on a CPU in 16-bit formats."""
     vocabulary_multiple: int = 64
     """The vocabulary is padded to a multiple of this, which tensor cores like; 1: as it is. Changes no loss."""
 
     def __post_init__(self) -> None:
         self._tokens: TokenData  # set by datasets()
-        check_attention(self.attention)
+        check_attention(self.attention, FORMS)
         whole_tokens(self.context, least=2)
         if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
             raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
@@ -91,6 +95,20 @@ class LanguageRecipe(Recipe):
     def network(self, vocabulary: int, context: int) -> Any:
         """Return transformers' model in fp32, for so many token ids and positions."""
         raise NotImplementedError
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Return the number of attention's heads and the width of one."""
+        raise NotImplementedError
+
+    def measure(
+        self, hardware: Hardware, dtype: torch.dtype | None, micro_batch_size: int, deterministic: bool
+    ) -> list[Choice]:
+        """Choose the form of attention."""
+        if self.attention != "auto":
+            return []
+        heads, width = self.attention_heads()
+        shape = attention.Shape(micro_batch_size, heads, self._context, width, getattr(self, "dropout", 0.0))
+        return [attention.choose(shape, dtype, hardware, deterministic)]
 
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Choose the size, the context and the form of the loss."""
@@ -117,7 +135,8 @@ class LanguageRecipe(Recipe):
         """Build the model with its vocabulary padded."""
         multiple, vocabulary = self.vocabulary_multiple, self.vocabulary()
         network = self.network(math.ceil(vocabulary / multiple) * multiple, self._context)
-        return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary)
+        in_fp32 = self.attention == "sdpa_fp32"
+        return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, in_fp32)
 
     def vocabulary(self) -> int:
         """Return how many token ids the model predicts; ``datasets`` was called before."""
@@ -172,6 +191,11 @@ class LanguageRecipe(Recipe):
                 f"data.tokenizer={chosen} has no effect with recipe.pretrained={brought}, which brings its own "
                 "tokenizer; drop one of them"
             )
+
+    @property
+    def _implementation(self) -> str:
+        """The form of attention as transformers names it."""
+        return "eager" if self.attention == "eager" else "sdpa"
 
     @property
     def _context(self) -> int:

@@ -112,9 +112,13 @@ class Llama(LanguageRecipe):
             tie_word_embeddings=shape.tied,
             bos_token_id=None,
             eos_token_id=None,
-            attn_implementation=self.attention,
+            attn_implementation=self._implementation,
         )
         return LlamaForCausalLM(config)
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Return the number of heads of queries and the width of one."""
+        return self._shape.heads, self._shape.width // self._shape.heads
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the decoder layers."""

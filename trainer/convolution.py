@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from trainer.hardware import Hardware
-from trainer.precision import AUTOCAST_DTYPE, WEIGHTS_DTYPE
 from trainer.remember import processor, remembered
 from trainer.rng import random_state, set_random_state
 
@@ -39,7 +38,7 @@ def mend(trainer: Trainer) -> list[str]:
     Only on a CPU, in a 16-bit format. Rank 0 decides for all ranks.
     """
     precision, model = trainer.config.precision, trainer.model
-    dtype = AUTOCAST_DTYPE.get(precision.mode, WEIGHTS_DTYPE.get(precision.mode))
+    dtype = precision.half
     if trainer.device.type != "cpu" or dtype is None or detect_fake_mode() is not None:
         return []
     micro_batch_size = trainer.plan.batching.micro_batch_size

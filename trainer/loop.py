@@ -21,7 +21,7 @@ from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
 from trainer.master import accumulation_dtype, masters_of
-from trainer.recipe import Batch, Datasets
+from trainer.recipe import Batch, Choice, Datasets
 from trainer.update import Update
 from trainer.world import World
 
@@ -93,7 +93,7 @@ class Trainer:
         allow_cudnn(not self.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = self._open_datasets() if datasets is None else datasets
-        self.choices = config.settle_augment()
+        self.choices = config.settle_augment() + self._measure()
         """What was chosen once the data was open."""
         config.loader.resolve(self.datasets.decodes, hardware)
         self.order = DataOrder(len(self.datasets.train), config.seed)
@@ -128,6 +128,14 @@ class Trainer:
 
     def _open_datasets(self) -> Datasets:
         return self.world.first_then_others(lambda: self.recipe.datasets(self.config.data, self.config.seed))
+
+    def _measure(self) -> list[Choice]:
+        """Settle what the recipe leaves to a measurement, on all ranks as rank 0 measures it."""
+        half, size = self.config.precision.half, self.plan.batching.micro_batch_size
+        choices = self.world.on_first(lambda: self.recipe.measure(self.hardware, half, size, self.config.deterministic))
+        for choice in choices:
+            setattr(self.recipe, choice.key.removeprefix("recipe."), choice.value)
+        return choices
 
     def _new_model(self) -> nn.Module:
         """Return the model with its first weights, on the device."""

@@ -171,6 +171,11 @@ class Precision:
         power = 1 << (targets - 1).bit_length()
         return power, power / targets
 
+    @property
+    def half(self) -> torch.dtype | None:
+        """The 16-bit format that layers compute in, under autocast or because weights have it; None: there is none."""
+        return AUTOCAST_DTYPE.get(self.mode, WEIGHTS_DTYPE.get(self.mode))
+
     def convert(self, model: nn.Module, device: torch.device) -> list[str]:
         """Give the model's weights this mode's format; return the names of the submodules that stay in fp32.
 

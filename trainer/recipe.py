@@ -193,6 +193,9 @@ class Recipe:
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
 
+    measured: ClassVar[tuple[str, ...]] = ()
+    """Fields whose ``auto`` is settled by ``measure``; a resumed run keeps what it had."""
+
     def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
         """Replace the recipe's own ``auto`` fields by values, and say so; raise UserError for misfits.
 
@@ -206,6 +209,22 @@ class Recipe:
 
     def smaller(self) -> list[str]:
         """Return the overrides that choose smaller models of this family, the largest first."""
+        return []
+
+    def measure(
+        self, hardware: Hardware, dtype: torch.dtype | None, micro_batch_size: int, deterministic: bool
+    ) -> list[Choice]:
+        """Return what becomes of ``auto`` fields that only a measurement can decide; the fields are set by the caller.
+
+        Called on rank 0 before the model is built, on a new run; it must take less than a second.
+
+        Args:
+            hardware: where it runs.
+            dtype: the run's 16-bit format; None: it has none.
+            micro_batch_size: samples of a forward pass.
+            deterministic: whether a repeated run must have the same bits.
+
+        """
         return []
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:

@@ -54,6 +54,8 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         if folder is not None:
             if config.augment.kind == AutomaticAugment.kind:
                 config.set_augment(world.on_first(partial(_earlier_augment, folder, config)))
+            for name, value in world.on_first(partial(_measured_earlier, folder, config)).items():
+                setattr(config.recipe, name, value)
             if asked.micro_batch_size == "auto":
                 plan, choices = earlier_plan(folder, config, plan, choices)
             saved = Saved(world.on_first(partial(_taken_up, folder, config, stack)))
@@ -90,6 +92,15 @@ def _earlier_augment(folder: RunFolder, config: Config) -> Augment:
     if (before.get("recipe"), before.get("data")) != (config.recipe.name, config.data.kind):
         return config.augment  # another run, as check_same will say
     return augment.from_record(augment.recorded(before, config.recipe.unit == "images"))
+
+
+def _measured_earlier(folder: RunFolder, config: Config) -> dict[str, Any]:
+    """Return what the recipe's ``auto`` fields became when the run was begun, where a measurement decides them."""
+    before = folder.config()
+    if before.get("recipe") != config.recipe.name:
+        return {}  # another run, as check_same will say
+    left = [name for name in config.recipe.measured if getattr(config.recipe, name) == "auto"]
+    return {name: before[f"recipe.{name}"] for name in left if f"recipe.{name}" in before}
 
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:

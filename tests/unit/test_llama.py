@@ -116,7 +116,10 @@ def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -
         (["recipe.layers=0"], r"recipe.layers=0 must be at least 1, or null"),
         (["recipe.width=100", "recipe.heads=8"], r"recipe.width=100 .*recipe.heads=8; use recipe.width=96"),
         (["recipe.heads=4", "recipe.kv_heads=3"], r"kv_heads=3 must divide recipe.heads=4; use recipe.kv_heads=2"),
-        (["recipe.attention=flash"], r"recipe.attention=flash is unknown; use recipe.attention=sdpa\|eager"),
+        (
+            ["recipe.attention=flash"],
+            r"recipe.attention=flash is unknown; use recipe.attention=auto\|sdpa\|sdpa_fp32\|eager",
+        ),
         (["recipe.context=1"], r"recipe.context=1 must be at least 2"),
         (["recipe.vocabulary_multiple=0"], r"recipe.vocabulary_multiple=0 must be at least 1"),
         (["data=digits"], r"recipe=llama cannot read data=digits"),
