@@ -205,7 +205,7 @@ def _tradeoff(result: Result) -> Any:
             capsize=3,
             label=arm.label,
         )
-    axes.set_xlabel("times as fast", color=QUIET)
+    axes.set_xlabel("speedup", color=QUIET)
     axes.set_ylabel("difference in validation loss, %: the interval that decided", color=QUIET, fontsize=8)
     axes.margins(0.2)
     axes.legend(frameon=False, labelcolor=INK)

@@ -14,11 +14,11 @@ from trainer.files import write_text
 from trainer.judge import ArmResult, Ratio
 from trainer.statistics import EQUIVALENT, WORSE, Interval, mean_interval
 
-COST = ("throughput", "times as fast", "peak memory", "of baseline's")
+COST = ("throughput", "speedup", "peak memory", "memory ratio")
 ENERGY = "energy"
-QUALITY = ("valid. loss", "difference", "curves part at", "quality")
+QUALITY = ("valid. loss", "difference", "curves diverge at", "quality")
 HEAD = ("arm", *COST, ENERGY, *QUALITY)
-PAGE = (*("arm", "quality", "difference", "times as fast", "of baseline's", ENERGY), *("valid. loss", "curves part at"))
+PAGE = (*("arm", "quality", "difference", "speedup", "memory ratio", ENERGY), *("valid. loss", "curves diverge at"))
 """The columns of the page up to the widest ones, the verdicts first: they are in sight wherever the table ends."""
 
 

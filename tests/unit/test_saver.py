@@ -40,7 +40,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     write = checkpoint.write
 
     def held(folder: Path, contents: Contents, score: float | None, world: World) -> Path:
-        assert event.wait(20)
+        assert event.wait(300)
         return write(folder, contents, score, world)
 
     monkeypatch.setattr(saver.checkpoint, "write", held)
