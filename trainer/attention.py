@@ -69,15 +69,18 @@ def taken(trainer: Trainer) -> list[dict[str, Any]]:
     generators = random_state(trainer.device)
     buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
     training = trainer.model.training
+    benchmark = torch.backends.cudnn.benchmark
     asked = _Asked()
     # Sharded, a forward pass that no backward follows would stay in the books of FSDP.
     gradients = trainer.config.parallel.kind != "fsdp"
     try:
         trainer.model.train()
+        torch.backends.cudnn.benchmark = False  # no algorithms are tried out for two samples
         autocast = trainer.config.precision.autocast(trainer.device)
         with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients), autocast, asked:
             trainer.recipe.loss(trainer.model, batch)
     finally:
+        torch.backends.cudnn.benchmark = benchmark
         trainer.model.train(training)
         with torch.no_grad():
             for buffer, before in buffers:
