@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
 import hydra
@@ -163,12 +166,27 @@ def _report_of_rank(error: Exception) -> int:
 
 
 def _choices() -> str:
-    """Return the choices of every config group with the first line of each YAML's comment."""
+    """Return the choices of every config group, each with what the first sentence of its YAML's comment says."""
+    width = max(60, shutil.get_terminal_size((120, 24)).columns)
     lines = []
     for group in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "claim"):
         lines.append(f"\n{group.name}")
         for path in sorted(group.glob("*.yaml")):
-            comments = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
-            about = next(line for line in comments if not line.startswith("@package"))
-            lines.append(f"  {path.stem:<22}{about.removeprefix(f'{group.name}={path.stem}: ')}")
+            about = _first_sentence(path).removeprefix(f"{group.name}={path.stem}: ")
+            name = f"  {path.stem:<21} "
+            lines += textwrap.wrap(about, width, initial_indent=name, subsequent_indent=" " * len(name))
     return "\n".join(lines)
+
+
+def _first_sentence(path: Path) -> str:
+    """Return the comment at the head of a YAML, up to the line that ends a sentence; commands are no part of it."""
+    found: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("# ") or line.startswith("#  "):
+            break
+        found.append(line[2:].strip())
+        if found[-1].endswith("."):
+            break
+    return " ".join(found)

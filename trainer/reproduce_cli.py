@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     claims = {name: load(name) for name in names()}
     hardware = detect(options["device"])
     if not options["claim"] and options["all"] != "true":
-        _list(claims, results.read(), machine(hardware), Console())
+        _list(claims, results.read(), machine(hardware), terminal())
         return 0
     wanted = list(claims) if options["all"] == "true" else options["claim"].split(",")
     asked = {key for name in wanted for key in load(name).asks}
@@ -133,17 +133,36 @@ def _parsed(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     return options, given
 
 
+def terminal() -> Console:
+    """Return the standard output, wide where it is no terminal: a file or a pipe has no edge."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDE)
+
+
+_WIDE = 200
+"""Columns."""
+_NOT_THERE = "NOT TESTABLE THERE"
+
+
 def _list(claims: dict[str, Claim], records: results.Records, here: str, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in ("claim", "statement and source", "needs", *records):
+    for column in ("claim", "statement and source", "needs"):
         table.add_column(column, overflow="fold")
+    for name in records:
+        table.add_column(f"{name} ({'this machine' if name == here else 'another machine'})", overflow="fold")
     for name, claim in claims.items():
-        verdicts = [results.verdict(outcomes.get(name), claim) for outcomes in records.values()]
+        verdicts = [
+            results.verdict(outcomes.get(name), claim).replace(NOT_HERE, NOT_HERE if place == here else _NOT_THERE)
+            for place, outcomes in records.items()
+        ]
         words = f"{escape(claim.statement)} [dim]({escape(claim.source)})[/]"
         needs = ", ".join([*claim.needs, *(f"{key}=…" for key in claim.asks)])
         table.add_row(name, words, needs or "any", *verdicts)
     console.print(table)
-    console.print(f"this machine: {here}. Test one with claim=…, or what it can with all=true.")
+    if here not in records:
+        others = "; the verdicts above are of other machines" if records else ""
+        console.print(f"No claim has been tested on this machine yet{others}.")
+    console.print(f"This machine: {here}. Test one claim with claim=…, or all that it can with all=true.")
 
 
 def _tell(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
