@@ -65,7 +65,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         run = folder / f"gpt2-{precision}-s0"
         run.mkdir()
         tracker = Tracker(
-            Tracking(uri=uri, system_metrics=False, flush_every_s=0.1),
+            Tracking(uri=uri, system_metrics=False, flush_every_s=0.1, patience_s=300),
             run,
             experiment="gpt2",
             run_name=run.name,

@@ -51,7 +51,7 @@ def uri(tmp_path: Path, fresh_uri: str, empty_store: Path) -> str:
 
 
 def open_tracker(
-    folder: Path, uri: str | None = None, *, system: bool = False, patience_s: float = 30.0, **options: Any
+    folder: Path, uri: str | None = None, *, system: bool = False, patience_s: float = 300.0, **options: Any
 ) -> Tracker:
     folder.mkdir(exist_ok=True)
     run: dict[str, Any] = {"experiment": "gpt2", "run_name": folder.name, "params": {}, "tags": {}}

@@ -44,7 +44,7 @@ def store(folder: Path, empty_store: Path) -> Path:
 
 def tracker_of(path: Path, resume_step: int | None = None, **options: Any) -> Tracker:
     path.mkdir(parents=True, exist_ok=True)
-    config = Tracking(**{"system_metrics": False, "flush_every_s": 0.05} | options)
+    config = Tracking(**{"system_metrics": False, "flush_every_s": 0.05, "patience_s": 300.0} | options)
     described: dict[str, Any] = {"experiment": "e", "params": {"seed": 0}, "tags": {"precision": "bf16"}}
     return Tracker(config, path, run_name=path.name, resume_step=resume_step, **described)
 
@@ -165,7 +165,7 @@ config = Tracking(flush_every_s=0.05, system_metrics=False)
 tracker = Tracker(config, folder, experiment="e", run_name=folder.name, params={}, tags={})
 for step in range(1, 21):
     tracker.log(step, {"loss": 1.0})
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -59,7 +59,7 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
     for name in ("bignet-fp32-s0", "bignet-bf16-s0"):
         (tmp_path / name).mkdir()
         tracker = Tracker(
-            Tracking(flush_every_s=0.1, system_metrics=False),
+            Tracking(flush_every_s=0.1, patience_s=300, system_metrics=False),
             tmp_path / name,
             experiment="bignet",
             run_name=name,
