@@ -29,6 +29,7 @@ from trainer import config
 from trainer.compose import CONF, checked_arguments
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory
 from trainer.explain import explain
+from trainer.opening import OUTSIDE
 from trainer.resume import complete
 from trainer.run import Run
 from trainer.shortage import out_of_memory
@@ -94,8 +95,7 @@ def _task(codes: list[int], run_class: type[Run], sweep: Sweep) -> Callable[[], 
         except OmegaConfBaseException as error:
             codes.append(_report(UserError(explain(error))))
         except KeyboardInterrupt:
-            stop = Interrupted("interrupted outside of training; what was saved before is untouched", signal.SIGINT)
-            codes.append(_report(stop))
+            codes.append(_report(Interrupted(OUTSIDE, signal.SIGINT)))
             interrupted = True
         except Exception as error:
             if is_out_of_memory(error):

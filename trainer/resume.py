@@ -86,7 +86,7 @@ def _base(folder: RunFolder, recorded: dict[str, Any], leave_out: set[str]) -> l
     for key, value in recorded.items():
         group, _, name = key.rpartition(".")
         fields = dataclasses.fields(classes[group]) if group in classes else ()
-        if key not in (*_OWN, *classes) and any(entry.name == name and entry.init for entry in fields):
+        if key not in (*_OWN, *groups()) and any(entry.name == name and entry.init for entry in fields):
             result.append(f"{'++' if isinstance(value, dict) else ''}{key}={quoted(value)}")  # with keys of its own
     return [*result, f"output_dir={quoted(str(folder.path.absolute().parent))}"]
 

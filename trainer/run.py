@@ -16,7 +16,7 @@ from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal, loss
 from trainer.data import fingerprint
 from trainer.energy import EnergyMeter
-from trainer.errors import Interrupted, NonFiniteError, UserError
+from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
 from trainer.folder import RunFolder
 from trainer.hardware import Hardware
 from trainer.loop import StepRecord, Trainer
@@ -63,6 +63,8 @@ class Run:
         self.command = resume_command(folder.path)
         self.best: dict[str, float] | None = None
         self.final: dict[str, float] = {}
+        self._missing: list[str] = []
+        """What a run that has taken all its steps could not leave behind, for want of disk space for example."""
         self.began = time.time()
         self.saver = Saver(self.config.checkpoint, folder.checkpoints, self.world)
         self.monitor = Monitor(
@@ -106,9 +108,11 @@ class Run:
         Raises:
             Interrupted: a signal stopped it, or came while a run that had taken all its steps was closed.
             NonFiniteError: training turned non-finite.
+            RunError: all steps are taken, but the best weights or the summary could not be written.
 
         """
         self.requests.training = True
+        summary: dict[str, Any] | None = None
         try:
             self.monitor.start()
             self.energy.start()
@@ -116,7 +120,7 @@ class Run:
             self.monitor.collect()
             self.saver.finish()
             if self.trainer.step == self.plan.steps:
-                return self._finish()
+                summary = self._finish()
         except Interrupted:  # a second signal: nothing that takes time any more
             self.terminal.end_progress()
             if self.tracker:
@@ -127,6 +131,10 @@ class Run:
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {self._last_good()}") from error
             raise
+        if summary is not None:
+            if self.world.largest(len(self._missing)):
+                raise self._unfinished()
+            return summary
         assert self.stopped_by is not None
         with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
             self._close("KILLED")
@@ -281,18 +289,28 @@ class Run:
         self.profiler.finish()
         summary = report.summarise(self, "FINISHED")
         last_word = self._finish_model()
+        summary["status"] = "FAILED" if self._missing else "FINISHED"
         self.terminal.block("summary", report.summary_rows(summary, self.config.recipe.unit))
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         for text in filter(None, [profile, last_word]):
             self.terminal.note(text)
-        if self.tracker:
-            self.tracker.close("FINISHED", summary)
+        if self.tracker and not self.tracker.close(summary["status"], summary):
+            self._missing.append("summary.json could not be written")
         self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
         asked = self.world.largest(self.requests.stop or 0)
         if asked:  # whoever sent it is told, and a sweep must not begin another run
             raise Interrupted(f"{signal.Signals(asked).name} came at the end of the run, which is finished", asked)
         return summary
+
+    def _unfinished(self) -> RunError:
+        """Return the error of a run that has taken its steps and could not write what it has to leave behind."""
+        finish = f"free disk space, then finish it with:\n  {self.command}"
+        if not checkpoint.steps(self.folder.checkpoints):
+            finish = "free disk space and start it again: it has no checkpoint"
+        error = RunError(f"all {self.plan.steps} steps are done, but {'; '.join(self._missing)}; {finish}")
+        error.shared = True
+        return error
 
     def _finish_model(self) -> str | None:
         """Load the best weights, export them, and let the recipe have its last word."""
@@ -303,15 +321,14 @@ class Run:
         model = self.config.parallel.whole(trainer.model, trainer.build_model)
         if not self.world.first or model is None:
             return None
+        if self.best is not None and self.config.checkpoint.enabled and best != self.best["step"]:
+            instead = "" if best is None else f" (those of step {best} are exported)"
+            self._missing.append(f"the best weights, of step {self.best['step']}, were not saved{instead}")
         if best is not None:
-            if self.best is not None and best != self.best["step"]:
-                self.terminal.warn(
-                    f"the best weights (step {self.best['step']}) were not saved; step {best} is exported"
-                )
             try:
                 self.config.recipe.export(model, path / "best")
             except (OSError, SafetensorError) as error:
-                self.terminal.warn(f"the best weights could not be exported to {path / 'best'} ({error})")
+                self._missing.append(f"the best weights could not be exported to {path / 'best'} ({error})")
         model.eval()
         try:
             with torch.no_grad(), self.config.precision.autocast(trainer.device):

@@ -9,6 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from trainer.errors import Interrupted
+from trainer.opening import OUTSIDE
 
 
 class Requests:
@@ -42,7 +43,7 @@ class Requests:
 
     def _receive_stop(self, number: int, frame: FrameType | None) -> None:
         if not self.training:
-            raise Interrupted("interrupted outside of training; what was saved before is untouched", number)
+            raise Interrupted(OUTSIDE, number)
         if self.stop is not None:
             raise Interrupted("a second signal: left at once, without saving", number)
         self.stop = number

@@ -65,10 +65,11 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
                 terminal.note(f"{done}; steps={2 * saved.step} would go on")
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return world.on_first(folder.summary)
-        datasets = None
+        terminal.note("opening the data …")
+        datasets = world.first_then_others(lambda: config.recipe.datasets(config.data, config.seed))
         if folder is None:
-            datasets = world.first_then_others(lambda: config.recipe.datasets(config.data, config.seed))
             plan, choices = fit_plan(asked, config, plan, choices, hardware, world, datasets, overrides or [])
+        terminal.note("building the model …")
         trainer = Trainer(config, plan, hardware, world, datasets)
         stack.callback(trainer.close)
         if folder is None:
@@ -106,4 +107,8 @@ def _measured_earlier(folder: RunFolder, config: Config) -> dict[str, Any]:
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
     stack.enter_context(folder.locked())
     folder.check_same(flatten(config), config.recipe.unit == "images")
-    return checkpoint.find(folder.checkpoints)
+    path = checkpoint.find(folder.checkpoints)
+    step, steps = int(path.name.removeprefix(".")[5:13]), folder.config().get("steps")
+    if not isinstance(steps, int) or step > steps:
+        raise UserError(f"the checkpoint {path} is of step {step}, and {folder.path}/config.json has steps={steps}")
+    return path

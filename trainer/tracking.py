@@ -161,8 +161,10 @@ class Tracker:
         line = {"step": step, "time": time.time() if time_s is None else time_s, **_countable(metrics)}
         self._log.append(json.dumps(line, allow_nan=False))
 
-    def close(self, status: str, summary: Mapping[str, object]) -> None:
+    def close(self, status: str, summary: Mapping[str, object]) -> bool:
         """Write the summary and the plots, and hand the run to MLflow. Neither a full disk nor MLflow makes it raise.
+
+        Return whether the summary is on the disk.
 
         Args:
             status: ``FINISHED``, ``FAILED`` or ``KILLED``.
@@ -178,11 +180,13 @@ class Tracker:
             try:
                 _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
             finally:  # last, because whoever resumes a run whose summary says FINISHED only delivers it
-                _tolerate(lambda: write_json(self.folder / SUMMARY_FILE, content), self.folder / SUMMARY_FILE)
+                path = self.folder / SUMMARY_FILE
+                written = _tolerate(lambda: write_json(path, content), path)
         finally:
             missing = self._feed.conclude(status, self._config.patience_s) if self._feed else None
             if missing:
                 log.warning("%s", missing)
+        return written
 
     def abandon(self) -> None:
         """Leave at once: what MLflow lacks stays in the folder, and the user reads how to send it."""
@@ -222,12 +226,14 @@ def _store_of(config: Tracking, before: RunInfo | None) -> str:
     return whole_uri(named) if named else tracking_uri()
 
 
-def _tolerate(write: Callable[[], object], path: Path) -> None:
-    """Write something that a run can do without: where the disk refuses, warn."""
+def _tolerate(write: Callable[[], object], path: Path) -> bool:
+    """Write something that a run can do without: where the disk refuses, warn, and return False."""
     try:
         write()
     except OSError as error:
         log.warning("%s cannot be written (%s).", path, error.strerror or error)
+        return False
+    return True
 
 
 def _told_before(folder: Path) -> RunInfo | None:

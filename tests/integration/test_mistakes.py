@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import shlex
 import socket
 import subprocess
@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainer import checkpoint
 from trainer.loop import Trainer
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -396,17 +397,51 @@ class TestDivergence:
         assert err.startswith("error: step ")
 
 
+def no_space(*arguments: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_costs_the_checkpoints_and_says_so(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(checkpoint, "flush", no_space)
     done = train(*f"{BIGNET} steps=2 eval_every=1".split())
-    assert done.code == 0
+    assert done.code == 1
+    assert re.fullmatch(
+        r"error: all 2 steps are done, but the best weights, of step \d, were not saved; free disk space and start it "
+        r"again: it has no checkpoint\n",
+        done.err,
+    )
     for step in (1, 2):
         assert f"the checkpoint of step {step} was not saved ([Errno 28] No space left on device)" in done.out
     summary = json.loads((folder / "outputs/bignet-fp32-s0/summary.json").read_text())
-    assert (summary["status"], summary["checkpoints"]["saved"], summary["checkpoints"]["failed"]) == ("FINISHED", 0, 2)
+    assert (summary["status"], summary["checkpoints"]["saved"], summary["checkpoints"]["failed"]) == ("FAILED", 0, 2)
     assert list((folder / "outputs/bignet-fp32-s0/checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["best", "summary"])
+def test_a_disk_that_is_full_at_the_end_is_an_error_and_resuming_finishes_the_run(
+    what: str, train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "outputs/bignet-fp32-s0"
+    with monkeypatch.context() as patch:
+        if what == "best":
+            patch.setattr("trainer.recipe.Recipe.export", no_space)
+        else:
+            patch.setattr(
+                "trainer.tracking.write_json", lambda path, content: no_space() if path.name == "summary.json" else None
+            )
+        done = train(*f"{BIGNET} steps=2 eval_every=1".split())
+    assert done.code == 1
+    told = (
+        f"the best weights could not be exported to {run.relative_to(folder)}/best ([Errno 28] No space left on device)"
+    )
+    told = told if what == "best" else "summary.json could not be written"
+    command = "python scripts/train.py resume=outputs/bignet-fp32-s0"
+    assert done.err == f"error: all 2 steps are done, but {told}; free disk space, then finish it with:\n  {command}\n"
+    assert (run / "summary.json").exists() == (what == "best")
+    done = train(*command.split()[2:])
+    assert (done.code, done.err) == (0, "")
+    assert json.loads((run / "summary.json").read_text())["status"] == "FINISHED"
+    assert list((run / "best").iterdir())
+    assert "has done its 2 steps" in train(*command.split()[2:]).out

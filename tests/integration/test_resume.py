@@ -359,9 +359,47 @@ def test_an_interrupt_before_training_leaves_no_traceback(
     script = tmp_path / "endless_preparation.py"
     script.write_text(ENDLESS_PREPARATION)
     process = start("recipe=gpt2", "data=text", f"data.path={text}", LOCAL, script=script)
+    assert process.stdout
+    shown = [process.stdout.readline() for _ in range(2)]
+    assert shown == ["loading torch and the recipes …\n", "opening the data …\n"]
     wait_for_line("prepares again and again", process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err.strip() == "interrupted outside of training; what was saved before is untouched"
     assert not (folder / "outputs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("delay_s", [0, 0.5, 1.5])
+def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(
+    number: signal.Signals, delay_s: float, start: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
+    """From the first line on, whatever is being imported after a while."""
+    process = start(*RUN, LOCAL, "steps=100000", "schedule=constant")
+    assert process.stdout
+    assert process.stdout.readline() == "loading torch and the recipes …\n"
+    time.sleep(delay_s)  # where exactly it is then does not matter
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    if not (folder / "outputs").exists():
+        assert err == "interrupted outside of training; what was saved before is untouched\n"
+
+
+def test_a_process_that_is_told_to_end_at_once_leaves_no_traceback(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(*RUN, LOCAL)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)  # the first while Python itself is starting
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
+def test_what_is_printed_to_be_read_by_itself_has_no_notes(
+    arguments: list[str], start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    out, err = start(*arguments).communicate(timeout=120)
+    assert "loading torch" not in out
+    assert err == ""
