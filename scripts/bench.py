@@ -1,8 +1,14 @@
-"""Measure what this project promises, as ratios from one run: ``python scripts/bench.py``."""
+"""Measure what this project promises, as ratios from one run: ``python scripts/bench.py``.
+
+  only=memory,precision   some of the measurements (default: all)
+  repeats=5               of which the median is shown
+  device=auto             as for train.py
+  json=FILE               also write everything measured to FILE
+Exit code: 0, 2 for a mistake.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -13,8 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.bench import MEASUREMENTS, Row
-from trainer.errors import RunError
+from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
+from trainer.options import no_more, parse, whole_number
+from trainer.suggest import nearest
 
 
 def machine(hardware: Hardware) -> dict[str, object]:
@@ -38,25 +46,33 @@ def measure(names: list[str], hardware: Hardware, repeats: int) -> list[Row]:
     return rows
 
 
+def chosen(only: str) -> list[str]:
+    """Return the measurements of ``only=a,b``; all of them for an empty one. Raises UserError for an unknown one."""
+    names = [name.strip() for name in only.strip("[]").split(",") if name.strip()]
+    if unknown := [name for name in names if name not in MEASUREMENTS]:
+        raise UserError(
+            f"only={unknown[0]} is no measurement{nearest(unknown[0], MEASUREMENTS)} ({', '.join(MEASUREMENTS)})"
+        )
+    return names or list(MEASUREMENTS)
+
+
 def main() -> int:
     """Parse the command line, measure, and turn errors into exit codes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS), metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=5, help="of which the median is shown (default: 5)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps (default: auto)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
-    options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats} must be at least 1")
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(f"{__doc__}\nMeasurements: {', '.join(MEASUREMENTS)}")
+        return 0
     try:
-        hardware = detect(options.device)
+        options, others = parse(sys.argv[1:], {"only": "", "repeats": "5", "device": "auto", "json": ""})
+        no_more(others)
+        only, repeats = chosen(options["only"]), whole_number(options, "repeats")
+        hardware = detect(options["device"])
         facts = machine(hardware)
         print(", ".join(f"{key} {value}" for key, value in facts.items()))
-        print(f"median of {options.repeats} repeats (lowest to highest); what is compared takes turns in one process")
-        rows = measure(options.only, hardware, options.repeats)
-        if options.json:
-            content = {"machine": facts, "repeats": options.repeats, "rows": [row.to_dict() for row in rows]}
-            options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        print(f"median of {repeats} repeats (lowest to highest); what is compared takes turns in one process")
+        rows = measure(only, hardware, repeats)
+        if options["json"]:
+            content = {"machine": facts, "repeats": repeats, "rows": [row.to_dict() for row in rows]}
+            Path(options["json"]).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

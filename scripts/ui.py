@@ -1,8 +1,14 @@
-"""Show the runs in MLflow's page: ``python scripts/ui.py``."""
+"""Show the runs in MLflow's page: ``python scripts/ui.py``.
+
+  port=5000          where it is served; the next free one is taken
+  uri=…              where the runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
+  experiment=…       which are shown (default: the one with the newest run)
+  runs=6             how many to show side by side
+Exit code: 0, 1 when the server fails, 2 for a mistake. Ctrl-C stops it.
+"""
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import RunError
 from trainer.mlflow_store import tracking_uri, without_password
+from trainer.options import no_more, parse, whole_number
 from trainer.ui import (
     Newest,
     Server,
@@ -48,23 +55,21 @@ def serve(uri: str, port: int, newest: Newest) -> None:
 
 def main() -> int:
     """Parse the command line, and turn errors into exit codes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=5000, help="the next free one is taken (default: 5000)")
-    parser.add_argument("--uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder")
-    parser.add_argument("--experiment", help="default: the one with the newest run")
-    parser.add_argument("--runs", type=int, default=6, help="how many to show side by side (default: 6)")
-    options = parser.parse_args()
-    if options.runs < 1:
-        parser.error("--runs must be at least 1")
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        uri = tracking_uri(options.uri, "--uri")
+        options, others = parse(sys.argv[1:], {"port": "5000", "uri": "", "experiment": "", "runs": "6"})
+        no_more(others)
+        port, runs = whole_number(options, "port"), whole_number(options, "runs")
+        uri = tracking_uri(options["uri"] or None, "uri")
         check_store(uri)
-        newest = newest_runs(uri, options.experiment, options.runs)
+        newest = newest_runs(uri, options["experiment"] or None, runs)
         if uri.startswith(("http://", "https://")):
             show(uri, newest)
         else:
-            serve(uri, options.port, newest)
+            serve(uri, port, newest)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -52,7 +52,7 @@ def runs_in(output_dir: Path) -> list[Path]:
 
     """
     if not output_dir.is_dir():
-        raise UserError(f"--output-dir={output_dir}: no such folder; name the one that holds the run folders")
+        raise UserError(f"output_dir={output_dir}: no such folder; name the one that holds the run folders")
     files = sorted(output_dir.glob(f"*/{TRACKING_FILE}"), key=lambda path: path.stat().st_mtime)
     return [path.parent for path in files]
 
@@ -64,8 +64,6 @@ def check_run(folder: Path) -> Path:
         UserError: it is none.
 
     """
-    if str(folder).startswith("output_dir="):
-        raise UserError(f"{folder} is training's way to say it; type --{str(folder).replace('_', '-', 1)}")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run folder such as outputs/gpt2-bf16-s0")
     RunInfo.read(folder)

@@ -76,7 +76,7 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = subprocess.Popen([*COMMAND, "--port", str(port)], env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*COMMAND, f"port={port}"], env=environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout
         lines = []
         for line in process.stdout:
