@@ -178,7 +178,8 @@ class HubImages:
         images = []
         for sample in samples:
             image = self.image(sample.index)
-            images.append(square(image, self.image_size, self.augment.view(*image.size, sample.seed)))
+            view = self.augment.view(*image.size, sample.seed, self.image_size)
+            images.append(square(image, self.image_size, view))
         indices = torch.tensor([sample.index for sample in samples])
         return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[indices]}
 

@@ -117,7 +117,8 @@ class FolderImages:
         images = []
         for sample in samples:
             image = self._image(sample.index)
-            images.append(square(image, self.image_size, self.augment.view(*image.size, sample.seed)))
+            view = self.augment.view(*image.size, sample.seed, self.image_size)
+            images.append(square(image, self.image_size, view))
         rows = torch.tensor([sample.index for sample in samples])
         return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]}
 

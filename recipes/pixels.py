@@ -89,7 +89,7 @@ class ArrayImages:
         if self.augment.kind == Augment.kind:  # no loop over the samples
             return scale(images, self.image_size).expand(-1, 3, -1, -1)
         height, width = images.shape[-2:]
-        views = [self.augment.view(width, height, sample.seed) for sample in samples]
+        views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
         if any(view.box for view in views):
             pictures = map(_picture, images)
             cut = [square(image, self.image_size, view) for image, view in zip(pictures, views, strict=True)]

@@ -137,7 +137,8 @@ class ResNet(Recipe):
             "arch_options": {"num_classes": self._outputs} | _options(self.arch, self._size),
             **self._description,
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
-            "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size",
+            "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
+            "an image of that size as it is",
             "load": "model = torchvision.models.get_model(config['arch'], **config['arch_options']); "
             "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))",
         }

@@ -46,13 +46,14 @@ class Augment:
         """
         return self
 
-    def view(self, width: int, height: int, seed: int | None) -> View:
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Return what becomes of an image of ``width`` × ``height`` pixels.
 
         Args:
             width: of the stored image.
             height: of the stored image.
             seed: of the sample, from which alone everything random is drawn; None: evaluation.
+            size: of the side of the square that the model takes, in pixels.
 
         """
         return View()
@@ -76,7 +77,7 @@ class Light(Augment):
         if not 0 <= self.shift <= 0.5:
             raise UserError(f"augment.shift={self.shift} must lie between 0 and 0.5, such as 0.125")
 
-    def view(self, width: int, height: int, seed: int | None) -> View:
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a shift, evenly in both directions, and perhaps a flip."""
         if seed is None:
             return View()
@@ -98,17 +99,18 @@ class ImageNet(Augment):
     flip: bool = True
     """Mirror half of the images."""
     evaluated: float = 0.875
-    """The middle square that evaluation takes, as a fraction of the shorter side: 224 of 256, as published."""
+    """The middle square that evaluation takes, as a fraction of the shorter side: 224 of 256, as published. A square
+    image of the model's own size is taken whole."""
 
     def __post_init__(self) -> None:
         for key, value in (("min_area", self.min_area), ("evaluated", self.evaluated)):
             if not 0 < value <= 1:
                 raise UserError(f"augment.{key}={value} must be above 0 and at most 1")
 
-    def view(self, width: int, height: int, seed: int | None) -> View:
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a crop and a flip; without a seed, return the middle square."""
         if seed is None:
-            if self.evaluated == 1:
+            if self.evaluated == 1 or width == height == size:  # it was cut for the model already
                 return View()
             side = min(width, height) * self.evaluated
             return View(_placed(width, height, side, side, 0.5, 0.5))
@@ -142,7 +144,7 @@ class AutomaticAugment(Augment):
         """Return the choice for images of this size."""
         return Augment() if shorter_side is None or shorter_side < SMALL else ImageNet()
 
-    def view(self, width: int, height: int, seed: int | None) -> View:
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Raise: which part is taken depends on all of the images."""
         raise AssertionError("choose() comes first")
 

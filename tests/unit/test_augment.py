@@ -29,7 +29,7 @@ def noise(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 def cut(image: Image.Image, size: int, augment: Augment, seed: int | None) -> np.ndarray:
-    return square(image, size, augment.view(*image.size, seed))
+    return square(image, size, augment.view(*image.size, seed, size))
 
 
 def opened(source: ImageSource, augment: Augment, size: int | None = None) -> ImageData:
@@ -141,7 +141,7 @@ def test_training_and_evaluation_see_the_same_pixels_from_a_folder_as_from_memor
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
-@pytest.mark.parametrize("augment", [Augment(), Light(), ImageNet(evaluated=1.0)])
+@pytest.mark.parametrize("augment", [Augment(), Light(), ImageNet(), ImageNet(evaluated=1.0)])
 @pytest.mark.parametrize("side", [1, 7, 32, 97])
 def test_evaluation_of_a_square_image_at_its_own_size_returns_it_unchanged(augment: Augment, side: int) -> None:
     image = noise(side, side)
@@ -217,9 +217,9 @@ def test_light_shifts_in_the_direction_it_says_and_mirrors_if_asked() -> None:
     moved = square(Image.fromarray(pixels), 8, View(shift=(0.25, 0.125)))
     assert moved[0].argmax() == 3 * 8 + 5
     assert square(Image.fromarray(pixels), 8, View(flip=True))[0].argmax() == 2 * 8 + 4
-    flips = sum(Light(flip=True).view(8, 8, seed).flip for seed in range(400))
+    flips = sum(Light(flip=True).view(8, 8, seed, 8).flip for seed in range(400))
     assert 160 < flips < 240
-    assert not any(Light().view(8, 8, seed).flip for seed in range(100))
+    assert not any(Light().view(8, 8, seed, 8).flip for seed in range(100))
 
 
 def test_imagenet_flips_half_of_the_time_and_crops_stay_within_the_stated_shapes() -> None:
@@ -243,10 +243,10 @@ def test_imagenet_flips_half_of_the_time_and_crops_stay_within_the_stated_shapes
 
 def test_imagenets_options_limit_the_crops() -> None:
     for seed in range(50):
-        left, top, right, bottom = ImageNet(min_area=0.9, flip=False).view(100, 100, seed).box or (0, 0, 0, 0)
+        left, top, right, bottom = ImageNet(min_area=0.9, flip=False).view(100, 100, seed, 64).box or (0, 0, 0, 0)
         assert (right - left) * (bottom - top) >= 0.9 * 100 * 100 - 1e-6
-        assert not ImageNet(flip=False).view(100, 100, seed).flip
-    assert ImageNet(evaluated=0.5).view(100, 60, None).box == (35, 15, 65, 45)
+        assert not ImageNet(flip=False).view(100, 100, seed, 64).flip
+    assert ImageNet(evaluated=0.5).view(100, 60, None, 60).box == (35, 15, 65, 45)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 700), (700, 1), (2, 3)])
