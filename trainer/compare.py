@@ -14,6 +14,7 @@ from typing import Any
 from trainer.arms import NULL_SHIFT, Arm, Outcome, Runner, check_labels, merged
 from trainer.compose import CONF, compose
 from trainer.config import Config, flatten
+from trainer.console import loss
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.folder import RunFolder
@@ -244,8 +245,8 @@ def _teller(tell: Callable[[str], None], unit: str) -> Callable[[int, int, Outco
         if not outcome.finished:
             tell(f"{head}  failed{' before' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}")
             return
-        loss, rate = outcome.summary["final"].get(LOSS), outcome.summary["units_per_s"]
-        shown = f"loss {'not finite' if loss is None else f'{loss:.4f}'}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
+        score, rate = outcome.summary["final"].get(LOSS), outcome.summary["units_per_s"]
+        shown = f"loss {loss(score)}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
         tell(f"{head}  {shown}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
 
     return after

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer import compare_plots
 from trainer.compare import Result
 from trainer.compare_plots import mebibytes
+from trainer.console import loss
 from trainer.files import write_text
 from trainer.judge import ArmResult, Ratio
 from trainer.statistics import EQUIVALENT, WORSE, Interval, mean_interval
@@ -50,7 +51,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
             _ratio(result, arm, arm.memory),
             _ratio(result, arm, arm.energy),
-            _mean(None, arm.quality.values, lambda v: f"{v:.4f}"),
+            _mean(None, arm.quality.values, loss),
             _difference(arm),
             _parting(result, arm),
             "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
