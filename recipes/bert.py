@@ -87,6 +87,7 @@ class Bert(SizedTextRecipe):
     context_is: ClassVar[str] = "tokens per sample"
     masks_attention: ClassVar[bool] = True
     template: ClassVar[str] = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
+    predictor: ClassVar[str] = "question_answering"
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, the batch of 32 that fine-tuning is published with."""
@@ -129,6 +130,11 @@ class Bert(SizedTextRecipe):
     def special_tokens(self) -> dict[str, tuple[str, int]]:
         """Return [CLS], [SEP] and padding."""
         return self._special
+
+    def example(self, valid: Dataset) -> dict[str, str]:
+        """Return the beginning of the validation text as the passage, and words of it as the question."""
+        decode, text = self._tokens.tokenizer.decode, self._tokens.valid[:32].tolist()
+        return {"question": decode(text[8:16]), "context": decode(text)}
 
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the encoder's layers."""

@@ -65,6 +65,7 @@ class LanguageRecipe(Recipe):
 
     unit = "tokens"
     measured: ClassVar[tuple[str, ...]] = ("attention",)
+    predictor = "text_generation"
     context: int | str = "auto"
     """Tokens per sample; auto: the size's own."""
     chunked_loss: bool | str = "auto"
@@ -165,6 +166,10 @@ class LanguageRecipe(Recipe):
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer = self._tokens.tokenizer
         save_model(model.network, folder, self.vocabulary(), eos=save_tokenizer(tokenizer, folder))
+
+    def example(self, valid: Dataset) -> str:
+        """Return the beginning of the validation text."""
+        return self._tokens.tokenizer.decode(self._tokens.valid[: min(16, self._context // 2)].tolist())
 
     def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
         """Show a short sample of generated text."""

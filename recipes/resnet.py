@@ -5,13 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Choice, Datasets, DataSource, ImageSource, LossOutput, Recipe, Sizes
+from trainer.recipe import (
+    Batch,
+    Choice,
+    Dataset,
+    Datasets,
+    DataSource,
+    ImageSource,
+    LossOutput,
+    Recipe,
+    SampleId,
+    Sizes,
+)
 from trainer.suggest import nearest
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
@@ -31,6 +43,7 @@ class ResNet(Recipe):
 
     name: ClassVar[str] = "resnet"
     unit: ClassVar[str] = "images"
+    predictor: ClassVar[str] = "image_classifier"
 
     arch: str = "auto"
     """Any classifier of torchvision.models, by its name there."""
@@ -142,6 +155,11 @@ class ResNet(Recipe):
             "load": "model = torchvision.models.get_model(config['arch'], **config['arch_options']); "
             "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))",
         }
+
+    def example(self, valid: Dataset) -> np.ndarray:
+        """Return one image, 1 × H × W × 3."""
+        image = valid.batch([SampleId(0, None)])["image"]
+        return image.permute(0, 2, 3, 1).contiguous().numpy()
 
     def facts(self) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""

@@ -107,6 +107,7 @@ class T5(SizedTextRecipe):
     context_is: ClassVar[str] = "tokens of the encoder's input"
     masks_attention: ClassVar[bool] = True
     template: ClassVar[str] = "$A {eos_token} | $A {eos_token} $B {eos_token}"
+    predictor: ClassVar[str] = "text_to_text"
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return a minute or two of a CPU; on a GPU, a quarter of the published batch of 128."""
@@ -152,6 +153,11 @@ class T5(SizedTextRecipe):
         gaps = self._gaps
         special = {"pad_token": ("<pad>", gaps.start), "eos_token": ("</s>", gaps.eos)}
         return special | {f"sentinel_{n}": (f"<extra_id_{n}>", gaps.sentinel + n) for n in range(gaps.spans)}
+
+    def example(self, valid: Dataset) -> str:
+        """Return the beginning of the validation text with a gap in it."""
+        decode, text = self._tokens.tokenizer.decode, self._tokens.valid[:24].tolist()
+        return f"{decode(text[:10])}<extra_id_0>{decode(text[14:])}"
 
     def blocks(self, model: Any) -> list[nn.Module]:
         """Return the layers of encoder and decoder."""

@@ -7,24 +7,20 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.dataset_facts import validation_data
 from trainer.errors import UserError
 from trainer.files import write_json
-from trainer.mlflow_store import (
-    connect,
-    create_run,
-    cut,
-    database_file,
-    find_run,
-    import_mlflow,
-    lasting_uri,
-    valid_key,
-)
+from trainer.mlflow_checkpoints import CheckpointSender
+from trainer.mlflow_describe import describe
+from trainer.mlflow_models import BEST, is_servable, log_best
+from trainer.mlflow_note import closing_note, write_note
+from trainer.mlflow_store import connect, create_run, database_file, find_run, import_mlflow, lasting_uri, valid_key
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -61,6 +57,12 @@ class RunInfo:
     """Finds the run in MLflow where the answer to its creation, which holds MLflow's own id, was lost."""
     started_s: float = field(default_factory=time.time)
     """Seconds since the epoch."""
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    """See ``trainer.dataset_facts``."""
+    checkpoints: str = "none"
+    """See ``trainer.mlflow_checkpoints``; none for a run from before there was this."""
+    register: str | None = None
+    """The registered model that the best weights become a version of."""
 
     @classmethod
     def read(cls, folder: Path) -> RunInfo:
@@ -156,6 +158,8 @@ class Delivery:
         self._pending: list[Any] = []
         self._stored: dict[str, int] = {}
         self._uploaded: set[str] = set()
+        self._model_id: str | None = None
+        self._checkpoints = CheckpointSender(folder, info.checkpoints)
 
     def begin(self) -> None:
         """Connect, and find or create the run. After that a call costs nothing, until something has failed."""
@@ -176,6 +180,7 @@ class Delivery:
             run = create_run(client, self._uri, info.experiment, info.name, info.key, info.started_s)
             self._confirmed = 0
             self._uploaded.clear()
+            self._checkpoints.forget()
         self.run_id = run.info.run_id
         self._record = {
             "run_id": run.info.run_id,
@@ -190,7 +195,7 @@ class Delivery:
         if self._described != self.run_id:
             if self._training and run.info.status != "RUNNING":
                 client.update_run(run.info.run_id, status="RUNNING")
-            self._describe(client, run)
+            describe(client, run, self._info.params, self._info.tags, self._info.datasets)
             self._described = self.run_id
             self._progress(0)
         self._certain = True
@@ -208,6 +213,22 @@ class Delivery:
             self._progress(0)
         self._confirmed = self._offset
 
+    def send_checkpoints(self, pause: Callable[[], None]) -> None:
+        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called between two calls."""
+        assert self._client is not None
+
+        def between(size: int) -> None:
+            pause()
+            if not size:
+                self.send_metrics()
+            self._progress(size / UPLOAD_BYTES_PER_S)
+
+        self._checkpoints.send(self._client, self._client.get_run(self.run_id), between)
+
+    def has_new_checkpoints(self) -> bool:
+        """Tell whether there are checkpoints to send while the run is training."""
+        return self._info.checkpoints == "all" and bool(self._checkpoints.unsent())
+
     def complete(self, status: str) -> None:
         """Send all of a run that has ended, and note in ``mlflow.json`` that it was."""
         size = _size(self._folder)
@@ -216,6 +237,8 @@ class Delivery:
         assert self._client is not None
         try:
             self._upload(self._client)
+            self._sum_up(self._client)
+            self.send_checkpoints(lambda: None)
         finally:  # an artifact that cannot be kept is no reason to call the run unfinished
             self._client.set_terminated(self.run_id, status, int(self._ended_s() * 1000))
         self._record["delivered"] = {"metrics_bytes": size, "status": status}
@@ -225,6 +248,7 @@ class Delivery:
         """After a failed call: what was sent may have been stored although the answer was lost, so ask again."""
         self._certain = False
         self._pending.clear()
+        self._checkpoints.forget()
 
     def missing(self) -> str:
         """Return what the store is not known to have, for the user."""
@@ -232,7 +256,9 @@ class Delivery:
             return "this run"
         names = ", ".join(path.name for path in self._artifacts())
         points = self._confirmed < _size(self._folder)
+        unsent = ", ".join(self._checkpoints.unsent())
         parts = ["the last metrics" if points else "", f"the artifacts {names}" if names else ""]
+        parts.append(f"the checkpoints {unsent}" if unsent else "")
         return " and ".join(part for part in parts if part) or "the run's final status"
 
     def _artifacts(self) -> list[Path]:
@@ -242,12 +268,34 @@ class Delivery:
     def _upload(self, client: MlflowClient) -> None:
         for path in self._artifacts():
             self._progress(_bytes(path) / UPLOAD_BYTES_PER_S)
-            if path.is_dir():
+            if path.name == BEST and is_servable(self._folder):
+                self._model_id = self._log_model(client)
+            if path.name == BEST and self._model_id:
+                pass
+            elif path.is_dir():
                 client.log_artifacts(self.run_id, str(path), path.name)
             else:
                 client.log_artifact(self.run_id, str(path))
             self._uploaded.add(path.name)
             self._progress(0)
+
+    def _log_model(self, client: MlflowClient) -> str | None:
+        return log_best(
+            client,
+            client.get_run(self.run_id),
+            self._folder,
+            params=self._info.params,
+            dataset=validation_data(self._info.datasets),
+            register=self._info.register,
+            progress=self._progress,
+            upload_s=_bytes(self._folder / BEST) / UPLOAD_BYTES_PER_S,
+        )
+
+    def _sum_up(self, client: MlflowClient) -> None:
+        assert self.run_id
+        note = closing_note(self._folder, self.run_id, self._model_id)
+        if note:
+            write_note(client, client.get_run(self.run_id), note)
 
     def _ended_s(self) -> float:
         paths = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
@@ -256,29 +304,6 @@ class Delivery:
     def _write_record(self) -> None:
         with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again
             write_json(self._folder / RECORD_FILE, self._record)
-
-    def _describe(self, client: MlflowClient, run: Any) -> None:
-        """Log params and tags. A param cannot be changed, so what a resumed run changed goes into a tag."""
-        from mlflow.entities import Param, RunTag
-        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
-
-        params = {
-            valid_key(key): cut(
-                value if isinstance(value, str) else json.dumps(value, default=str), MAX_PARAM_VAL_LENGTH
-            )
-            for key, value in self._info.params.items()
-        }
-        tags = dict(self._info.tags)
-        known = run.data.params
-        changed = [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]
-        if changed:
-            tags["changed_on_resume"] = " ".join(changed)
-        new = [Param(key, value) for key, value in params.items() if key not in known]
-        tag_list = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
-        for batch in _batches(new, MAX_PARAMS_TAGS_PER_BATCH):
-            client.log_batch(run.info.run_id, params=batch, synchronous=True)
-        for batch in _batches(tag_list, MAX_PARAMS_TAGS_PER_BATCH):
-            client.log_batch(run.info.run_id, tags=batch, synchronous=True)
 
     def _read(self) -> bool:
         """Take new whole lines of the log that hold points the store lacks; False: there are none."""
@@ -305,11 +330,6 @@ def first_line(error: Exception) -> str:
     """Return the first line of what an error says, for the user: without passwords, which MLflow's errors repeat."""
     text = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def _size(folder: Path) -> int:

@@ -216,6 +216,10 @@ def earlier_folder(config: Config) -> RunFolder | None:
             return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
     if not config.resume:
         return None
+    if config.resume.startswith(("mlflow:", "runs:/")):
+        from trainer.mlflow_resume import fetch  # which imports this module
+
+        return RunFolder(fetch(config.resume, config.tracking.uri, config.output_dir))
     return RunFolder.find(config.resume, config.output_dir, config.run_name)
 
 

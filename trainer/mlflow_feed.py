@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.delivery import METRICS_FILE, Delivery, RunInfo, first_line
 from trainer.mlflow_store import without_password
-from trainer.sync import Backlog, Stopped, command
+from trainer.sync import LONGEST_PAUSE_S, SHARE, Backlog, Stopped, command
 
 log = logging.getLogger("mantissa")
 
@@ -44,6 +44,7 @@ class Feed(threading.Thread):
         self._system_metrics = system_metrics
         self._backlog: Backlog | None = None
         self._ending = threading.Event()
+        self._since = 0.0
         self._abandoned = False
         self._deadline = 0.0
         self._patience_s = 0.0
@@ -66,7 +67,7 @@ class Feed(threading.Thread):
         """
         self._status = status
         self._patience_s = patience_s
-        self._deadline = max(self._deadline, time.monotonic() + patience_s)
+        self._deadline = max(self._deadline, time.monotonic() + patience_s)  # an upload may be on its way
         self._ending.set()
         if self.ident is None:
             self.start()
@@ -146,6 +147,9 @@ class Feed(threading.Thread):
             return
         self._delivery.begin()
         self._delivery.send_metrics()
+        if self._delivery.has_new_checkpoints():
+            self._since = time.monotonic()
+            self._delivery.send_checkpoints(self._pause)
         if self._system_metrics:
             if self._problem:
                 self._stop_monitor()  # an outage has ended it
@@ -169,6 +173,12 @@ class Feed(threading.Thread):
         if self._backlog is None or not self._backlog.is_alive():
             self._backlog = Backlog(self._folder, self._uri)
             self._backlog.start()
+
+    def _pause(self) -> None:
+        """Leave training most of the time."""
+        worked_s = time.monotonic() - self._since
+        self._ending.wait(min(worked_s * (1 / SHARE - 1), LONGEST_PAUSE_S))
+        self._since = time.monotonic()
 
     def _progress(self, allowance_s: float) -> None:
         if self._abandoned:

@@ -107,6 +107,7 @@ def import_mlflow(uri: str) -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import_module("mlflow.system_metrics.system_metrics_monitor")
     if uri.startswith("sqlite:"):
         import_module("alembic.command")

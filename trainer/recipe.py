@@ -192,6 +192,10 @@ class Recipe:
     """The metric whose lowest value marks the best checkpoint."""
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
+    predictor: ClassVar[str] = "forward"
+    """Who answers for the exported model in MLflow: a file of ``trainer/predictors``. ``forward``
+    takes what the model's forward pass takes.
+    """
 
     measured: ClassVar[tuple[str, ...]] = ()
     """Fields whose ``auto`` is settled by ``measure``; a resumed run keeps what it had."""
@@ -272,6 +276,10 @@ class Recipe:
         """Return what an exported model is, as plain JSON types: by default the recipe and its options."""
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
+
+    def example(self, valid: Dataset) -> str | dict[str, str] | np.ndarray:
+        """Return an input for the ``predictor``, such as a text; ``forward`` takes validation samples instead."""
+        raise NotImplementedError
 
     def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
         """Return a last word for the terminal, such as a sample of generated text. Runs under autocast."""

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from trainer import attention, checkpoint, convolution, report
 from trainer.config import Config, Plan, flatten
 from trainer.console import Terminal, loss
 from trainer.data import fingerprint
+from trainer.dataset_facts import dataset_facts
 from trainer.energy import EnergyMeter
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
 from trainer.folder import RunFolder
@@ -29,6 +31,7 @@ from trainer.recipe import Choice
 from trainer.restore import Saved, load
 from trainer.rng import random_state, set_random_state
 from trainer.saver import Saver
+from trainer.servable import write_servable
 from trainer.signals import Requests
 from trainer.tracking import Tracker
 from trainer.world import World
@@ -256,6 +259,7 @@ class Run:
             run_name=self.folder.path.name,
             params=flat | hardware,
             tags=tags,
+            datasets=dataset_facts(self.config.data, self.trainer.datasets),
             resume_step=resume_step,
         )
 
@@ -332,7 +336,19 @@ class Run:
         model.eval()
         try:
             with torch.no_grad(), self.config.precision.autocast(trainer.device):
+                if best is not None and (path / "best").is_dir():
+                    self._describe_model(model, best)
                 return self.config.recipe.epilogue(model.to(trainer.device), trainer.device)
         except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
             self.terminal.warn("the finished model as a whole does not fit on the device; its last word is left out")
             return None
+
+    def _describe_model(self, model: nn.Module, step: int) -> None:
+        """Write how the exported model is asked, for MLflow; any recipe may do what this does not expect."""
+        trainer = self.trainer
+        try:
+            write_servable(self.folder.path, trainer.recipe, model, trainer.device, trainer.datasets.valid, step)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.terminal.warn(f"MLflow gets the best weights as files, not as a model that answers ({error})")

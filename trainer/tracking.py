@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainer.delivery import (
     METRICS_FILE,
@@ -22,6 +23,7 @@ from trainer.delivery import (
 )
 from trainer.errors import UserError
 from trainer.files import write_json, write_text
+from trainer.mlflow_checkpoints import check_mode
 from trainer.mlflow_feed import Feed
 from trainer.mlflow_store import explicit_uri, lasting_uri, tracking_uri, whole_uri, without_password
 
@@ -41,6 +43,10 @@ class Tracking:
     flush_every_s: float = 5.0
     patience_s: float = 30.0
     """How long a finished run waits for an MLflow that makes no progress."""
+    checkpoints: str = "last"
+    """last: the newest, and the best, when the run ends; all: each as it is saved; none."""
+    register: str | None = None
+    """The name of a registered model that the best weights become a version of; None: a click on MLflow's page."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
@@ -49,6 +55,13 @@ class Tracking:
             )
         if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
             raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
+        check_mode(self.checkpoints)
+        if self.register is not None and (not self.register or set(self.register) & set("/:")):
+            raise UserError(
+                f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
+            )
+        if self.register and not self.mlflow:
+            raise UserError("tracking.register has no effect with tracking=local; drop one of them")
         if self.mlflow:
             explicit_uri(self.uri)
 
@@ -104,6 +117,7 @@ class Tracker:
         run_name: str,
         params: dict[str, object],
         tags: dict[str, str],
+        datasets: list[dict[str, Any]] | None = None,
         resume_step: int | None = None,
     ) -> None:
         """Open the log and start feeding MLflow in the background.
@@ -115,6 +129,7 @@ class Tracker:
             run_name: such as ``gpt2-bf16-s0``.
             params: the flattened config, of JSON types.
             tags: what runs are found and told apart by.
+            datasets: see ``trainer.dataset_facts``.
             resume_step: the optimizer step of the checkpoint; what was logged after it is removed.
 
         Raises:
@@ -132,7 +147,16 @@ class Tracker:
             _tolerate(lambda: reopen(folder), folder)
         elif path.exists() and path.stat().st_size:
             raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
-        told = RunInfo(config.experiment or experiment, run_name, params, tags, uri and lasting_uri(uri))
+        told = RunInfo(
+            config.experiment or experiment,
+            run_name,
+            params,
+            tags,
+            uri and lasting_uri(uri),
+            datasets=datasets or [],
+            checkpoints=config.checkpoints,
+            register=config.register,
+        )
         if before:
             told = replace(told, key=before.key, started_s=before.started_s)
         self._log = MetricLog(path)

@@ -1,0 +1,81 @@
+"""A run's Description on MLflow's page: what it was, what came out, how to use and to continue it. Markdown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.console import duration, quantity, size
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+NOTE_TAG = "mlflow.note.content"
+OWN_TAG = "mantissa.note_sha256"
+"""Of what was written last: a description that the user has changed is theirs."""
+
+
+def write_note(client: MlflowClient, run: Any, text: str) -> None:
+    """Set a run's Description, unless somebody else wrote the one that it has."""
+    before, own = run.data.tags.get(NOTE_TAG), run.data.tags.get(OWN_TAG)
+    if before == text or (before and _digest(before) != own):
+        return
+    client.set_tag(run.info.run_id, OWN_TAG, _digest(text))
+    client.set_tag(run.info.run_id, NOTE_TAG, text)
+
+
+def opening_note(tags: dict[str, str], datasets: list[dict[str, Any]]) -> str:
+    """Return the Description of a run that has begun."""
+    said = [f"**{tags.get('recipe', 'run')}** in {tags.get('precision', '?')} on {tags.get('hardware', '?')}."]
+    said += [f"Data: {datasets[0]['description']}."] if datasets else []
+    return " ".join([*said, "The summary stands here when the run has ended."])
+
+
+def closing_note(folder: Path, run_id: str, model_id: str | None) -> str | None:
+    """Return the Description of a run that has ended; None: it was killed before it could sum up."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        rows = _rows(summary)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    how = {"FINISHED": "finished", "KILLED": "was stopped", "FAILED": "failed"}.get(summary["status"], "ended")
+    command = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(summary["resume"]))
+    parts = [
+        f"**{summary['recipe']}** in {summary['precision']} {how} at step {summary['step']} of {summary['steps']}.",
+        f"```\n{re.sub(r' resume=.*', '', command)}\n```",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]),
+    ]
+    if (folder / "plots" / "loss.png").exists():
+        parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run_id})")
+    if model_id:
+        parts.append(f'The best weights: `mlflow.pyfunc.load_model("models:/{model_id}")`.')
+    if list(folder.glob("checkpoints/step-*")):
+        parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run_id}` with more `steps=`.")
+    return "\n\n".join(parts)
+
+
+def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    if summary["best"]:
+        rows.append(("best loss", f"**{summary['best']['value']:.4g}** at step {summary['best']['step']}"))
+    for name, value in summary["final"].items():
+        rows.append((f"{name} at the end", "not finite" if value is None else f"{value:.4g}"))
+    if summary["units_per_s"]:
+        speed = f"{quantity(summary['units_per_s'])} {summary['unit']}/s"
+        rows.append(("throughput", f"{speed}, {quantity(1e3 * summary['step_time_s'])} ms a step"))
+    rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
+    rows.append(("skipped steps", str(summary["skipped_steps"])))
+    rows.append(("time", duration(summary["wall_time_s"])))
+    hardware = summary["hardware"]
+    rows.append(("hardware", f"{hardware['name']} ({hardware['device']}), {summary['processes']} process(es)"))
+    rows.append(
+        ("versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items() if version))
+    )
+    return rows
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
