@@ -62,7 +62,7 @@ def _fetch(resume: str, run_id: str, step: str | None, store: str, root: Path) -
     if run is None:
         raise UserError(f"resume={resume}: MLflow at {without_password(store)} has no such run; check the run's id")
     name = run.info.run_name
-    if not _FILE.fullmatch(name):
+    if name != Path(name).name or name.startswith("."):
         raise UserError(f"resume={resume}: the run's name {name!r} is no name of a folder; rename it on MLflow's page")
     root.mkdir(parents=True, exist_ok=True)
     partial = root / f".{name}.{run_id}.partial"
