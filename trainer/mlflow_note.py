@@ -45,11 +45,11 @@ def closing_note(folder: Path, run_id: str, model_id: str | None) -> str | None:
     command = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(summary["resume"]))
     parts = [
         f"**{summary['recipe']}** in {summary['precision']} {how} at step {summary['step']} of {summary['steps']}.",
-        f"```\n{re.sub(r' resume=.*', '', command)}\n```",
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]),
     ]
     if (folder / "plots" / "loss.png").exists():
         parts.append(f"![loss](get-artifact?path=plots%2Floss.png&run_uuid={run_id})")
+    parts.append(f"```\n{re.sub(r' resume=.*', '', command)}\n```")
     if model_id:
         parts.append(f'The best weights: `mlflow.pyfunc.load_model("models:/{model_id}")`.')
     if list(folder.glob("checkpoints/step-*")):
