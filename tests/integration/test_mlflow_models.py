@@ -139,6 +139,12 @@ def test_models_are_ranked_by_their_scores_on_a_dataset(train: Callable[..., Any
         history = [point.step for point in client.get_metric_history(run.info.run_id, "valid/loss")]
         assert history == [2, 4, 6]  # linking the score to the model adds no second point
         best.append(score.value)
+        note = run.data.tags["mlflow.note.content"]
+        assert "finished at step 6 of 6" in note
+        assert f"| best loss | **{score.value:.4g}** at step {score.step} |" in note
+        assert f"get-artifact?path=plots%2Floss.png&run_uuid={run.info.run_id}" in note
+        assert f"models:/{model.model_id}" in note
+        assert f"resume=mlflow:{run.info.run_id}" in note
     assert len(best) == 2
     assert best == sorted(best)
 
@@ -158,6 +164,8 @@ def test_sent_again_or_resumed_it_is_the_same_model(
     monkeypatch.setattr(MlflowClient, "log_model_artifacts", fail_once)
     assert train(*job).code == 0
     (first,) = models_of(store).values()
+    client = connect(store)
+    client.set_tag(first.source_run_id, "mlflow.note.content", "in the user's own words")
     record = folder / "outputs" / "run" / RECORD_FILE
     record.unlink()  # what was sent is forgotten
     with warnings.catch_warnings():
@@ -165,7 +173,7 @@ def test_sent_again_or_resumed_it_is_the_same_model(
         assert send(folder / "outputs" / "run").text.startswith("sent to")
     (again,) = models_of(store).values()
     assert (again.model_id, again.status) == (first.model_id, "READY")
-    client = connect(store)
+    assert client.get_run(first.source_run_id).data.tags["mlflow.note.content"] == "in the user's own words"
     versions = client.search_model_versions("name = 'net'")
     assert [(version.version, version.source) for version in versions] == [(1, f"models:/{first.model_id}")]
     assert json.loads(again.tags["mlflow.modelVersions"]) == [{"name": "net", "version": 1}]
