@@ -68,7 +68,7 @@ class RunFolder:
             raise UserError(f"output_dir={output_dir} cannot be written ({error.strerror}); {_ELSEWHERE}") from error
 
     @classmethod
-    def find(cls, resume: str, output_dir: str, run_name: str) -> RunFolder | None:
+    def find(cls, resume: str, output_dir: str, run_name: str, uri: str | None = None) -> RunFolder | None:
         """Return the folder to resume: the one named, or with ``auto`` the newest of this run name, if any.
 
         Raises:
@@ -80,7 +80,7 @@ class RunFolder:
             named = [path for path in root.glob(f"{run_name}*") if _is_run(path, run_name)]
             saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
             return cls(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
-        return local_folder(resume, output_dir)
+        return local_folder(resume, output_dir, uri)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -167,19 +167,24 @@ class RunFolder:
             raise another_run(self.path, different)
 
 
-def local_folder(resume: str, output_dir: str) -> RunFolder:
-    """Return the run folder that ``resume=FOLDER`` names.
+def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFolder:
+    """Return the run folder that ``resume=FOLDER`` names, or that ``resume=mlflow:RUN_ID`` brings here.
 
     Every process of a job may call it, also before they know each other.
 
     Args:
         resume: as typed, neither null nor auto.
         output_dir: where run folders are made.
+        uri: ``tracking.uri``, where one was typed.
 
     Raises:
-        UserError: the folder does not exist or holds no checkpoint.
+        UserError: the folder does not exist or holds no checkpoint; or MLflow does not give the run.
 
     """
+    if resume.startswith(("mlflow:", "runs:/")):
+        from trainer.mlflow_resume import fetch  # which imports this module
+
+        return RunFolder(fetch(resume, uri, output_dir))
     folder = RunFolder(Path(resume).expanduser())
     if not folder.path.is_dir():
         raise UserError(f"resume={resume}: no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0")
@@ -216,11 +221,7 @@ def earlier_folder(config: Config) -> RunFolder | None:
             return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
     if not config.resume:
         return None
-    if config.resume.startswith(("mlflow:", "runs:/")):
-        from trainer.mlflow_resume import fetch  # which imports this module
-
-        return RunFolder(fetch(config.resume, config.tracking.uri, config.output_dir))
-    return RunFolder.find(config.resume, config.output_dir, config.run_name)
+    return RunFolder.find(config.resume, config.output_dir, config.run_name, config.tracking.uri)
 
 
 _LAUNCH_FILE = "launch.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
 
 
 def _fetch(resume: str, run_id: str, step: str | None, store: str, root: Path) -> Path:
+    from filelock import FileLock
+
     client = connect(store)
     run = find_run(client, run_id)
     if run is None:
@@ -66,14 +69,15 @@ def _fetch(resume: str, run_id: str, step: str | None, store: str, root: Path) -
         raise UserError(f"resume={resume}: the run's name {name!r} is no name of a folder; rename it on MLflow's page")
     root.mkdir(parents=True, exist_ok=True)
     partial = root / f".{name}.{run_id}.partial"
-    partial.mkdir(exist_ok=True)
-    with RunFolder(partial).locked():
+    with FileLock(Path(tempfile.gettempdir(), f"mantissa-{run_id}.lock")):  # each process of a job comes here
         try:
-            _clear(partial)
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir()
             newest = _choose(client, resume, run_id, step, partial)
             here = _here(resume, root / name, run_id, newest)
             if here is not None:
                 return here
+            print(f"fetching {name}, step {newest}, from MLflow at {without_password(store)}", flush=True)
             _download(client, run, partial)
             checkpoint.find(partial / CHECKPOINTS)
             _describe(client, run, store, partial)
@@ -82,14 +86,6 @@ def _fetch(resume: str, run_id: str, step: str | None, store: str, root: Path) -
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return root / name
-
-
-def _clear(partial: Path) -> None:
-    for path in partial.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
 
 
 def _choose(client: MlflowClient, resume: str, run_id: str, step: str | None, partial: Path) -> int:
@@ -123,10 +119,11 @@ def _here(resume: str, target: Path, run_id: str, newest: int) -> Path | None:
         return None
     if read_record(target).get("run_id") != run_id:
         raise UserError(f"resume={resume}: {target} is another run; choose another folder with output_dir=…")
-    with RunFolder(target).locked():
-        steps = checkpoint.steps(target / CHECKPOINTS)
+    steps = checkpoint.steps(target / CHECKPOINTS)
     if steps[-1:] == [newest]:
         return target
+    with RunFolder(target).locked():  # refuses where a process works on it
+        steps = checkpoint.steps(target / CHECKPOINTS)
     if steps and steps[-1] > newest:
         raise UserError(
             f"resume={resume}: {target} is this run, and further: step {steps[-1]}, where MLflow has step {newest}; "

@@ -43,8 +43,8 @@ def complete(arguments: list[str]) -> list[str]:
         raise UserError(
             f"resume={named[-1]} continues one run, and -m starts several; leave out -m, or use resume=auto"
         )
-    outputs = [str(override.value()) for override in typed.values() if override.key_or_group == "output_dir"]
-    folder = local_folder(named[-1], outputs[-1] if outputs else "outputs")
+    plain = {override.key_or_group: str(override.value()) for override in typed.values() if not _is_choice(override)}
+    folder = local_folder(named[-1], plain.get("output_dir", "outputs"), plain.get("tracking.uri"))
     recorded = folder.config()
     choices = {override.key_or_group: argument for argument, override in typed.items() if _is_choice(override)}
     checked = [choice for group, choice in choices.items() if group not in FREE_GROUPS]
