@@ -213,7 +213,7 @@ class Precision:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(dtype)
-        if all(parameter.dtype != dtype for parameter in model.parameters()):
+        if kept and all(parameter.dtype != dtype for parameter in model.parameters()):
             raise UserError(
                 f"precision.fp32_modules leaves nothing in 16 bits for precision={self.mode}; use precision=fp32"
             )
