@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from trainer import attention, checkpoint, convolution, report
 from trainer.config import Config, Plan, flatten
@@ -31,7 +30,7 @@ from trainer.recipe import Choice
 from trainer.restore import Saved, load
 from trainer.rng import random_state, set_random_state
 from trainer.saver import Saver
-from trainer.servable import write_servable
+from trainer.servable import try_servable
 from trainer.signals import Requests
 from trainer.tracking import Tracker
 from trainer.world import World
@@ -337,18 +336,11 @@ class Run:
         try:
             with torch.no_grad(), self.config.precision.autocast(trainer.device):
                 if best is not None and (path / "best").is_dir():
-                    self._describe_model(model, best)
+                    valid = trainer.datasets.valid
+                    problem = try_servable(path, trainer.recipe, model, trainer.device, valid, best)
+                    if problem:
+                        self.terminal.warn(problem)
                 return self.config.recipe.epilogue(model.to(trainer.device), trainer.device)
         except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
             self.terminal.warn("the finished model as a whole does not fit on the device; its last word is left out")
             return None
-
-    def _describe_model(self, model: nn.Module, step: int) -> None:
-        """Write how the exported model is asked, for MLflow; any recipe may do what this does not expect."""
-        trainer = self.trainer
-        try:
-            write_servable(self.folder.path, trainer.recipe, model, trainer.device, trainer.datasets.valid, step)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self.terminal.warn(f"MLflow gets the best weights as files, not as a model that answers ({error})")

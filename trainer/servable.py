@@ -35,6 +35,19 @@ _PACKAGES = {
 }
 
 
+def try_servable(
+    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
+) -> str | None:
+    """Call ``write_servable``; return what to warn of where a recipe does something that it does not expect."""
+    try:
+        write_servable(folder, recipe, model, device, valid, step)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"MLflow gets the best weights as files, not as a model that answers ({error})"
+    return None
+
+
 def write_servable(
     folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
 ) -> None:
