@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import RunError
 from trainer.mlflow_store import tracking_uri, without_password
+from trainer.mlflow_views import COMPARISON, VIEW
 from trainer.options import no_more, parse, whole_number
 from trainer.ui import (
     Newest,
@@ -32,10 +33,13 @@ from trainer.ui import (
 
 def show(base: str, newest: Newest) -> None:
     """Print what to open."""
-    print(f"experiment {newest.experiment}: {experiment_address(base, newest.experiment_id)}")
-    print(f"its curves: {curves_address(base, newest.experiment_id)}")
+    table, compared = (VIEW, COMPARISON) if newest.views else (None, None)
+    print(f"experiment {newest.experiment}: {experiment_address(base, newest.experiment_id, table)}")
+    print(f"its curves: {curves_address(base, newest.experiment_id, table)}")
     if len(newest.run_ids) > 1:
-        print(f"side by side ({', '.join(newest.run_names)}):")
+        print(f"compare {', '.join(newest.run_names)}:")
+        print(f"  {curves_address(base, newest.experiment_id, compared)}")
+        print("every param and metric of these, side by side:")
         print(f"  {comparison_address(base, newest.experiment_id, newest.run_ids)}", flush=True)
 
 

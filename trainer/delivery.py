@@ -21,6 +21,7 @@ from trainer.mlflow_describe import describe
 from trainer.mlflow_models import BEST, is_servable, log_best
 from trainer.mlflow_note import closing_note, write_note
 from trainer.mlflow_store import connect, create_run, database_file, find_run, import_mlflow, lasting_uri, valid_key
+from trainer.scores import read_summary, score_points
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -116,10 +117,7 @@ def reopen(folder: Path) -> None:
 
 def final_status(folder: Path) -> str | None:
     """Return the status in ``summary.json``; None for a run that was killed before it could write one."""
-    try:
-        status = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("status")
-    except (OSError, ValueError, AttributeError):
-        return None
+    status = read_summary(folder / SUMMARY_FILE).get("status")
     return status if status in ("FINISHED", "FAILED", "KILLED") else None
 
 
@@ -229,11 +227,21 @@ class Delivery:
         """Tell whether there are checkpoints to send while the run is training."""
         return self._info.checkpoints == "all" and bool(self._checkpoints.unsent())
 
+    def _send_scores(self) -> None:
+        """Send ``best/…`` and ``final/…``, each where the store has none of that step or a later one."""
+        assert self._client is not None
+        points = score_points(self._folder / METRICS_FILE, self._folder / SUMMARY_FILE, self._stored)
+        if points:
+            self._client.log_batch(self.run_id, metrics=points, synchronous=True)
+            self._stored |= {point.key: point.step for point in points}
+            self._progress(0)
+
     def complete(self, status: str) -> None:
         """Send all of a run that has ended, and note in ``mlflow.json`` that it was."""
         size = _size(self._folder)
         self.begin()
         self.send_metrics()
+        self._send_scores()
         assert self._client is not None
         try:
             self._upload(self._client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,11 +18,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
+from trainer.delivery import first_line
 from trainer.errors import RunError, UserError
 from trainer.mlflow_store import connect, database_file, without_password
+from trainer.mlflow_views import share_views
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+log = logging.getLogger("mantissa")
 
 HOST = "127.0.0.1"
 FIRST_RUN = "python scripts/train.py recipe=gpt2 precision=bf16"
@@ -38,6 +43,8 @@ class Newest(NamedTuple):
     experiment_id: str
     run_ids: list[str]
     run_names: list[str]
+    views: bool = False
+    """Whether the store has the views of trainer/mlflow_views.py."""
 
 
 def check_store(uri: str) -> None:
@@ -91,17 +98,28 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
         raise UserError(f"no runs yet in {without_password(uri)}; train something first: {FIRST_RUN}")
     chosen = latest[0].info.experiment_id
     runs = client.search_runs([chosen], order_by=order, max_results=count)
-    return Newest(names[chosen], chosen, [run.info.run_id for run in runs], [run.info.run_name for run in runs])
+    run_ids = [run.info.run_id for run in runs]
+    return Newest(names[chosen], chosen, run_ids, [run.info.run_name for run in runs], _shared(client, chosen, run_ids))
 
 
-def experiment_address(base: str, experiment_id: str) -> str:
-    """Return the address of an experiment's table of runs."""
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{TRAINING}"
+def _shared(client: MlflowClient, experiment_id: str, run_ids: list[str]) -> bool:
+    try:
+        share_views(client, experiment_id, run_ids)
+    except Exception as error:  # of many kinds: a store that may only be read is shown as it is
+        log.warning("The columns and charts of this project cannot be stored in MLflow (%s).", first_line(error))
+        return False
+    return True
 
 
-def curves_address(base: str, experiment_id: str) -> str:
+def experiment_address(base: str, experiment_id: str, view: str | None = None) -> str:
+    """Return the address of an experiment's table of runs, with the columns of a view (trainer/mlflow_views.py)."""
+    shared = f"&viewStateShareKey={view}" if view else ""
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{TRAINING}{shared}"
+
+
+def curves_address(base: str, experiment_id: str, view: str | None = None) -> str:
     """Return the address of the page that draws each metric of an experiment's runs in one chart."""
-    return f"{experiment_address(base, experiment_id)}&compareRunsMode=CHART"
+    return f"{experiment_address(base, experiment_id, view)}&compareRunsMode=CHART"
 
 
 def run_address(base: str, experiment_id: str, run_id: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from trainer.mlflow_views import COMPARISON, VIEW
 from trainer.tracking import Tracker, Tracking
 from trainer.ui import Server, comparison_address, curves_address, experiment_address, free_port, newest_runs
 
@@ -75,7 +76,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
         for step in range(1, 21):
             tracker.log(step, {"loss": loss + (20 - step) / 10, "tokens_per_s": 1000.0 + step})
         tracker.log(20, {"valid/loss": loss + 0.5})
-        tracker.close("FINISHED", {"loss": loss})
+        summary = {"units_per_s": 1000.0 * loss, "peak_memory_bytes": 700 << 20}
+        tracker.close("FINISHED", {"best": {"step": 20, "value": loss + 0.5}, **summary})
     return uri
 
 
@@ -129,6 +131,22 @@ def test_the_runs_are_compared_side_by_side(browser: Chrome, server: Server, sto
     params = ("precision.mode", "fp32", "bf16", "optimizer.lr", "0.0006")
     metrics = ("loss", "3.125", "3.25", "tokens_per_s", "valid/loss", "3.75")
     assert_shows(browser, address, "Comparing 2 Runs", "gpt2-fp32-s0", "gpt2-bf16-s0", *params, *metrics)
+
+
+def test_the_table_opens_with_the_columns_that_matter(browser: Chrome, server: Server, store: str) -> None:
+    newest = newest_runs(store, None, 6)
+    assert newest.views
+    address = experiment_address(server.address, newest.experiment_id, VIEW)
+    columns = ("precision", "best/valid_loss", "final/throughput", "final/peak_memory_mib", "Duration")
+    assert_shows(browser, address, *columns, "3.625", "3125", "700", "fp32", "bf16")
+
+
+def test_the_comparison_starts_at_throughput_memory_and_loss_of_the_newest_runs(
+    browser: Chrome, server: Server, store: str
+) -> None:
+    newest = newest_runs(store, None, 1)
+    address = curves_address(server.address, newest.experiment_id, COMPARISON)
+    assert_shows(browser, address, "1 matching run", "Comparison", "throughput", "memory (MiB)", "best loss", "3250.00")
 
 
 def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: Server, store: str) -> None:

@@ -295,6 +295,38 @@ def test_a_run_says_that_it_has_finished_after_all_else_is_written(
     assert (folder / "a" / "summary.json").exists()
 
 
+def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "outputs" / "a"
+    real, lost = MlflowClient.log_batch, []
+
+    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
+        real(self, run_id, metrics=metrics, **others)
+        if any(metric.key == "best/valid_loss" for metric in metrics) and not lost:
+            lost.append(True)
+            raise ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    for steps, loss in ((4, 2.0), (8, 1.5), (12, 1.75)):
+        tracker = tracker_of(path, resume_step=steps - 4 or None)
+        tracker.log(steps, {"loss": 1.0, "tokens_per_s": 10.0, "step_time_s": 0.1})
+        tracker.log(steps, {"valid/loss": loss})
+        tracker.close("FINISHED", {"best": {"step": min(steps, 8), "value": min(loss, 2.0 if steps < 8 else 1.5)}})
+        (path / "mlflow.json").unlink()  # as if it was killed before it could note that all is delivered
+        assert send(path).sent
+    query = "select key, step, value from metrics where key like '%/valid_loss' order by key, step"
+    with closing(sqlite3.connect(store)) as database:
+        assert database.execute(query).fetchall() == [
+            ("best/valid_loss", 4, 2.0),
+            ("best/valid_loss", 8, 1.5),
+            ("final/valid_loss", 4, 2.0),
+            ("final/valid_loss", 8, 1.5),
+            ("final/valid_loss", 12, 1.75),
+        ]
+    assert lost
+
+
 # --- scripts/sync.py ---
 
 

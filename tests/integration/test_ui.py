@@ -92,7 +92,9 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
             assert f":{port}/" not in address[0]
             assert answers(address[1])
             assert f"runs=%5B%22{run_ids[1]}%22%2C%22{run_ids[0]}%22%5D&experiments=%5B%221%22%5D" in printed
-            assert "bignet-bf16-s0, bignet-fp32-s0" in printed
+            assert "compare bignet-bf16-s0, bignet-fp32-s0:" in printed
+            assert "viewStateShareKey=mantissa\n" in printed
+            assert "viewStateShareKey=mantissa-compare&compareRunsMode=CHART\n" in printed
             assert children
         finally:
             process.send_signal(signal.SIGINT)
