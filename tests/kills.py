@@ -1,0 +1,347 @@
+"""Runs that are killed from outside with SIGKILL at random moments, resumed until done, and compared.
+
+python -m tests.kills [kills=200] [seed=0] [folder=kills] [recipes=gpt2,resnet,bignet] [processes=forked|real]
+
+Each run is compared with one that nobody disturbed: the last checkpoint by bit (weights, optimizer, generators), the
+metric log line by line (without clocks), and MLflow's points, each exactly once. A moment is an event in the run
+folder (the database is being set up, a line is logged, the summary is written) and a random part of a second after it,
+so how fast the machine is decides only where the kill falls. ``forked`` runs are forks of one process that has
+imported everything; ``real`` ones are ``scripts/train.py`` by itself, of which the first seconds are imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.certify import COMMON, DEFAULTS
+from trainer.certify_compare import metrics, ulps
+from trainer.checkpoint import steps as saved_steps
+from trainer.delivery import final_status, is_delivered, read_record
+from trainer.mlflow_store import valid_key
+from trainer.restore import load
+
+PROJECT = Path(__file__).resolve().parents[1]
+JOBS = {recipe: [f"recipe={recipe}", *DEFAULTS[recipe]] for recipe in ("gpt2", "resnet", "bignet")}
+OPTIONS = [
+    *(option for option in COMMON if option != "tracking=local"),
+    *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "resume=auto"),
+]
+CLOCKS = ("step_time_s", "memory_bytes", "checkpoint_stall_s", "final/")
+PLAN = ("start", "set-up", "start", "training", "training", "saving", "closing", "delivery", "delivery", "training")
+LONGEST_S = 600
+
+
+class Forked:
+    """Starts runs as forks of one process that has imported all that they need."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.kills", "serve"]
+        self._server = subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._server.stdout
+        assert self._server.stdout.readline() == "ready\n"
+
+    def start(self, overrides: list[str], folder: Path, log: Path) -> int:
+        """Start a run in ``folder`` and return its process id."""
+        self._write(json.dumps([overrides, str(folder), str(log)]))
+        return int(self._read())
+
+    def ended(self, pid: int) -> int | None:
+        """Return the exit status of the run, negative for a signal; None: it goes on."""
+        self._write("poll")
+        status = self._read()
+        return None if status == "running" else int(status)
+
+    def close(self) -> None:
+        """End the process that forks."""
+        with suppress(BrokenPipeError):
+            self._server.communicate(timeout=30)
+
+    def _write(self, line: str) -> None:
+        assert self._server.stdin
+        self._server.stdin.write(line + "\n")
+        self._server.stdin.flush()
+
+    def _read(self) -> str:
+        assert self._server.stdout
+        return self._server.stdout.readline().strip()
+
+
+class Real:
+    """Starts runs as ``scripts/train.py``."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, overrides: list[str], folder: Path, log: Path) -> int:
+        """Start a run in ``folder`` and return its process id."""
+        command = [sys.executable, str(PROJECT / "scripts" / "train.py"), *overrides]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
+        return self._process.pid
+
+    def ended(self, pid: int) -> int | None:
+        """Return the exit status of the run, negative for a signal; None: it goes on."""
+        assert self._process
+        return self._process.poll()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def serve() -> None:
+    """Fork a run for every line of standard input, one at a time."""
+    import matplotlib.pyplot  # noqa: F401
+    import transformers  # noqa: F401
+
+    import trainer.plots  # noqa: F401
+    from trainer import cli
+    from trainer.mlflow_store import import_mlflow
+
+    import_mlflow("sqlite:///x")
+    print("ready", flush=True)
+    pid = 0
+    for line in sys.stdin:
+        if line == "poll\n":
+            done, status = os.waitpid(pid, os.WNOHANG)
+            print(os.waitstatus_to_exitcode(status) if done else "running", flush=True)
+            continue
+        overrides, folder, log = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            code = 70
+            try:
+                out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                for descriptor in (1, 2):
+                    os.dup2(out, descriptor)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.chdir(folder)
+                sys.argv = ["scripts/train.py", *overrides]
+                code = cli.main()
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        print(pid, flush=True)
+
+
+@dataclass
+class Round:
+    """One job that was killed until it was done."""
+
+    recipe: str
+    kills: list[str] = field(default_factory=list)
+    """The moment of each, as planned."""
+    resumed: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+def undisturbed(starter: Forked | Real, job: list[str], folder: Path) -> Path | None:
+    """Run a job without a kill, and return its run folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return _until_done(starter, job, folder, Round(""))
+
+
+def disturbed(
+    starter: Forked | Real, recipe: str, job: list[str], folder: Path, moments: list[str], draw: random.Random
+) -> tuple[Round, Path | None]:
+    """Run a job in this folder that is killed at each of these moments, then resumed until it is done."""
+    done = Round(recipe)
+    for moment in moments:
+        if _killed_at(starter, job, folder, moment, draw):
+            done.kills.append(moment)
+    return done, _until_done(starter, job, folder, done)
+
+
+def _killed_at(starter: Forked | Real, job: list[str], folder: Path, moment: str, draw: random.Random) -> bool:
+    """Start the job and kill it a random while after an event; False: it ended before."""
+    outputs, fraction = folder / "outputs", draw.random()
+    lines = _lines(outputs) + draw.randint(1, 6)
+    saves = draw.randint(1, 4) + len(list(outputs.glob("*/checkpoints/step-*")))
+    partial = folder / ".mlflow.db.partial"
+    event: Callable[[], bool] = {
+        "start": lambda: True,
+        "set-up": lambda: partial.exists() or (folder / "mlflow.db").exists(),
+        "training": lambda: _lines(outputs) >= lines,
+        "saving": lambda: len(list(outputs.glob("*/checkpoints/*"))) >= saves,
+        "closing": lambda: any(outputs.glob("*/best")) or any(outputs.glob("*/plots")),
+        "delivery": lambda: any(outputs.glob("*/summary.json")),
+    }[moment]
+    pid = starter.start(job, folder, folder / "log.txt")
+    began = time.monotonic()
+    while not event():
+        if starter.ended(pid) is not None:
+            return False
+        assert time.monotonic() - began < LONGEST_S, f"{moment}: nothing happens in {folder}"
+        time.sleep(0.002)
+    time.sleep(fraction * {"start": 2.0, "set-up": 1.5, "delivery": 0.8}.get(moment, 0.3))
+    if starter.ended(pid) is not None:
+        return False
+    os.kill(pid, signal.SIGKILL)
+    while starter.ended(pid) is None:
+        time.sleep(0.002)
+    return True
+
+
+def _until_done(starter: Forked | Real, job: list[str], folder: Path, done: Round) -> Path | None:
+    """Resume until the run has finished and MLflow has it; whoever leaves something undelivered has to say so."""
+    log = folder / "log.txt"
+    for _ in range(10):
+        pid = starter.start(job, folder, log)
+        while (code := starter.ended(pid)) is None:
+            time.sleep(0.01)
+        done.resumed += 1
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if code:
+            done.differences.append(f"resuming ended with {code}: {text[-600:]}")
+            return None
+        finished = [path for path in (folder / "outputs").iterdir() if final_status(path) == "FINISHED"]
+        if len(finished) != 1:
+            done.differences.append(f"{len(finished)} finished runs in {folder}")
+            return None
+        if is_delivered(finished[0]):
+            return finished[0]
+        if "python scripts/sync.py" not in text:
+            done.differences.append(f"ended with something undelivered, and did not say so: {text[-600:]}")
+            return None
+    done.differences.append(f"not delivered after ten attempts: {text[-600:]}")
+    return None
+
+
+def compared(whole: Path, killed: Path, last_step: int) -> list[str]:
+    """Return what differs between the run that nobody disturbed and the one that was killed."""
+    differences = []
+    one, other = (load(run / "checkpoints", last_step) for run in (whole, killed))
+    tensors, others = one.tensors(), other.tensors()
+    if tensors.keys() != others.keys():
+        differences.append(f"tensors {sorted(tensors.keys() ^ others.keys())[:3]}")
+    differences += [f"tensor {name}" for name in tensors.keys() & others.keys() if ulps(tensors[name], others[name])]
+    if one.progress != other.progress:
+        differences.append("the checkpoint's progress")
+    for number, (line, repeated) in enumerate(zip(metrics(whole), metrics(killed), strict=False), 1):
+        if line != repeated:
+            differences.append(f"metrics.jsonl, line {number}")
+            break
+    if len(metrics(whole)) != len(metrics(killed)):
+        differences.append("the number of lines in metrics.jsonl")
+    before, after = points(whole), points(killed)
+    if set(map(str, _exact(before))) != set(map(str, _exact(after))):
+        differences.append(f"MLflow's points {sorted(map(str, _exact(before) ^ _exact(after)))[:4]}")
+    return differences + undelivered(killed)
+
+
+def undelivered(run: Path) -> list[str]:
+    """Return what MLflow has not exactly once, by the run's own log."""
+    stored = Counter((key, step) for key, step, _ in points(run))
+    logged: Counter[tuple[str, int]] = Counter()
+    for text in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True):
+        if text.endswith("\n"):
+            line = json.loads(text)
+            step = line.pop("step")
+            logged.update((valid_key(key), step) for key, value in line.items() if key != "time" and value is not None)
+    twice = [f"{point} {count} times in MLflow" for point, count in stored.items() if count > 1]
+    return [f"{point} is not in MLflow" for point in logged if not stored[point]] + twice
+
+
+def points(run: Path) -> list[tuple[str, int, float]]:
+    """Return key, step and value of every point that MLflow has of a run, as often as it has it."""
+    query = "select key, step, value from metrics where run_uuid = ? and key not like 'system/%'"
+    with closing(sqlite3.connect(run.parents[1] / "mlflow.db")) as database:
+        return database.execute(query, (read_record(run)["run_id"],)).fetchall()
+
+
+def _exact(stored: list[tuple[str, int, float]]) -> set[tuple[str, int, float]]:
+    return {point for point in stored if not point[0].startswith(CLOCKS) and not point[0].endswith("_per_s")}
+
+
+def _lines(outputs: Path) -> int:
+    count = 0
+    for path in outputs.glob("*/metrics.jsonl"):
+        with suppress(OSError):
+            count += path.read_bytes().count(b"\n")
+    return count
+
+
+def job_of(recipe: str, steps: int, name: str) -> list[str]:
+    """Return the overrides of a job."""
+    return [*JOBS[recipe], *OPTIONS, f"steps={steps}", f"run_name={name}"]
+
+
+def campaign(
+    folder: Path, recipes: list[str], kills: int, seed: int, starter: Forked | Real, steps: int = 40
+) -> list[Round]:
+    """Kill runs of these recipes in turn until there were so many kills; print what came of each round."""
+    from trainer.sync import send
+
+    draw = random.Random(seed)
+    rounds: list[Round] = []
+    whole: dict[str, Path] = {}
+    for recipe in recipes:
+        run = undisturbed(starter, job_of(recipe, steps, "run"), folder / f"{recipe}-whole")
+        assert run is not None, f"{recipe} does not train undisturbed; see {folder}"
+        whole[recipe] = run
+    while (count := sum(len(done.kills) for done in rounds)) < kills:
+        recipe = recipes[len(rounds) % len(recipes)]
+        moments = [draw.choice(PLAN) for _ in range(min(draw.randint(1, 8), kills - count))]
+        if not rounds or draw.random() < 0.5:
+            moments[0] = "set-up"
+        here = folder / f"{recipe}-{len(rounds)}"
+        here.mkdir(parents=True)
+        if "set-up" not in moments:
+            shutil.copy(whole[recipe].parents[1] / "mlflow.db", here)
+        done, run = disturbed(starter, recipe, job_of(recipe, steps, "run"), here, moments, draw)
+        if run is not None:
+            assert saved_steps(run / "checkpoints")[-1] == steps
+            done.differences += compared(whole[recipe], run, steps)
+            for left in sorted((here / "outputs").glob("*/tracking.json")):  # killed before a checkpoint, never resumed
+                outcome = send(left.parent)
+                missing = undelivered(left.parent) if (left.parent / "metrics.jsonl").exists() else []
+                done.differences += [f"{left.parent.name}: {text}" for text in [outcome.text] if outcome.left_over]
+                done.differences += [f"{left.parent.name}: {text}" for text in missing]
+        rounds.append(done)
+        verdict = "; ".join(done.differences[:3]) or "equal"
+        print(f"{here.name}: {len(done.kills)} kills ({', '.join(done.kills)}): {verdict}", flush=True)
+    return rounds
+
+
+def main() -> int:
+    """Run the long form; the exit code is 1 where anything differed."""
+    options: dict[str, Any] = {"kills": "200", "seed": "0", "folder": "kills", "recipes": ",".join(JOBS)}
+    options |= {"processes": "forked"} | dict(argument.split("=", 1) for argument in sys.argv[1:])
+    starter = Forked() if options["processes"] == "forked" else Real()
+    try:
+        rounds = campaign(
+            Path(options["folder"]).resolve(),
+            options["recipes"].split(","),
+            int(options["kills"]),
+            int(options["seed"]),
+            starter,
+        )
+    finally:
+        starter.close()
+    by_moment = Counter(moment for done in rounds for moment in done.kills)
+    bad = [done for done in rounds if done.differences]
+    print(f"{by_moment.total()} kills in {len(rounds)} rounds ({dict(by_moment)}): {len(bad)} rounds differ")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        sys.exit(main())
