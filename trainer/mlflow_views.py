@@ -20,11 +20,7 @@ _COLUMNS = (
     *("tags.`precision`", "metrics.`best/valid_loss`", "metrics.`final/throughput`"),
     *("metrics.`final/peak_memory_mib`", "attributes.`Duration`"),
 )
-_BARS = {
-    "final/throughput": "throughput",
-    "final/peak_memory_mib": "memory (MiB)",
-    "best/valid_loss": "best loss",
-}
+_BARS = ("final/throughput", "final/peak_memory_mib", "best/valid_loss")
 _LINES = ("valid/loss", "loss", "grad_norm", "step_time_s")
 
 
@@ -53,7 +49,7 @@ def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str]) ->
 
 def _state() -> dict[str, Any]:
     sections = {"comparison": "Comparison", "curves": "Curves"}
-    charts = [_chart("BAR", metric, "comparison") | {"displayName": name} for metric, name in _BARS.items()]
+    charts = [_chart("BAR", metric, "comparison") for metric in _BARS]
     parallel = {"selectedParams": ["precision.mode"], "selectedMetrics": list(_BARS), "showAllRuns": False}
     charts.append(_chart("PARALLEL", "", "comparison") | parallel)
     charts += [_chart("LINE", metric, "curves") for metric in _LINES]

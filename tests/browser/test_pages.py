@@ -33,7 +33,7 @@ FLAGS = (
     "--disable-component-update",
     "--window-size=1600,1200",
 )
-WAIT_S = 40
+WAIT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_experiment_lists_its_runs(browser: Chrome, server: Server, store: s
 def test_the_curves_of_all_runs_are_drawn(browser: Chrome, server: Server, store: str) -> None:
     newest = newest_runs(store, "gpt2", 6)
     address = curves_address(server.address, newest.experiment_id)
-    assert_shows(browser, address, "gpt2-fp32-s0", "valid/loss", "tokens_per_s", "gpt2-bf16-s0 (loss)")
+    assert_shows(browser, address, "gpt2-fp32-s0", "gpt2-bf16-s0", "2 matching runs", "Model metrics")
 
 
 def test_the_runs_are_compared_side_by_side(browser: Chrome, server: Server, store: str) -> None:
@@ -146,7 +146,8 @@ def test_the_comparison_starts_at_throughput_memory_and_loss_of_the_newest_runs(
 ) -> None:
     newest = newest_runs(store, None, 1)
     address = curves_address(server.address, newest.experiment_id, COMPARISON)
-    assert_shows(browser, address, "1 matching run", "Comparison", "throughput", "memory (MiB)", "best loss", "3250.00")
+    metrics = ("final/throughput", "final/peak_memory_mib", "best/valid_loss")
+    assert_shows(browser, address, "1 matching run", *metrics, "3250.00", "precision.mode", "Curves")
 
 
 def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: Server, store: str) -> None:
