@@ -117,21 +117,27 @@ def detect(device: str) -> Hardware:
 def product_slowdown(dtype: torch.dtype, device: torch.device) -> float:
     """Measure how many times longer than in fp32 a square matrix product takes in ``dtype`` on this device.
 
-    Takes some 50 ms on a CPU that has no instructions for ``dtype``. The result is a ratio of the shortest of three
-    times each, of 192 × 192 matrices on a CPU and 2048 × 2048 elsewhere.
+    The result is a ratio of the shortest of three times each, of 2048 × 2048 matrices. On a CPU of 192 × 192, by the
+    processor time of one thread, so that other work on the machine does not count; it takes some 50 ms.
     """
-    size = 192 if device.type == "cpu" else 2048
+    on_cpu = device.type == "cpu"
+    size, clock = (192, time.thread_time) if on_cpu else (2048, time.perf_counter)
 
     def shortest_s(dtype: torch.dtype) -> float:
         matrix = torch.ones(size, size, device=device, dtype=dtype)
         times = []
         for _ in range(4):
-            began = time.perf_counter()
+            began = clock()
             (matrix @ matrix)[0, 0].item()  # waits for the device
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
         return min(times[1:])  # the first one also loads the kernel
 
-    return shortest_s(dtype) / shortest_s(torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if on_cpu else threads)
+        return shortest_s(dtype) / shortest_s(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def reset_peak_memory(device: torch.device) -> None:
