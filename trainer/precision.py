@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
-import functools
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from trainer import fp8
 from trainer.errors import UserError
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
+from trainer.islands import Islands, cast, in_fp32, with_fp32_statistics
 
 BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
 """Those that need nothing but torch and change nothing but what products compute in."""
@@ -208,7 +207,7 @@ class Precision:
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
             if isinstance(module, _NormBase) and module.track_running_stats:
-                module.forward = _with_fp32_statistics(module)
+                module.forward = with_fp32_statistics(module)
                 continue
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
@@ -218,7 +217,7 @@ class Precision:
                 f"precision.fp32_modules leaves nothing in 16 bits for precision={self.mode}; use precision=fp32"
             )
         model.register_forward_pre_hook(
-            lambda _, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype)), with_kwargs=True
+            lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
         )
         return kept
 
@@ -251,9 +250,9 @@ class Precision:
                 )
         # A container may be passed by: its children are called directly. So they are taken out with it.
         inside = {id(module): module for match in kept.values() for module in match.modules()}
-        islands = _Islands(WEIGHTS_DTYPE.get(self.mode))
+        islands = Islands(WEIGHTS_DTYPE.get(self.mode))
         for module in inside.values():
-            module.forward = _in_fp32(module.forward, device.type, islands)
+            module.forward = in_fp32(module.forward, device.type, islands)
         return sorted(kept)
 
     def names(self, module: str) -> bool:
@@ -322,66 +321,3 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-@dataclass
-class _Islands:
-    """Whether the program is inside one of a model's fp32 modules, and what format their results return to."""
-
-    result: torch.dtype | None
-    entered: bool = False
-
-
-def _in_fp32(forward: Callable[..., Any], device_type: str, islands: _Islands) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def fp32_forward(*args: Any, **kwargs: Any) -> Any:
-        outermost = not islands.entered
-        islands.entered = True
-        try:
-            with torch.autocast(device_type, enabled=False):
-                output = forward(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
-        finally:
-            islands.entered = not outermost
-        return _cast(output, islands.result, scalars=False) if outermost and islands.result else output
-
-    return fp32_forward
-
-
-def _with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:
-    """Return a forward for batch norm, or its kin, of 16-bit weights and inputs that keeps fp32 running statistics.
-
-    Torch's kernels take 16-bit inputs with weights and statistics that are both fp32, or both 16-bit.
-    """
-    forward = norm.forward
-
-    @functools.wraps(forward)
-    def mixed_forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: parameter for name, parameter in norm._parameters.items() if parameter is not None}
-        try:
-            norm._parameters.update({name: parameter.float() for name, parameter in own.items()})  # type: ignore[misc]
-            return forward(*args, **kwargs)
-        finally:
-            norm._parameters.update(own)
-
-    return mixed_forward
-
-
-def _cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:
-    """Cast the floating-point tensors in nested tuples, lists, dicts and dataclasses, which keep their types."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and (scalars or value.ndim) else value
-    if is_dataclass(value) and not isinstance(value, type):  # transformers' outputs are, besides being dicts
-        given = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
-        return type(value)(**_cast(given, dtype, scalars))
-    if isinstance(value, dict):
-        result = {key: _cast(item, dtype, scalars) for key, item in value.items()}
-        if type(value) is dict:
-            return result
-        other = copy.copy(value)
-        other.update(result)
-        return other
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype, scalars) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype, scalars) for item in value)
-    return value

@@ -1,0 +1,84 @@
+"""Modules that stay in fp32 inside a model of 16 bits: what enters them is cast, what leaves them is cast back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Islands:
+    """Whether the program is inside one of a model's fp32 modules, and what format their results return to."""
+
+    result: torch.dtype | None
+    entered: bool = False
+
+
+def in_fp32(forward: Callable[..., Any], device_type: str, islands: Islands) -> Callable[..., Any]:
+    """Return a module's forward that casts its inputs to fp32 and runs with autocast off."""
+
+    @functools.wraps(forward)
+    def fp32_forward(*args: Any, **kwargs: Any) -> Any:
+        outermost = not islands.entered
+        islands.entered = True
+        try:
+            with torch.autocast(device_type, enabled=False):
+                output = forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+        finally:
+            islands.entered = not outermost
+        return cast(output, islands.result, scalars=False) if outermost and islands.result else output
+
+    return fp32_forward
+
+
+def with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:
+    """Return a forward for batch norm, or its kin, of 16-bit weights and inputs that keeps fp32 running statistics.
+
+    Torch's kernels take 16-bit inputs with weights and statistics that are both fp32, or both 16-bit.
+    """
+    forward = norm.forward
+
+    @functools.wraps(forward)
+    def mixed_forward(*args: Any, **kwargs: Any) -> Any:
+        own = {name: parameter for name, parameter in norm._parameters.items() if parameter is not None}
+        try:
+            norm._parameters.update({name: parameter.float() for name, parameter in own.items()})  # type: ignore[misc]
+            return forward(*args, **kwargs)
+        finally:
+            norm._parameters.update(own)
+
+    return mixed_forward
+
+
+def cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:
+    """Cast the floating-point tensors in nested tuples, lists, dicts and dataclasses, which keep their types.
+
+    Args:
+        value: tensors, and whatever else a forward takes or returns.
+        dtype: of the result's floating-point tensors.
+        scalars: whether tensors without dimensions are cast too.
+
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and (scalars or value.ndim) else value
+    if is_dataclass(value) and not isinstance(value, type):  # transformers' outputs are, besides being dicts
+        given = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+        return type(value)(**cast(given, dtype, scalars))
+    if isinstance(value, dict):
+        result = {key: cast(item, dtype, scalars) for key, item in value.items()}
+        if type(value) is dict:
+            return result
+        other = copy.copy(value)
+        other.update(result)
+        return other
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(item, dtype, scalars) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast(item, dtype, scalars) for item in value)
+    return value
