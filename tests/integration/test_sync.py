@@ -214,6 +214,7 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
     path = Path("outputs/bignet-fp32-s0")
     retry = f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n"
     real = MlflowClient.log_batch
+    monkeypatch.setattr("trainer.mlflow_feed.LAST_ATTEMPTS", 1)  # the pauses between them take seconds
 
     def half(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
         if metrics:
