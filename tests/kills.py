@@ -37,6 +37,7 @@ from trainer.restore import load
 
 PROJECT = Path(__file__).resolve().parents[1]
 JOBS = {recipe: [f"recipe={recipe}", *DEFAULTS[recipe]] for recipe in ("gpt2", "resnet", "bignet")}
+JOBS["resnet"] += ["batch_size=4", "micro_batch_size=2", "checkpoint.every=5"]  # its checkpoints are 130 MB
 OPTIONS = [
     *(option for option in COMMON if option != "tracking=local"),
     *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "resume=auto"),
@@ -279,7 +280,7 @@ def _lines(outputs: Path) -> int:
 
 def job_of(recipe: str, steps: int, name: str) -> list[str]:
     """Return the overrides of a job."""
-    return [*JOBS[recipe], *OPTIONS, f"steps={steps}", f"run_name={name}"]
+    return [*OPTIONS, *JOBS[recipe], f"steps={steps}", f"run_name={name}"]
 
 
 def campaign(
@@ -314,6 +315,8 @@ def campaign(
                 done.differences += [f"{left.parent.name}: {text}" for text in [outcome.text] if outcome.left_over]
                 done.differences += [f"{left.parent.name}: {text}" for text in missing]
         rounds.append(done)
+        if not done.differences:  # what is kept is to be looked at
+            shutil.rmtree(here)
         verdict = "; ".join(done.differences[:3]) or "equal"
         print(f"{here.name}: {len(done.kills)} kills ({', '.join(done.kills)}): {verdict}", flush=True)
     return rounds
