@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as images
 
 
 class ImageClassifier(PythonModel):
-    """Scales the shorter side to the model's size, takes the middle, normalises, classifies."""
+    """Scales to what evaluation took, takes the middle, normalises, classifies; an image of the model's size stays."""
 
     def load_context(self, context: Any) -> None:
         """Build the architecture that config.json names, and load its best weights."""
@@ -40,7 +40,8 @@ class ImageClassifier(PythonModel):
         size = self.config["image_size"]
         pixels = torch.from_numpy(np.array(model_input)).permute(0, 3, 1, 2)
         if pixels.shape[2:] != (size, size):
-            pixels = images.center_crop(images.resize(pixels, [size], antialias=True), [size, size])
+            shorter_side = round(size / self.config["evaluated_part"])  # so that the middle is what was evaluated
+            pixels = images.center_crop(images.resize(pixels, [shorter_side], antialias=True), [size, size])
         mean, std = (torch.tensor(self.config[name]).view(3, 1, 1) for name in ("mean", "std"))
         probability, best = self.model((pixels.float() / 255 - mean) / std).softmax(1).max(1)
         names = self.config["classes"]  # the head may have more outputs than the data has classes
