@@ -45,7 +45,7 @@ def prepared(database: Path) -> Iterator[None]:
 
 
 class _State(NamedTuple):
-    tables: int
+    tables: frozenset[str]
     revision: str | None
     """Of the schema, as alembic notes it after each migration."""
     used: bool
@@ -68,7 +68,7 @@ def _read(database: Path) -> _State:
             for table in ("experiments", "runs")
             if table in tables
         )
-    return _State(len(tables), row[0] if row else None, used)
+    return _State(frozenset(tables), row[0] if row else None, used)
 
 
 @cache
@@ -89,6 +89,10 @@ def _set_aside_half_made(database: Path) -> None:
         if not state.tables:
             database.unlink()
             return
+        if "experiments" not in state.tables:  # the first table that MLflow makes
+            raise UserError(f"{database} is a database of another program; set tracking.uri=sqlite:///another.db")
+        if state.revision is not None and state.revision not in known:
+            break
         if time.time() - written_s > QUIET_S:
             aside = _free_name(database.with_name(f"{database.name}.half-made"))
             database.rename(aside)

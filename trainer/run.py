@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from trainer import attention, checkpoint, convolution, report
 from trainer.config import Config, Plan, flatten
@@ -30,7 +31,7 @@ from trainer.recipe import Choice
 from trainer.restore import Saved, load
 from trainer.rng import random_state, set_random_state
 from trainer.saver import Saver
-from trainer.servable import try_servable
+from trainer.servable import forget_servable, try_servable
 from trainer.signals import Requests
 from trainer.tracking import Tracker
 from trainer.world import World
@@ -327,15 +328,11 @@ class Run:
         if self.best is not None and self.config.checkpoint.enabled and best != self.best["step"]:
             instead = "" if best is None else f" (those of step {best} are exported)"
             self._missing.append(f"the best weights, of step {self.best['step']}, were not saved{instead}")
-        if best is not None:
-            try:
-                self.config.recipe.export(model, path / "best")
-            except (OSError, SafetensorError) as error:
-                self._missing.append(f"the best weights could not be exported to {path / 'best'} ({error})")
+        exported = best is not None and self._export(model)
         model.eval()
         try:
             with torch.no_grad(), self.config.precision.autocast(trainer.device):
-                if best is not None and (path / "best").is_dir():
+                if exported and best is not None:
                     valid = trainer.datasets.valid
                     problem = try_servable(path, trainer.recipe, model, trainer.device, valid, best)
                     if problem:
@@ -344,3 +341,14 @@ class Run:
         except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
             self.terminal.warn("the finished model as a whole does not fit on the device; its last word is left out")
             return None
+
+    def _export(self, model: nn.Module) -> bool:
+        """Write ``best/``; tell whether it is whole."""
+        path = self.folder.path
+        forget_servable(path)  # it has the step of the weights that are replaced
+        try:
+            self.config.recipe.export(model, path / "best")
+        except (OSError, SafetensorError) as error:
+            self._missing.append(f"the best weights could not be exported to {path / 'best'} ({error})")
+            return False
+        return True

@@ -48,6 +48,11 @@ def try_servable(
     return None
 
 
+def forget_servable(folder: Path) -> None:
+    """Remove the folder ``serving`` before ``best/`` changes: a kill in between must not join what is not of a kind."""
+    shutil.rmtree(folder / SERVING, ignore_errors=True)
+
+
 def write_servable(
     folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
 ) -> None:
@@ -62,8 +67,8 @@ def write_servable(
         step: the optimizer step of the weights.
 
     """
+    forget_servable(folder)
     target = folder / SERVING
-    shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     facts: dict[str, Any] = {"step": step, "predictor": recipe.predictor}
     if recipe.predictor == "forward":

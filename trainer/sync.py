@@ -91,7 +91,7 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> Outcom
 
 
 def _store_of(info: RunInfo, uri: str | None) -> str:
-    return whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "--uri")
+    return whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
 
 
 def _send(folder: Path, uri: str, info: RunInfo, progress: Progress) -> Outcome:

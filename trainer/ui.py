@@ -91,7 +91,7 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     wanted = [key for key, name in names.items() if experiment in (None, name)]
     if not wanted:
         known = ", ".join(sorted(names.values()))
-        raise UserError(f"--experiment={experiment}: no such experiment; there are: {known}")
+        raise UserError(f"experiment={experiment}: no such experiment; there are: {known}")
     order = ["attributes.start_time DESC"]
     latest = client.search_runs(wanted, order_by=order, max_results=1)
     if not latest:
@@ -148,7 +148,7 @@ def free_port(wanted: int) -> int:
             except OSError:
                 continue
             return port
-    raise UserError(f"--port={wanted}: no free port from there on; name another, such as --port=5000")
+    raise UserError(f"port={wanted}: no free port from there on; name another, such as port=5000")
 
 
 class Server:

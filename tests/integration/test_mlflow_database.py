@@ -147,6 +147,21 @@ def test_what_another_mlflow_has_filled_is_not_touched(database: Path, statement
     assert {path.name for path in database.parent.iterdir()} == {"mlflow.db", "mlflow.db-init.lock"}
 
 
+def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
+    database = tmp_path / "optuna.db"
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("create table studies (name text)")
+        connection.execute("create table alembic_version (version_num text)")
+        connection.execute("insert into alembic_version values ('v3.2.0.a')")
+        connection.commit()
+    os.utime(database, (0, 0))
+    before = database.read_bytes()
+    with pytest.raises(UserError, match=r"optuna\.db is a database of another program; set tracking\.uri="):
+        connect(f"sqlite:///{database}")
+    assert database.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"optuna.db", "optuna.db-init.lock"}
+
+
 def test_a_file_that_is_no_database_is_named(database: Path) -> None:
     database.write_bytes(b"notes" * 1000)
     with pytest.raises(UserError, match=r"mlflow\.db is not an SQLite database; move it away"):
