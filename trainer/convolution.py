@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,8 +144,21 @@ def compute_in_fp32(model: nn.Module, names: list[str], dtype: torch.dtype) -> N
         layer._conv_forward = _in_fp32(layer._conv_forward, dtype)
 
 
-def warning(names: list[str]) -> str | None:
-    """Return a sentence for the user about the convolutions that are computed in fp32, if any are."""
+def warning(names: list[str], before: Path) -> str | None:
+    """Return a sentence for the user about the convolutions that are computed in fp32.
+
+    Args:
+        names: of those convolutions.
+        before: ``precision.json`` of the run that is resumed, whose machine may have been another; it need not exist.
+
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        earlier = json.loads(before.read_text(encoding="utf-8"))["effective"]["conv_in_fp32"]
+        if sorted(earlier) != sorted(names):
+            return (
+                f"convolutions in fp32 were {', '.join(earlier) or 'none'} and are now {', '.join(names) or 'none'}: "
+                "this processor is another one, and the resumed run is not bit for bit the same"
+            )
     if not names:
         return None
     return (

@@ -60,10 +60,10 @@ class Monitor:
         self._window_steps = 0
         self._clock = time.perf_counter()
         self._measured = [(0, 0, 0.0)]  # units, steps, seconds of every window
-        reset_peak_memory(device)
 
     def start(self) -> None:
-        """Start the clock of the first window."""
+        """Start the clock of the first window, and measure the peak memory from here on."""
+        reset_peak_memory(self.device)
         self._clock = time.perf_counter()
 
     def add(self, record: StepRecord) -> None:

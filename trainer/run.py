@@ -98,9 +98,9 @@ class Run:
         flat = flatten(self.config)
         flat["tracking.uri"] = flat["tracking.uri"] and without_password(flat["tracking.uri"])
         self.folder.write_config(flat)
+        self._show_start(choices)
         self.folder.write("precision.json", self.manifest)
         self.folder.mark_launch()
-        self._show_start(choices)
         self.tracker = self._open_tracker(flat, resume_step)
         trainer = self.trainer
         self.profiler = self.config.profiler.start(self.folder.path, trainer.model, trainer.optimizer, trainer.device)
@@ -264,8 +264,9 @@ class Run:
         )
 
     def _show_start(self, choices: list[Choice]) -> None:
-        warning = self.config.precision.warning(self.hardware, self.manifest["effective"]["matmul_time_over_fp32"])
-        for sentence in filter(None, [warning, convolution.warning(self.trainer.conv_in_fp32)]):
+        emulated = self.config.precision.warning(self.hardware, self.manifest["effective"]["matmul_time_over_fp32"])
+        unwritten = convolution.warning(self.trainer.conv_in_fp32, self.folder.path / "precision.json")
+        for sentence in filter(None, [emulated, unwritten]):
             self.terminal.warn(sentence)
         title = f"{self.folder.path.name}" + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))

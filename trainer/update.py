@@ -131,7 +131,7 @@ class Update:
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
         # and on CUDA take the flag on the device. For all others the host has to look, which costs nothing on a CPU
-        # and one wait per step on a GPU.
+        # and two waits per step on a GPU: whether the norm is finite, and whether the step is taken.
         self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._takes_flag = device.type == "cuda" and self._takes_scale
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from itertools import product
 from pathlib import Path
@@ -140,10 +141,10 @@ def test_a_runs_layers_are_found_by_their_shapes_named_and_remembered(calls: lis
     assert len(calls) == 4  # of this machine it is known now
     assert start(config("fp16", batch_size=4, micro_batch_size=4)).conv_in_fp32 == DAMAGED
     assert calls[4:] == [(4, *shape[1:]) for shape in calls[:4]]
-    sentence = warning(trainer.conv_in_fp32)
+    sentence = warning(trainer.conv_in_fp32, Path("none"))
     assert sentence
     assert sentence.endswith("docs/onednn-conv-gradients.md): 2.0, 4")
-    assert warning([]) is None
+    assert warning([], Path("none")) is None
 
 
 def test_layers_that_the_user_took_out_are_left_to_precision_fp32_modules(calls: list[Any]) -> None:
@@ -271,3 +272,12 @@ def test_resnet_on_images_of_sixteen_pixels_repeats_itself(tmp_path: Path, monke
     torch.use_deterministic_algorithms(False)
     assert norms[0] == norms[1] == norms[2]
     assert all(map(math.isfinite, norms[0]))
+
+
+def test_a_resumed_run_whose_other_convolutions_compute_in_fp32_now_says_so(tmp_path: Path) -> None:
+    before = tmp_path / "precision.json"
+    before.write_text(json.dumps({"effective": {"conv_in_fp32": ["conv1"]}}))
+    assert "convolutions in fp32 were conv1 and are now none" in str(warning([], before))
+    assert "compute in fp32, because" in str(warning(["conv1"], before))
+    before.write_text(json.dumps({"effective": {}}))  # of a version that did not look
+    assert warning([], before) is None
