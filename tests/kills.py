@@ -31,7 +31,7 @@ from typing import Any
 from trainer.certify import COMMON, DEFAULTS
 from trainer.certify_compare import metrics, ulps
 from trainer.checkpoint import steps as saved_steps
-from trainer.delivery import final_status, is_delivered, read_record
+from trainer.mlflow_record import final_status, is_delivered, read_record
 from trainer.mlflow_store import valid_key
 from trainer.restore import load
 

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.delivery import METRICS_FILE, SUMMARY_FILE
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
+from trainer.mlflow_record import METRICS_FILE, SUMMARY_FILE
 from trainer.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"

@@ -20,18 +20,25 @@ from trainer.mlflow_checkpoints import CheckpointSender
 from trainer.mlflow_describe import describe
 from trainer.mlflow_models import BEST, is_servable, log_best
 from trainer.mlflow_note import closing_note, write_note
-from trainer.mlflow_store import connect, create_run, database_file, find_run, import_mlflow, lasting_uri, valid_key
-from trainer.scores import read_summary, score_points
+from trainer.mlflow_record import METRICS_FILE, RECORD_FILE, SUMMARY_FILE, log_size, read_record, step_elsewhere
+from trainer.mlflow_store import (
+    SESSION_TAG,
+    connect,
+    create_run,
+    database_file,
+    find_run,
+    import_mlflow,
+    lasting_uri,
+    valid_key,
+)
+from trainer.scores import score_points
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger("mantissa")
 
-METRICS_FILE = "metrics.jsonl"
-SUMMARY_FILE = "summary.json"
 TRACKING_FILE = "tracking.json"
-RECORD_FILE = "mlflow.json"
 ARTIFACTS = ("config.yaml", "config.json", "precision.json", SUMMARY_FILE, "plots", "profile", "best")
 """What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 UPLOAD_BYTES_PER_S = 1e6
@@ -86,41 +93,6 @@ class RunInfo:
         write_json(folder / TRACKING_FILE, asdict(self))
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, and ``delivered`` once all is.
-
-    Empty where MLflow has not answered yet. What is lost with a damaged one can be found again by the run's key.
-    """
-    try:
-        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def is_delivered(folder: Path, uri: str | None = None) -> bool:
-    """Tell whether MLflow (at ``uri``; None: wherever it was sent) has all that is in the folder, by our own record."""
-    record = read_record(folder)
-    mark = record.get("delivered")
-    if not mark or (uri and lasting_uri(uri) != record.get("tracking_uri")):
-        return False
-    return bool(mark["metrics_bytes"] == _size(folder) and final_status(folder) in (None, mark["status"]))
-
-
-def reopen(folder: Path) -> None:
-    """Forget that the run had ended: it continues, so it has no summary, and MLflow will not have all of it."""
-    (folder / SUMMARY_FILE).unlink(missing_ok=True)
-    record = read_record(folder)
-    if record.pop("delivered", None):
-        write_json(folder / RECORD_FILE, record)
-
-
-def final_status(folder: Path) -> str | None:
-    """Return the status in ``summary.json``; None for a run that was killed before it could write one."""
-    status = read_summary(folder / SUMMARY_FILE).get("status")
-    return status if status in ("FINISHED", "FAILED", "KILLED") else None
-
-
 class Delivery:
     """Sends one run to one store, from the files in its folder alone.
 
@@ -140,6 +112,9 @@ class Delivery:
 
         """
         self.run_id: str | None = None
+        self.elsewhere: int | None = None
+        """The step that MLflow has of this run where it was continued elsewhere: then nothing is sent any more."""
+        self._session = uuid.uuid4().hex
         self._folder = folder
         self._uri = uri
         self._info = info
@@ -184,25 +159,37 @@ class Delivery:
             "run_id": run.info.run_id,
             "experiment_id": run.info.experiment_id,
             "tracking_uri": lasting_uri(self._uri),
+            "sessions": self._record.get("sessions", []),
         }
-        self._write_record()
         # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
         self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._offset = self._confirmed
+        if self.elsewhere is None and not (self._training and not known):
+            self.elsewhere = step_elsewhere(self._folder, run, self._record["sessions"], self._training)
+        if self._training and self.elsewhere is None and self._session not in self._record["sessions"]:
+            self._record["sessions"] = [*self._record["sessions"], self._session]
+        self._write_record()  # before MLflow reads of the session, which is then never taken for another folder's
         self._progress(0)
-        if self._described != self.run_id:
-            if self._training and run.info.status != "RUNNING":
-                client.update_run(run.info.run_id, status="RUNNING")
-            describe(client, run, self._info.params, self._info.tags, self._info.datasets)
+        if self._described != self.run_id and self.elsewhere is None:
+            self._describe(client, run)
             self._described = self.run_id
             self._progress(0)
         self._certain = True
+
+    def _describe(self, client: MlflowClient, run: Any) -> None:
+        if self._training:
+            client.set_tag(run.info.run_id, SESSION_TAG, self._session)
+            if run.info.status != "RUNNING":
+                client.update_run(run.info.run_id, status="RUNNING")
+        describe(client, run, self._info.params, self._info.tags, self._info.datasets)
 
     def send_metrics(self) -> None:
         """Send what the log has and the store has not."""
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
         assert self._client is not None
+        if self.elsewhere is not None:
+            return
         while self._pending or self._read():
             self._client.log_batch(self.run_id, metrics=self._pending[:MAX_METRICS_PER_BATCH], synchronous=True)
             del self._pending[:MAX_METRICS_PER_BATCH]
@@ -225,7 +212,7 @@ class Delivery:
 
     def has_new_checkpoints(self) -> bool:
         """Tell whether there are checkpoints to send while the run is training."""
-        return self._info.checkpoints == "all" and bool(self._checkpoints.unsent())
+        return self._info.checkpoints == "all" and self.elsewhere is None and bool(self._checkpoints.unsent())
 
     def _send_scores(self) -> None:
         """Send ``best/…`` and ``final/…``, each where the store has none of that step or a later one."""
@@ -237,9 +224,21 @@ class Delivery:
             self._progress(0)
 
     def complete(self, status: str) -> None:
-        """Send all of a run that has ended, and note in ``mlflow.json`` that it was."""
-        size = _size(self._folder)
+        """Send all of a run that has ended, and note in ``mlflow.json`` that it was.
+
+        Where the run was continued elsewhere (``elsewhere``), its page is of that continuation: nothing is sent.
+        """
+        size = log_size(self._folder)
         self.begin()
+        delivered: dict[str, Any] = {"metrics_bytes": size, "status": status}
+        if self.elsewhere is not None:
+            delivered["continued_elsewhere"] = self.elsewhere
+        else:
+            self._send_all(status)
+        self._record["delivered"] = delivered
+        self._write_record()
+
+    def _send_all(self, status: str) -> None:
         self.send_metrics()
         self._send_scores()
         assert self._client is not None
@@ -249,8 +248,6 @@ class Delivery:
             self.send_checkpoints(lambda: None)
         finally:  # an artifact that cannot be kept is no reason to call the run unfinished
             self._client.set_terminated(self.run_id, status, int(self._ended_s() * 1000))
-        self._record["delivered"] = {"metrics_bytes": size, "status": status}
-        self._write_record()
 
     def doubt(self) -> None:
         """After a failed call: what was sent may have been stored although the answer was lost, so ask again."""
@@ -263,7 +260,7 @@ class Delivery:
         if self.run_id is None:
             return "this run"
         names = ", ".join(path.name for path in self._artifacts())
-        points = self._confirmed < _size(self._folder)
+        points = self._confirmed < log_size(self._folder)
         unsent = ", ".join(self._checkpoints.unsent())
         parts = ["the last metrics" if points else "", f"the artifacts {names}" if names else ""]
         parts.append(f"the checkpoints {unsent}" if unsent else "")
@@ -338,11 +335,6 @@ def first_line(error: Exception) -> str:
     """Return the first line of what an error says, for the user: without passwords, which MLflow's errors repeat."""
     text = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def _size(folder: Path) -> int:
-    path = folder / METRICS_FILE
-    return path.stat().st_size if path.exists() else 0
 
 
 def _bytes(path: Path) -> int:

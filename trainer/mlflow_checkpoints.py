@@ -63,7 +63,7 @@ class CheckpointSender:
         self._sent.clear()
 
     def send(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
-        """Send what MLflow lacks and remove there what the run folder has removed.
+        """Send what MLflow lacks and remove there what the run folder has removed, none of a later step than it has.
 
         Args:
             client: of the store.
@@ -84,9 +84,10 @@ class CheckpointSender:
                     self._send(client, run, copy, between)
                     self._sent[path.name] = _manifest(copy)
         keep = {path.name for path in self._wanted()}
+        newest = max(keep, default="")  # what is later comes from a folder that is further
         for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
             name = item.path.rpartition("/")[2]
-            if item.is_dir and STEP.fullmatch(name) and name not in keep:
+            if item.is_dir and STEP.fullmatch(name) and name not in keep and name < newest:
                 _remove(client, run, name)
                 between(0)
 

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.delivery import METRICS_FILE, Delivery, RunInfo, first_line
+from trainer.delivery import Delivery, RunInfo, first_line
+from trainer.mlflow_record import METRICS_FILE
 from trainer.mlflow_store import without_password
 from trainer.sync import LONGEST_PAUSE_S, SHARE, Backlog, Stopped, command
 
@@ -46,6 +47,7 @@ class Feed(threading.Thread):
         self._ending = threading.Event()
         self._since = 0.0
         self._abandoned = False
+        self._warned_of_elsewhere = False
         self._deadline = 0.0
         self._patience_s = 0.0
         self._status = ""
@@ -144,8 +146,13 @@ class Feed(threading.Thread):
         if ending:
             self._stop_monitor()
             self._delivery.complete(self._status)
+            if self._delivery.elsewhere is not None:
+                self._warn_of_elsewhere()
             return
         self._delivery.begin()
+        if self._delivery.elsewhere is not None:
+            self._warn_of_elsewhere()
+            return
         self._delivery.send_metrics()
         if self._delivery.has_new_checkpoints():
             self._since = time.monotonic()
@@ -154,6 +161,17 @@ class Feed(threading.Thread):
             if self._problem:
                 self._stop_monitor()  # an outage has ended it
             self._monitor = self._monitor or self._start_monitor()
+
+    def _warn_of_elsewhere(self) -> None:
+        if not self._warned_of_elsewhere:
+            log.warning(
+                "MLflow has step %d of this run, which was continued elsewhere. What is trained here is not sent over "
+                "that; it is in %s. To continue the other one, use resume=mlflow:%s and another output_dir.",
+                self._delivery.elsewhere,
+                self._folder,
+                self.run_id,
+            )
+        self._warned_of_elsewhere = True
 
     def _start_monitor(self) -> Any:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor

@@ -10,12 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import checkpoint
-from trainer.delivery import RECORD_FILE, SUMMARY_FILE, RunInfo, first_line, read_record
+from trainer.delivery import RunInfo, first_line
 from trainer.errors import UserError
 from trainer.files import flush, write_json
 from trainer.folder import RunFolder
 from trainer.mlflow_checkpoints import CHECKPOINTS, COMPANIONS, MANIFEST, STEP
-from trainer.mlflow_store import KEY_TAG, connect, database_file, find_run, lasting_uri, tracking_uri, without_password
+from trainer.mlflow_record import RECORD_FILE, SUMMARY_FILE, read_record
+from trainer.mlflow_store import (
+    KEY_TAG,
+    SESSION_TAG,
+    connect,
+    database_file,
+    find_run,
+    lasting_uri,
+    tracking_uri,
+    without_password,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -170,4 +180,5 @@ def _describe(client: MlflowClient, run: Any, store: str, partial: Path) -> None
     started_s = run.info.start_time / 1000
     RunInfo(experiment.name, run.info.run_name, {}, {}, uri, started_s=started_s, **facts).write(partial)
     record = {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "tracking_uri": uri}
+    record["sessions"] = [run.data.tags[SESSION_TAG]] if SESSION_TAG in run.data.tags else []
     write_json(partial / RECORD_FILE, record)

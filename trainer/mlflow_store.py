@@ -26,6 +26,8 @@ log = logging.getLogger("mantissa")
 _SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks", "databricks-uc", "uc")
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``RunInfo.key``)."""
+SESSION_TAG = "mantissa.session"
+"""The tag that holds the name of the process that has trained a run last."""
 
 
 def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:

@@ -12,12 +12,12 @@ from trainer import augment, checkpoint
 from trainer.augment import Augment, AutomaticAugment
 from trainer.config import Config, flatten
 from trainer.console import Terminal
-from trainer.delivery import final_status
 from trainer.errors import UserError
 from trainer.fit import earlier_plan, fit_plan
 from trainer.folder import RunFolder, earlier_folder
 from trainer.hardware import detect
 from trainer.loop import Trainer
+from trainer.mlflow_record import final_status
 from trainer.restore import Saved
 from trainer.run import Run
 from trainer.signals import Requests

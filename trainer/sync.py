@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.delivery import TRACKING_FILE, Delivery, Progress, RunInfo, final_status, first_line, is_delivered
+from trainer.delivery import TRACKING_FILE, Delivery, Progress, RunInfo, first_line
 from trainer.errors import UserError
+from trainer.mlflow_record import final_status, is_delivered
 from trainer.mlflow_store import lasting_uri, tracking_uri, whole_uri, without_password
 
 log = logging.getLogger("mantissa")
@@ -109,6 +110,9 @@ def _send(folder: Path, uri: str, info: RunInfo, progress: Progress) -> Outcome:
         for _ in range(ATTEMPTS):
             try:
                 delivery.complete(final_status(folder) or "KILLED")
+                if delivery.elsewhere is not None:
+                    step = delivery.elsewhere
+                    return Outcome(False, f"continued elsewhere (MLflow has step {step}); not sent over that")
                 return Outcome(False, f"sent to {without_password(uri)}", sent=True)
             except Stopped:
                 raise

@@ -12,19 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.delivery import (
-    METRICS_FILE,
-    SUMMARY_FILE,
-    TRACKING_FILE,
-    RunInfo,
-    final_status,
-    is_delivered,
-    reopen,
-)
+from trainer.delivery import TRACKING_FILE, RunInfo
 from trainer.errors import UserError
 from trainer.files import write_json, write_text
 from trainer.mlflow_checkpoints import check_mode
 from trainer.mlflow_feed import Feed
+from trainer.mlflow_record import METRICS_FILE, SUMMARY_FILE, final_status, is_delivered, reopen
 from trainer.mlflow_store import explicit_uri, lasting_uri, tracking_uri, whole_uri, without_password
 
 log = logging.getLogger("mantissa")

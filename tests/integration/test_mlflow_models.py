@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from trainer.delivery import RECORD_FILE
+from trainer.mlflow_record import RECORD_FILE
 from trainer.mlflow_store import connect
 from trainer.sync import send
 
