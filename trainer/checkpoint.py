@@ -26,6 +26,7 @@ from trainer.checkpoint_schema import (
     FORMAT,
     MANIFEST_FILE,
     STATE_FILE,
+    STEP_NAME,
     Refused,
     damage,
     part_name,
@@ -193,7 +194,7 @@ def steps(folder: Path) -> list[int]:
     found = set()
     for path in folder.glob(f"*/{MANIFEST_FILE}"):
         name = path.parent.name
-        if match := _ASIDE.fullmatch(name) or _OURS.fullmatch(name):
+        if match := _ASIDE.fullmatch(name) or STEP_NAME.fullmatch(name):
             found.add(int(match[match.lastindex or 0][5:]))
     return sorted(found)
 
@@ -249,9 +250,8 @@ def find(folder: Path, step: int | None = None) -> Path:
     return path
 
 
-_OURS = re.compile("step-[0-9]{8}")
-_ASIDE = re.compile(rf"\.({_OURS.pattern})\.old")
-_PARTIAL = re.compile(rf"\.{_OURS.pattern}\.partial")
+_ASIDE = re.compile(rf"\.({STEP_NAME.pattern})\.old")
+_PARTIAL = re.compile(rf"\.{STEP_NAME.pattern}\.partial")
 
 
 def _name(step: int) -> str:

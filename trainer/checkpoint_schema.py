@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from trainer.files import read_json
 
 FORMAT = 2
+STEP_NAME = re.compile("step-[0-9]{8}")
+"""The name of a checkpoint's folder."""
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 KINDS = ("model", "optimizer", "rng")

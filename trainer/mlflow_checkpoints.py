@@ -10,13 +10,13 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint_schema import MANIFEST_FILE, STEP_NAME
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("mantissa")
 
 CHECKPOINTS = "checkpoints"
-MANIFEST = "manifest.json"
 COMPANIONS = ("config.json", "metrics.jsonl")
 MODES = ("last", "all", "none")
-STEP = re.compile(r"step-\d{8}")
 _PREFIX = ".mlflow-checkpoint-"
 
 
@@ -87,7 +85,7 @@ class CheckpointSender:
         newest = max(keep, default="")  # what is later comes from a folder that is further
         for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
             name = item.path.rpartition("/")[2]
-            if item.is_dir and STEP.fullmatch(name) and name not in keep and name < newest:
+            if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
                 _remove(client, run, name)
                 between(0)
 
@@ -104,8 +102,8 @@ class CheckpointSender:
 
     def _send(self, client: MlflowClient, run: Any, copy: Path, between: Callable[[int], None]) -> None:
         place, run_id = f"{CHECKPOINTS}/{copy.name}", run.info.run_id
-        files = sorted((path for path in copy.iterdir() if path.is_file()), key=lambda path: path.name == MANIFEST)
-        if _sizes(client, run_id, place).get(MANIFEST, 0) != 0:
+        files = sorted((path for path in copy.iterdir() if path.is_file()), key=lambda path: path.name == MANIFEST_FILE)
+        if _sizes(client, run_id, place).get(MANIFEST_FILE, 0) != 0:
             if _read_manifest(client, run_id, place) == _manifest(copy) and _arrived(client, run_id, place, files):
                 return
             _remove(client, run, copy.name)  # of the same step, but not the same weights
@@ -132,7 +130,7 @@ def _snapshot(path: Path, scratch: Path) -> Path | None:
                 shutil.copyfile(file, copy / file.name)
     except FileNotFoundError:
         return None
-    return copy if (copy / MANIFEST).exists() else None
+    return copy if (copy / MANIFEST_FILE).exists() else None
 
 
 def _is_whole(copy: Path) -> bool:
@@ -152,7 +150,7 @@ def _is_whole(copy: Path) -> bool:
 
 def _manifest(path: Path) -> str:
     try:
-        return (path / MANIFEST).read_text(encoding="utf-8")
+        return (path / MANIFEST_FILE).read_text(encoding="utf-8")
     except OSError:  # removed meanwhile
         return ""
 
@@ -169,7 +167,7 @@ def _arrived(client: MlflowClient, run_id: str, place: str, files: list[Path]) -
 
 def _read_manifest(client: MlflowClient, run_id: str, place: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
-        return Path(client.download_artifacts(run_id, f"{place}/{MANIFEST}", scratch)).read_text(encoding="utf-8")
+        return Path(client.download_artifacts(run_id, f"{place}/{MANIFEST_FILE}", scratch)).read_text(encoding="utf-8")
 
 
 def _remove(client: MlflowClient, run: Any, name: str) -> None:
@@ -178,7 +176,7 @@ def _remove(client: MlflowClient, run: Any, name: str) -> None:
 
     repository = get_artifact_repository(run.info.artifact_uri, tracking_uri=client.tracking_uri)
     try:
-        for path in (f"{CHECKPOINTS}/{name}/{MANIFEST}", f"{CHECKPOINTS}/{name}"):
+        for path in (f"{CHECKPOINTS}/{name}/{MANIFEST_FILE}", f"{CHECKPOINTS}/{name}"):
             repository.delete_artifacts(path)
     except NotImplementedError:
         log.warning("MLflow's artifact store cannot remove %s; it stays there.", name)

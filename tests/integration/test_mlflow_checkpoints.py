@@ -18,6 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.helpers import same_bits
+from trainer.mlflow_resume import fetch
 from trainer.mlflow_store import connect
 from trainer.restore import load
 
@@ -199,7 +200,7 @@ def test_none_sends_none_and_says_so_on_resume(
     refused = train(*job, f"resume=mlflow:{run_id}", "output_dir=other")
     assert refused.code == 2
     assert "MLflow has no complete checkpoint of this run" in refused.err
-    assert not list(Path("other").iterdir())
+    assert [path.suffix for path in Path("other").iterdir()] == [".lock"]
 
 
 def test_what_does_not_arrive_is_named_and_sent_later(
@@ -243,7 +244,12 @@ def saved(train: Callable[..., Any], server: str, job: tuple[str, ...], request:
 
 
 def test_mistakes_are_answered_in_one_sentence(
-    train: Callable[..., Any], folder: Path, server: str, job: tuple[str, ...], saved: str
+    train: Callable[..., Any],
+    folder: Path,
+    server: str,
+    job: tuple[str, ...],
+    saved: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     here = folder / "outputs/run"
 
@@ -265,7 +271,11 @@ def test_mistakes_are_answered_in_one_sentence(
     )
     step = here / "checkpoints/step-00000003"
     step.rename(step.with_name("step-00000009"))
-    assert f"use resume={Path('outputs/run')}" in refusal(f"resume=mlflow:{saved}")
+    refused = refusal(f"resume=runs:/{saved}/checkpoints/step-00000003")
+    assert f"use resume={Path('outputs/run')}" in refused
+    assert fetch(f"mlflow:{saved}", server, "outputs") == Path("outputs/run")  # a job that is started once more
+    said = capsys.readouterr().out
+    assert said == "outputs/run is used: it is this run, at step 9, where MLflow has step 3\n"
     step.with_name("step-00000009").rename(step.with_name("step-00000001"))
     assert "rename or remove that folder" in refusal(f"resume=mlflow:{saved}")
     (here / "mlflow.json").unlink()
@@ -299,7 +309,7 @@ def test_damage_on_the_way_is_found_and_nothing_is_left(
         done = train(*job, "steps=6", f"resume=mlflow:{saved}", "output_dir=other")
         assert done.code == 2, done.out
         assert said in done.err
-        assert list((folder / "other").iterdir()) == []
+        assert [path.suffix for path in (folder / "other").iterdir()] == [".lock"]
         plant.append(True)
 
 
