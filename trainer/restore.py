@@ -217,11 +217,15 @@ class _Parts:
             raise Refused(f"{self.file}: {name} is {found} there and {dtype} here")
 
     def whole(self, name: str) -> Tensor:
-        tensors: list[Tensor] = [file.get_tensor(name) for file in self._where[name]]
-        return self._number(name, tensors[0] if len(tensors) == 1 else torch.cat(tensors))
+        return self._number(name, self._stored(name))
 
     def read(self) -> dict[str, Tensor]:
-        return {name: self.whole(name) for name in self._where}
+        """Return every tensor as it is stored, NaN and all."""
+        return {name: self._stored(name) for name in self._where}
+
+    def _stored(self, name: str) -> Tensor:
+        tensors: list[Tensor] = [file.get_tensor(name) for file in self._where[name]]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def own(self, name: str, like: Tensor) -> Tensor:
         """Read all of a tensor, or the rows of it that this rank has of ``like``."""

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from trainer import augment
 from trainer.compose import CONF, quoted
 from trainer.config import Config, groups
 from trainer.errors import UserError
@@ -46,6 +47,7 @@ def complete(arguments: list[str]) -> list[str]:
     plain = {override.key_or_group: str(override.value()) for override in typed.values() if not _is_choice(override)}
     folder = local_folder(named[-1], plain.get("output_dir", "outputs"), plain.get("tracking.uri"))
     recorded = folder.config()
+    recorded |= augment.recorded(recorded, _reads_images(recorded))
     choices = {override.key_or_group: argument for argument, override in typed.items() if _is_choice(override)}
     checked = [choice for group, choice in choices.items() if group not in FREE_GROUPS]
     _check_choices(folder, recorded, checked, {override.key_or_group for override in typed.values()} - choices.keys())
@@ -53,6 +55,11 @@ def complete(arguments: list[str]) -> list[str]:
     kept = [argument for argument in arguments if argument not in (*checked, *names)]
     base = _base(folder, recorded, choices.keys() & set(FREE_GROUPS))
     return [*base, *kept, f"resume={quoted(str(folder.path))}"]
+
+
+def _reads_images(recorded: dict[str, Any]) -> bool:
+    recipe = groups()["recipe"].get(str(recorded.get("recipe")))
+    return recipe is not None and getattr(recipe, "unit", "") == "images"
 
 
 def _parse(argument: str) -> Override | None:

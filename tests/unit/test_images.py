@@ -145,7 +145,7 @@ def test_a_folder_batch_holds_the_crops_of_its_files(tmp_path: Path) -> None:
     batch = dataset.batch(samples)
     for sample, image, label in zip(samples, batch["image"], batch["label"], strict=True):
         file = Path(data.train.files[sample.index].decode())
-        view = ImageNet().view(60, 40, sample.seed)
+        view = ImageNet().view(60, 40, sample.seed, 16)
         assert np.array_equal(image.numpy(), square(Image.open(file), 16, view))
         assert data.classes[label] == file.parent.name
 

@@ -352,7 +352,7 @@ def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"data.tokenizer=nobody/nothing .* data.tokenizer=bpe"):
         TextFiles(path=str(file), tokenizer="nobody/nothing").tokens(None)
-    with pytest.raises(UserError, match=r"tokenizer nobody/nothing .* cannot be reached"):
+    with pytest.raises(UserError, match=r"recipe.pretrained=nobody/nothing is not in .* cannot be reached"):
         TextFiles(path=str(file)).tokens("nobody/nothing")
 
 
