@@ -242,18 +242,24 @@ class Delivery:
         self.send_metrics()
         self._send_scores()
         assert self._client is not None
+        client, problem = self._client, None
+        parts = (self._upload, self._sum_up, lambda _: self.send_checkpoints(lambda: None))
         try:
-            self._upload(self._client)
-            self._sum_up(self._client)
-            self.send_checkpoints(lambda: None)
+            for send in parts:
+                self._progress(0)  # outside of the try: it raises where nobody waits any more
+                try:
+                    send(client)
+                except Exception as error:  # a model that is refused is no reason to keep the checkpoints back
+                    problem = problem or error
+            if problem:
+                raise problem
         finally:  # an artifact that cannot be kept is no reason to call the run unfinished
-            self._client.set_terminated(self.run_id, status, int(self._ended_s() * 1000))
+            client.set_terminated(self.run_id, status, int(self._ended_s() * 1000))
 
     def doubt(self) -> None:
         """After a failed call: what was sent may have been stored although the answer was lost, so ask again."""
         self._certain = False
         self._pending.clear()
-        self._checkpoints.forget()
 
     def missing(self) -> str:
         """Return what the store is not known to have, for the user."""
@@ -298,7 +304,7 @@ class Delivery:
 
     def _sum_up(self, client: MlflowClient) -> None:
         assert self.run_id
-        note = closing_note(self._folder, self.run_id, self._model_id)
+        note = closing_note(self._folder, self.run_id, self._model_id, resumable=self._info.checkpoints != "none")
         if note:
             write_note(client, client.get_run(self.run_id), note)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def read_json(path: Path) -> Any:
         if depth > _DEEPEST:
             raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     return json.loads(text, object_pairs_hook=_once_each)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or a copy where the file system has no links.
+
+    Raises:
+        OSError: the source is not there, or the copy cannot be written.
+
+    """
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def make_folder(path: Path, exist_ok: bool = True) -> None:

@@ -6,18 +6,18 @@ MLflow's ``checkpoints/step-00000100`` is the folder of that name, its manifest 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint_schema import MANIFEST_FILE, STEP_NAME
+from trainer.checkpoint_schema import MANIFEST_FILE, STEP_NAME, sha256
 from trainer.errors import UserError
+from trainer.files import link_or_copy
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,13 +51,19 @@ class CheckpointSender:
         self.mode = mode
         self._folder = folder
         self._sent: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        """The manifests of damaged ones, which are said once and read once."""
+        self._stay: set[str] = set()
 
     def unsent(self) -> list[str]:
         """Return the names of the checkpoints that MLflow is not known to have."""
-        return [path.name for path in self._wanted() if self._sent.get(path.name) != _manifest(path)]
+        return [name for name, path in self._wanted().items() if not self._is_settled(name, path)]
+
+    def _is_settled(self, name: str, path: Path) -> bool:
+        return _manifest(path) in (self._sent.get(name), self._refused.get(name))
 
     def forget(self) -> None:
-        """After a failure: ask MLflow again what it has."""
+        """For another run in MLflow: ask it what it has. What was sent before was seen to arrive."""
         self._sent.clear()
 
     def send(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
@@ -73,32 +79,49 @@ class CheckpointSender:
             return
         for left in self._folder.glob(f"{_PREFIX}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        for path in self._wanted():
-            if self._sent.get(path.name) == _manifest(path):
+        for name, path in self._wanted().items():
+            if self._is_settled(name, path):
                 continue
             with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._folder) as scratch:
-                copy = _snapshot(path, Path(scratch))
-                if copy is not None and _is_whole(copy):
+                copy = _snapshot(path, Path(scratch, name))
+                if copy is None:
+                    continue
+                if found := _damage(copy):
+                    log.warning("The checkpoint %s is damaged (%s) and is not sent to MLflow.", name, found)
+                    self._refused[name] = _manifest(copy)
+                else:
                     self._send(client, run, copy, between)
-                    self._sent[path.name] = _manifest(copy)
-        keep = {path.name for path in self._wanted()}
+                    self._sent[name] = _manifest(copy)
+        self._prune(client, run, between)
+
+    def _prune(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
+        keep = self._wanted().keys()
         newest = max(keep, default="")  # what is later comes from a folder that is further
         for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
             name = item.path.rpartition("/")[2]
             if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
-                _remove(client, run, name)
+                try:
+                    _remove(client, run, name)
+                except Exception as error:  # of many kinds: what stays too long is no reason to send the run again
+                    if name not in self._stay:
+                        from trainer.delivery import first_line  # which imports this module
+
+                        said = first_line(error)
+                        log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, said)
+                    self._stay.add(name)
                 between(0)
 
-    def _wanted(self) -> list[Path]:
+    def _wanted(self) -> dict[str, Path]:
+        """Return the folders by the name of their step, which is another where one is set aside to be replaced."""
         root = self._folder / CHECKPOINTS
         if self.mode == "none" or not root.is_dir():
-            return []
+            return {}
         from trainer import checkpoint  # with torch
 
         steps = checkpoint.steps(root)
         if self.mode == "last":
             steps = sorted({*steps[-1:], checkpoint.best_step(root) or -1} & {*steps})
-        return [checkpoint.path_of(root, step) for step in steps]
+        return {f"step-{step:08d}": checkpoint.path_of(root, step) for step in steps}
 
     def _send(self, client: MlflowClient, run: Any, copy: Path, between: Callable[[int], None]) -> None:
         place, run_id = f"{CHECKPOINTS}/{copy.name}", run.info.run_id
@@ -106,46 +129,42 @@ class CheckpointSender:
         if _sizes(client, run_id, place).get(MANIFEST_FILE, 0) != 0:
             if _read_manifest(client, run_id, place) == _manifest(copy) and _arrived(client, run_id, place, files):
                 return
-            _remove(client, run, copy.name)  # of the same step, but not the same weights
+            with suppress(NotImplementedError):
+                _remove(client, run, copy.name)  # of the same step, but not the same weights
         for path, target in [*((self._folder / name, None) for name in COMPANIONS), *((path, place) for path in files)]:
             between(path.stat().st_size)
             client.log_artifact(run_id, str(path), target)
             between(0)
         if not _arrived(client, run_id, place, files):
-            _remove(client, run, copy.name)
+            with suppress(NotImplementedError):
+                _remove(client, run, copy.name)
             raise OSError(f"{place} did not arrive whole")
 
 
-def _snapshot(path: Path, scratch: Path) -> Path | None:
+def _snapshot(path: Path, copy: Path) -> Path | None:
     """Link the files, so that they stay while the run removes the checkpoint; None: it already has."""
-    copy = scratch / path.name
     copy.mkdir()
     try:
         for file in path.iterdir():
-            try:
-                os.link(file, copy / file.name)
-            except FileNotFoundError:
-                raise
-            except OSError:  # a file system without links
-                shutil.copyfile(file, copy / file.name)
+            link_or_copy(file, copy / file.name)
     except FileNotFoundError:
         return None
-    return copy if (copy / MANIFEST_FILE).exists() else None
+    # One that is being removed may have lost some before they were linked.
+    return copy if (copy / MANIFEST_FILE).exists() and all((copy / name).exists() for name in _hashes(copy)) else None
 
 
-def _is_whole(copy: Path) -> bool:
-    """Check the hashes: what is damaged here must not be kept as good there."""
-    manifest = json.loads(_manifest(copy))
-    for name, expected in manifest["sha256"].items():
-        try:
-            with (copy / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except FileNotFoundError:  # removed while it was linked
-            return False
-        if found != expected:
-            log.warning("The checkpoint %s is damaged (%s) and is not sent to MLflow.", copy.name, name)
-            return False
-    return True
+def _damage(copy: Path) -> str | None:
+    """Return the file that is damaged: what is damaged here must not be kept as good there. None: all are whole."""
+    hashes = _hashes(copy)
+    return next((name for name in hashes if sha256(copy / name) != hashes[name]), None) if hashes else MANIFEST_FILE
+
+
+def _hashes(copy: Path) -> dict[str, str]:
+    """Return the hashes of the files by their names; none from a damaged manifest."""
+    try:
+        return dict(json.loads(_manifest(copy))["sha256"])
+    except (ValueError, KeyError, TypeError):
+        return {}
 
 
 def _manifest(path: Path) -> str:
@@ -171,12 +190,14 @@ def _read_manifest(client: MlflowClient, run_id: str, place: str) -> str:
 
 
 def _remove(client: MlflowClient, run: Any, name: str) -> None:
-    """Remove a checkpoint from MLflow, its manifest first: half of one is none. Some stores cannot."""
+    """Remove a checkpoint from MLflow, its manifest first: half of one is none.
+
+    Raises:
+        NotImplementedError: the store cannot.
+
+    """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     repository = get_artifact_repository(run.info.artifact_uri, tracking_uri=client.tracking_uri)
-    try:
-        for path in (f"{CHECKPOINTS}/{name}/{MANIFEST_FILE}", f"{CHECKPOINTS}/{name}"):
-            repository.delete_artifacts(path)
-    except NotImplementedError:
-        log.warning("MLflow's artifact store cannot remove %s; it stays there.", name)
+    for path in (f"{CHECKPOINTS}/{name}/{MANIFEST_FILE}", f"{CHECKPOINTS}/{name}"):
+        repository.delete_artifacts(path)

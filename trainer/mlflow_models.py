@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -14,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.files import link_or_copy
 from trainer.mlflow_store import cut, valid_key
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _save(path: Path, model: Any, run_id: str, folder: Path, facts: dict[str, An
     if facts["predictor"] == "text_generation":
         _add_transformers(described, path, light, model.name, facts)
     for file in (folder / BEST).rglob("*.safetensors"):
-        _hard_link(file, weights / file.relative_to(folder / BEST))
+        link_or_copy(file, weights / file.relative_to(folder / BEST))
     described.model_size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     described.save(str(path / "MLmodel"))
 
@@ -293,10 +293,3 @@ def _digest(folder: Path) -> str:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
-
-
-def _hard_link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, target)

@@ -34,8 +34,16 @@ def opening_note(tags: dict[str, str], datasets: list[dict[str, Any]]) -> str:
     return " ".join([*said, "The summary stands here when the run has ended."])
 
 
-def closing_note(folder: Path, run_id: str, model_id: str | None) -> str | None:
-    """Return the Description of a run that has ended; None: it was killed before it could sum up."""
+def closing_note(folder: Path, run_id: str, model_id: str | None, *, resumable: bool) -> str | None:
+    """Return the Description of a run that has ended; None: it was killed before it could sum up.
+
+    Args:
+        folder: the run's.
+        run_id: MLflow's.
+        model_id: of the best weights, where they are a model.
+        resumable: whether MLflow is sent the checkpoints.
+
+    """
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         rows = _rows(summary)
@@ -52,8 +60,9 @@ def closing_note(folder: Path, run_id: str, model_id: str | None) -> str | None:
     parts.append(f"```\n{re.sub(r' resume=.*', '', command)}\n```")
     if model_id:
         parts.append(f'The best weights: `mlflow.pyfunc.load_model("models:/{model_id}")`.')
-    if list(folder.glob("checkpoints/step-*")):
-        parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run_id}` with more `steps=`.")
+    if resumable and list(folder.glob("checkpoints/step-*")):
+        more = " with more `steps=`" if summary["status"] == "FINISHED" else ""
+        parts.append(f"To continue it: `python scripts/train.py resume=mlflow:{run_id}`{more}.")
     return "\n\n".join(parts)
 
 

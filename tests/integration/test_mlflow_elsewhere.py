@@ -142,3 +142,23 @@ def test_no_checkpoint_of_a_later_step_is_removed(folder: Path, store: str) -> N
     CheckpointSender(path, "last").send(client, run, lambda size: None)
     kept = {item.path.rpartition("-")[2] for item in client.list_artifacts(run.info.run_id, "checkpoints")}
     assert kept == {"00000007", "00000009"}
+
+
+def test_what_is_refused_for_good_keeps_no_checkpoint_back(
+    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: MlflowClient, *arguments: Any) -> None:
+        raise PermissionError("no model may be registered")
+
+    monkeypatch.setattr("trainer.mlflow_feed.LAST_ATTEMPTS", 1)
+    monkeypatch.setattr(MlflowClient, "log_artifacts", refuse)
+    path = folder / "a/run"
+    trained(path, 1, 7)
+    client = MlflowClient(store)
+    assert "delivered" not in record(path)
+    (kept,) = client.list_artifacts(record(path)["run_id"], "checkpoints")
+    assert kept.path == "checkpoints/step-00000007"
+    assert client.get_run(record(path)["run_id"]).info.status == "KILLED"
+    outcome = send(path)
+    assert outcome.left_over
+    assert outcome.text.endswith("lacks the artifacts plots (no model may be registered)")
