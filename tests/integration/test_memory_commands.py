@@ -68,7 +68,8 @@ def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkey
         return Outcome(int(overrides[-2].split("=")[1]) <= 1000)
 
     monkeypatch.setattr("trainer.max_batch.trial", pretended)
-    assert max_batch.main([*JOB, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
+    many = "data.samples=4096"  # larger microbatches than the data has are not tried
+    assert max_batch.main([*JOB, many, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split(" ", 1)[1] for line in lines[:-4]} == {"fits", "does not fit"}
     size = re.match(r"largest micro_batch_size in 100MiB, 10% of it left free: (\d+) ", lines[-3])

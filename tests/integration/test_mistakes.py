@@ -140,7 +140,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{RESNET} data=imagefolder data.path=corrupt": ("corrupt/a/4.png cannot be read", "data.skip_corrupt=true"),
     f"{TOKENS} output_dir=short.txt/runs": ("output_dir=short.txt/runs", "short.txt is a file", "output_dir="),
     f"{TOKENS} output_dir=/proc/runs": ("output_dir=/proc/runs cannot be written", "output_dir="),
-    "resume=nowhere": ("resume=nowhere: no such folder", "outputs/gpt2-fp32-s0"),
+    "resume=nowhere": ("resume=nowhere: no such folder", "outputs/gpt2-bf16-s0"),
     "resume=empty": ("resume=empty: the folder holds no complete checkpoint",),
 }  # fmt: skip
 
