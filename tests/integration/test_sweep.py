@@ -193,5 +193,5 @@ def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen
     assert process.returncode == 130
     assert "Go on with:" in err
     assert " -m " not in err
-    assert "seed=0" in err
+    assert f"resume=outputs/{NAMES[2]}" in err
     assert outputs(folder) == [NAMES[2]]
