@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -12,9 +13,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 
 from trainer.mlflow_store import connect
 
@@ -54,9 +57,17 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_search() -> None:
+    """Every run ends with a garbage collection, which takes the longer the more was imported before."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def train(folder: Path) -> Iterator[Callable[..., Result]]:
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
+    monkeypatch.setattr(Hydra, "get_mode", _get_mode)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield lambda *overrides: _command(*overrides)
@@ -65,6 +76,16 @@ def train(folder: Path) -> Iterator[Callable[..., Result]]:
     logger = logging.getLogger("mantissa")  # the terminal took it over
     logger.handlers.clear()
     logger.propagate = True
+
+
+_asked_mode = Hydra.get_mode
+
+
+def _get_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    # Hydra composes the whole config twice, the first time only to find out whether somebody set hydra.mode.
+    if any("hydra" in override for override in overrides):
+        return _asked_mode(hydra, config_name, overrides)
+    return None
 
 
 def _bear_with_mlflow() -> None:

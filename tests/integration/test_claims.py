@@ -3,30 +3,55 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer import probes
+from trainer import plots, probes
 from trainer.claims import load, names
 from trainer.hardware import detect
 from trainer.reproduce import Reproduction
 
+STAND_INS = {"recipe.arch=shufflenet_v2_x0_5": "recipe.arch=squeezenet1_1"}
+Trained = dict[frozenset[tuple[str, str]], tuple[Path, str, int]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """By overrides: the run folder, what was printed and the exit code of what some arm has trained already."""
+    return {}
+
 
 @pytest.fixture
-def launch(train: Callable[..., Any]) -> Callable[[list[str], Path], int]:
-    """What a Runner calls in place of a process of its own: the same command line, in this process."""
+def launch(
+    train: Callable[..., Any], trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[str], Path], int]:
+    """What a Runner calls in place of a process of its own: the same command line, in this process.
+
+    Arms of which nothing but the names differ, as many do at their reduced size, are trained once, and the network
+    of convolutions is one of few operators: emulated in 16 bits, ShuffleNet's grouped ones give a profile of 110,000.
+    """
+    monkeypatch.setattr(plots, "plot_run", lambda *_: [])  # a claim is told by numbers
 
     def run(command: list[str], log: Path) -> int:
-        script, *arguments = command[1:]
+        script, *arguments = [STAND_INS.get(argument, argument) for argument in command[1:]]
         if script.endswith("probe.py"):
             probes.run(arguments)
             return 0
-        done = train(*arguments)
-        log.write_text(done.out + done.err)
-        return int(done.code)
+        given = dict(argument.partition("=")[::2] for argument in arguments)
+        folder = Path(given.pop("output_dir").strip("'")) / given.pop("run_name")
+        what = frozenset(given.items())
+        if what not in trained:
+            done = train(*arguments)
+            trained[what] = (folder, done.out + done.err, int(done.code))
+        ran, printed, code = trained[what]
+        if ran != folder:
+            shutil.copytree(ran, folder, dirs_exist_ok=True)
+        log.write_text(printed)
+        return code
 
     return run
 
@@ -37,9 +62,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def text(folder: Path) -> str:
-    path = folder / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("To be, or not to be, that is the question.\n" * 40)
     return f"data.path={path}"
 
