@@ -101,6 +101,8 @@ class Optimizer:
         auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not (self._dampened or sharded or unsound)
         if "fused" in accepted and (self.fused is True or auto):
             keywords["fused"] = True
+        if torch.float16 in halves and "fused" not in keywords:
+            self._check_eps(cls)
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -108,6 +110,16 @@ class Optimizer:
         if self.name == "SGD" and "fused" in keywords:
             _start_momentum(optimizer)
         return optimizer
+
+    def _check_eps(self, cls: type[torch.optim.Optimizer]) -> None:
+        """Refuse an ``eps`` that is 0 in fp16, where an optimizer that is not fused adds it: 0 / 0 is NaN."""
+        default = inspect.signature(cls).parameters.get("eps")
+        eps = self.options.get("eps", default.default if default else None)
+        if isinstance(eps, (int, float)) and eps < 2.0**-24:  # fp16's smallest number
+            raise UserError(
+                f"optimizer.options.eps={eps:g} is 0 in fp16, where {self.name} divides by it if it is not fused: the "
+                "weights turn NaN; set optimizer.options.eps=1e-4, or precision=fp16_master for fp32 weights behind them"
+            )
 
 
 @functools.cache

@@ -250,11 +250,12 @@ class _Parts:
         return tensor
 
     def fill(self, target: Tensor, name: str) -> None:
-        """Overwrite ``target``, or the rows of it that this rank has."""
-        source = self.own(name, target)
-        if source.is_floating_point() and not bool(source.isfinite().all()):  # the saver refuses such weights
+        """Overwrite ``target``, or the rows of it that this rank has; infinities stand only where it has them, too."""
+        source, held = self.own(name, target), own_part(target)
+        # The saver refuses such weights. A mask of -inf is a buffer that was built so.
+        if source.is_floating_point() and bool((source.isinf() & held.isfinite().to(source.device)).any()):
             raise Refused(f"{self.file}: {name} is not finite")
-        own_part(target).copy_(source)
+        held.copy_(source)
 
     def _number(self, name: str, tensor: Tensor) -> Tensor:
         """Refuse NaN, which would spread at the next step."""

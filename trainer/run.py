@@ -30,7 +30,7 @@ from trainer.provenance import git_facts, resume_command
 from trainer.recipe import Choice
 from trainer.restore import Saved, load
 from trainer.rng import random_state, set_random_state
-from trainer.saver import Saver
+from trainer.saver import Saver, infinite_buffers
 from trainer.servable import forget_servable, try_servable
 from trainer.signals import Requests
 from trainer.tracking import Tracker
@@ -69,7 +69,7 @@ class Run:
         self._missing: list[str] = []
         """What a run that has taken all its steps could not leave behind, for want of disk space for example."""
         self.began = time.time()
-        self.saver = Saver(self.config.checkpoint, folder.checkpoints, self.world)
+        self.saver = Saver(self.config.checkpoint, folder.checkpoints, self.world, infinite_buffers(trainer.model))
         self.monitor = Monitor(
             log_every=self.config.log_every,
             last_step=self.plan.steps,

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,25 @@ from trainer.world import World
 log = logging.getLogger("mantissa")
 
 
+def infinite_buffers(model: nn.Module) -> frozenset[str]:
+    """Return the names of a new model's buffers that hold infinities as built, such as a mask of -inf for attention."""
+    buffers = ((name, own_part(buffer)) for name, buffer in model.named_buffers())
+    return frozenset(name for name, held in buffers if held.is_floating_point() and bool(held.isinf().any()))
+
+
 class Saver:
     """Writes a run's checkpoints, one at a time. A disk that refuses one costs that checkpoint, not the run."""
 
-    def __init__(self, options: Checkpoint, folder: Path, world: World) -> None:
+    def __init__(self, options: Checkpoint, folder: Path, world: World, masks: Collection[str] = ()) -> None:
+        """Take what saving needs.
+
+        Args:
+            options: of the config.
+            folder: of all checkpoints of the run.
+            world: its first rank writes what all share.
+            masks: names of buffers that may hold infinities; see ``infinite_buffers``.
+
+        """
         self.options = options
         self.folder = folder
         self.world = world
@@ -35,6 +51,7 @@ class Saver:
         self.stall_s = 0.0
         """How long training has waited for its checkpoints, in all."""
         self.write_s = 0.0
+        self._masks = frozenset(masks)
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -95,7 +112,9 @@ class Saver:
 
     def _refuse_nonfinite(self, step: int, model: nn.Module) -> None:
         state = {name: own_part(tensor) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-        tensors = {name: tensor.detach() for name, tensor in state.items() if tensor.numel()}
+        tensors = {
+            name: tensor.detach() for name, tensor in state.items() if tensor.numel() and name not in self._masks
+        }
         largest = torch._foreach_norm(list(tensors.values()), ord=float("inf"))
         finite = [True] if not largest else torch.isfinite(torch.stack([norm.float() for norm in largest])).tolist()
         if not self.world.largest(not all(finite)):

@@ -274,7 +274,7 @@ def truncate(path: Path, step: int) -> None:
     for number, line in enumerate(lines, 1):
         try:
             keep = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last: nested too deeply
             raise UserError(f"{path}, line {number}, is damaged; remove that line and resume again") from None
         if keep:
             kept.append(line + "\n")

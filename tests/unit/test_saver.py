@@ -14,8 +14,9 @@ from torch import nn
 from tests.helpers import same_bits
 from trainer import checkpoint, saver
 from trainer.checkpoint import Checkpoint, Contents
+from trainer.errors import NonFiniteError, UserError
 from trainer.restore import load
-from trainer.saver import Saver
+from trainer.saver import Saver, infinite_buffers
 from trainer.world import World
 
 
@@ -128,3 +129,28 @@ def test_the_manifest_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ours.save(1, *job(), {}, {}, None)
     assert ours.failed == 1
     assert list(tmp_path.iterdir()) == []
+
+
+class Masked(nn.Linear):
+    """A layer with a mask for attention: -inf above the diagonal, kept in the checkpoint."""
+
+    def __init__(self, infinity: float = float("-inf")) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.full((4, 4), infinity).triu(1))
+        self.register_buffer("mean", torch.zeros(4))
+
+
+def test_a_mask_of_infinities_is_saved_and_restored_and_other_infinities_are_refused(tmp_path: Path) -> None:
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters())
+    ours = Saver(Checkpoint(background=False), tmp_path, World(), infinite_buffers(model))
+    ours.save(1, model, optimizer, {}, {}, None)
+    other = Masked()
+    nn.init.zeros_(other.weight)
+    load(tmp_path).restore(other, None)
+    assert same_bits(dict(other.state_dict()), dict(model.state_dict()))
+    with pytest.raises(UserError, match=r"mask is not finite"):  # a model without such a mask
+        load(tmp_path).restore(Masked(infinity=-1e9), None)
+    model.state_dict()["mean"][0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"mean is not finite after step 2"):
+        ours.save(2, model, optimizer, {}, {}, None)
