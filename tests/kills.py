@@ -5,22 +5,19 @@ python -m tests.kills [kills=200] [seed=0] [folder=kills] [recipes=gpt2,resnet,b
 Each run is compared with one that nobody disturbed: the last checkpoint by bit (weights, optimizer, generators), the
 metric log line by line (without clocks), and MLflow's points, each exactly once. A moment is an event in the run
 folder (the database is being set up, a line is logged, the summary is written) and a random part of a second after it,
-so how fast the machine is decides only where the kill falls. ``forked`` runs are forks of one process that has
-imported everything; ``real`` ones are ``scripts/train.py`` by itself, of which the first seconds are imports.
+so how fast the machine is decides only where the kill falls. ``forked`` runs are those of ``tests.forks``; ``real``
+ones import everything anew, which is then what the first seconds are.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -28,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import forks
 from trainer.certify import COMMON, DEFAULTS
 from trainer.certify_compare import metrics, ulps
 from trainer.checkpoint import steps as saved_steps
@@ -47,98 +45,8 @@ PLAN = ("start", "set-up", "start", "training", "training", "saving", "closing",
 LONGEST_S = 600
 
 
-class Forked:
-    """Starts runs as forks of one process that has imported all that they need."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.kills", "serve"]
-        self._server = subprocess.Popen(command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._server.stdout
-        assert self._server.stdout.readline() == "ready\n"
-
-    def start(self, overrides: list[str], folder: Path, log: Path) -> int:
-        """Start a run in ``folder`` and return its process id."""
-        self._write(json.dumps([overrides, str(folder), str(log)]))
-        return int(self._read())
-
-    def ended(self, pid: int) -> int | None:
-        """Return the exit status of the run, negative for a signal; None: it goes on."""
-        self._write("poll")
-        status = self._read()
-        return None if status == "running" else int(status)
-
-    def close(self) -> None:
-        """End the process that forks."""
-        with suppress(BrokenPipeError):
-            self._server.communicate(timeout=30)
-
-    def _write(self, line: str) -> None:
-        assert self._server.stdin
-        self._server.stdin.write(line + "\n")
-        self._server.stdin.flush()
-
-    def _read(self) -> str:
-        assert self._server.stdout
-        return self._server.stdout.readline().strip()
-
-
-class Real:
-    """Starts runs as ``scripts/train.py``."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, overrides: list[str], folder: Path, log: Path) -> int:
-        """Start a run in ``folder`` and return its process id."""
-        command = [sys.executable, str(PROJECT / "scripts" / "train.py"), *overrides]
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
-        return self._process.pid
-
-    def ended(self, pid: int) -> int | None:
-        """Return the exit status of the run, negative for a signal; None: it goes on."""
-        assert self._process
-        return self._process.poll()
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def serve() -> None:
-    """Fork a run for every line of standard input, one at a time."""
-    import matplotlib.pyplot  # noqa: F401
-    import transformers  # noqa: F401
-
-    import trainer.plots  # noqa: F401
-    from trainer import cli
-    from trainer.mlflow_store import import_mlflow
-
-    import_mlflow("sqlite:///x")
-    print("ready", flush=True)
-    pid = 0
-    for line in sys.stdin:
-        if line == "poll\n":
-            done, status = os.waitpid(pid, os.WNOHANG)
-            print(os.waitstatus_to_exitcode(status) if done else "running", flush=True)
-            continue
-        overrides, folder, log = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            code = 70
-            try:
-                out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                for descriptor in (1, 2):
-                    os.dup2(out, descriptor)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                os.chdir(folder)
-                sys.argv = ["scripts/train.py", *overrides]
-                code = cli.main()
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        print(pid, flush=True)
+Starter = type[subprocess.Popen[Any]]
+"""``forks.Popen``, or ``subprocess.Popen`` for processes that import everything anew."""
 
 
 @dataclass
@@ -152,14 +60,14 @@ class Round:
     differences: list[str] = field(default_factory=list)
 
 
-def undisturbed(starter: Forked | Real, job: list[str], folder: Path) -> Path | None:
+def undisturbed(starter: Starter, job: list[str], folder: Path) -> Path | None:
     """Run a job without a kill, and return its run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return _until_done(starter, job, folder, Round(""))
 
 
 def disturbed(
-    starter: Forked | Real, recipe: str, job: list[str], folder: Path, moments: list[str], draw: random.Random
+    starter: Starter, recipe: str, job: list[str], folder: Path, moments: list[str], draw: random.Random
 ) -> tuple[Round, Path | None]:
     """Run a job in this folder that is killed at each of these moments, then resumed until it is done."""
     done = Round(recipe)
@@ -169,7 +77,7 @@ def disturbed(
     return done, _until_done(starter, job, folder, done)
 
 
-def _killed_at(starter: Forked | Real, job: list[str], folder: Path, moment: str, draw: random.Random) -> bool:
+def _killed_at(starter: Starter, job: list[str], folder: Path, moment: str, draw: random.Random) -> bool:
     """Start the job and kill it a random while after an event; False: it ended before."""
     outputs, fraction = folder / "outputs", draw.random()
     lines = _lines(outputs) + draw.randint(1, 6)
@@ -183,29 +91,32 @@ def _killed_at(starter: Forked | Real, job: list[str], folder: Path, moment: str
         "closing": lambda: any(outputs.glob("*/best")) or any(outputs.glob("*/plots")),
         "delivery": lambda: any(outputs.glob("*/summary.json")),
     }[moment]
-    pid = starter.start(job, folder, folder / "log.txt")
+    process = _start(starter, job, folder, folder / "log.txt")
     began = time.monotonic()
     while not event():
-        if starter.ended(pid) is not None:
+        if process.poll() is not None:
             return False
         assert time.monotonic() - began < LONGEST_S, f"{moment}: nothing happens in {folder}"
         time.sleep(0.002)
     time.sleep(fraction * {"start": 2.0, "set-up": 1.5, "delivery": 0.8}.get(moment, 0.3))
-    if starter.ended(pid) is not None:
+    if process.poll() is not None:
         return False
-    os.kill(pid, signal.SIGKILL)
-    while starter.ended(pid) is None:
-        time.sleep(0.002)
+    process.kill()
+    process.wait()
     return True
 
 
-def _until_done(starter: Forked | Real, job: list[str], folder: Path, done: Round) -> Path | None:
+def _start(starter: Starter, job: list[str], folder: Path, log: Path) -> subprocess.Popen[Any]:
+    with log.open("wb") as out:
+        command = [sys.executable, str(PROJECT / "scripts" / "train.py"), *job]
+        return starter(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+
+
+def _until_done(starter: Starter, job: list[str], folder: Path, done: Round) -> Path | None:
     """Resume until the run has finished and MLflow has it; whoever leaves something undelivered has to say so."""
     log = folder / "log.txt"
     for _ in range(10):
-        pid = starter.start(job, folder, log)
-        while (code := starter.ended(pid)) is None:
-            time.sleep(0.01)
+        code = _start(starter, job, folder, log).wait()
         done.resumed += 1
         text = log.read_text(encoding="utf-8", errors="replace")
         if code:
@@ -283,9 +194,7 @@ def job_of(recipe: str, steps: int, name: str) -> list[str]:
     return [*OPTIONS, *JOBS[recipe], f"steps={steps}", f"run_name={name}"]
 
 
-def campaign(
-    folder: Path, recipes: list[str], kills: int, seed: int, starter: Forked | Real, steps: int = 40
-) -> list[Round]:
+def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: Starter, steps: int = 40) -> list[Round]:
     """Kill runs of these recipes in turn until there were so many kills; print what came of each round."""
     from trainer.sync import send
 
@@ -326,17 +235,13 @@ def main() -> int:
     """Run the long form; the exit code is 1 where anything differed."""
     options: dict[str, Any] = {"kills": "200", "seed": "0", "folder": "kills", "recipes": ",".join(JOBS)}
     options |= {"processes": "forked"} | dict(argument.split("=", 1) for argument in sys.argv[1:])
-    starter = Forked() if options["processes"] == "forked" else Real()
-    try:
-        rounds = campaign(
-            Path(options["folder"]).resolve(),
-            options["recipes"].split(","),
-            int(options["kills"]),
-            int(options["seed"]),
-            starter,
-        )
-    finally:
-        starter.close()
+    rounds = campaign(
+        Path(options["folder"]).resolve(),
+        options["recipes"].split(","),
+        int(options["kills"]),
+        int(options["seed"]),
+        forks.Popen if options["processes"] == "forked" else subprocess.Popen,
+    )
     by_moment = Counter(moment for done in rounds for moment in done.kills)
     bad = [done for done in rounds if done.differences]
     print(f"{by_moment.total()} kills in {len(rounds)} rounds ({dict(by_moment)}): {len(bad)} rounds differ")
@@ -344,7 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve()
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -118,7 +118,7 @@ class Optimizer:
         if isinstance(eps, (int, float)) and eps < 2.0**-24:  # fp16's smallest number
             raise UserError(
                 f"optimizer.options.eps={eps:g} is 0 in fp16, where {self.name} divides by it if it is not fused: the "
-                "weights turn NaN; set optimizer.options.eps=1e-4, or precision=fp16_master for fp32 weights behind them"
+                "weights turn NaN; set optimizer.options.eps=1e-4, or precision=fp16_master"
             )
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hydra._internal.hydra import Hydra
 
+from tests import forks
 from trainer.mlflow_store import connect
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -109,12 +110,17 @@ def _command(*overrides: str) -> Result:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """``start("precision=bf16", …)``: scripts/train.py as a process of its own."""
+    """``start("precision=bf16", …)``: scripts/train.py as a process of its own.
+
+    A fork, see ``tests.forks``, unless ``fresh``: then it imports everything anew, from the script's own project.
+    """
     begun: list[subprocess.Popen[str]] = []
 
-    def begin(*overrides: str, script: Path = PROJECT / "scripts" / "train.py") -> subprocess.Popen[str]:
+    def begin(
+        *overrides: str, script: Path = PROJECT / "scripts" / "train.py", fresh: bool = False
+    ) -> subprocess.Popen[str]:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        process = subprocess.Popen(
+        process = (subprocess.Popen if fresh else forks.Popen)(
             [sys.executable, str(script), *overrides],
             cwd=folder,
             env=environment,

@@ -3,62 +3,62 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import PROJECT
+from tests import forks
+from tests.integration.conftest import PROJECT, Result
 from trainer.certify import certify
 
-SCRIPT = PROJECT / "scripts" / "certify.py"
-
-BROKEN = """
-import sys
-from trainer import certify_child, run
-
-run.set_random_state = lambda state, device: None
-sys.exit(certify_child.main())
-"""
 SMALL = ["recipe.context=8", "steps=20"]
 
 
-def test_a_healthy_job_is_bitwise(folder: Path) -> None:
+@pytest.fixture
+def command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command in this process; what it trains and kills has processes of its own."""
+    monkeypatch.setattr("trainer.certify.subprocess", forks)
+    main = runpy.run_path(str(PROJECT / "scripts" / "certify.py"))["main"]
+    return lambda *arguments: Result(main(list(arguments)), *capsys.readouterr())
+
+
+def test_a_healthy_job_is_bitwise(folder: Path, command: Callable[..., Result]) -> None:
     """In fp16, so that it is also killed after a skipped step: every kind of kill once."""
-    command = [sys.executable, str(SCRIPT), "recipe=bignet", "precision=fp16", "kills=7", "steps=20"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "BITWISE" in done.stdout
+    job = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "precision=fp16", "kills=7", "steps=20")
+    done = command(*job)
+    assert done.code == 0, done.out + done.err
+    assert "BITWISE" in done.out
     found = json.loads((folder / "outputs/certificate-bignet-fp16/certificate.json").read_text())
     assert (found["verdict"], len(found["kills"]), found["comparison"]["differences"]) == ("BITWISE", 7, [])
     assert len({kill["killed"] for kill in found["kills"]}) == 7
     assert found["skipped_steps"] > 0
     assert found["resumes"] >= 6
     assert found["comparison"]["repeated_steps"] > 0
-    assert (folder / "outputs/certificate-bignet-fp16/certificate.md").read_text() in done.stdout
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, "exists; remove it" in done.stderr) == (2, True)
+    assert (folder / "outputs/certificate-bignet-fp16/certificate.md").read_text() in done.out
+    done = command(*job)
+    assert (done.code, "exists; remove it" in done.err) == (2, True)
 
 
 def test_a_forgotten_generator_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "broken_child.py").write_text(BROKEN)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}:{PROJECT}")
-    result = certify(["recipe=gpt2", *SMALL], folder / "outputs", kills=2, seed=2, child="broken_child")
+    monkeypatch.setattr("trainer.certify.subprocess", forks)
+    child = "tests.integration.broken_child"
+    result = certify(["recipe=gpt2", *SMALL], folder / "outputs", kills=2, seed=2, child=child)
     assert result.exit_code == 6
     assert result.verdict.startswith("DIVERGED AT step ")
     assert 3 < int(result.verdict.split()[-1]) <= 20
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["recipe=gpt2", "kills=0"], "kills=0 must be at least 1"),
         (["recipe=gpt2", "kills=many"], "kills=many is not a number"),
         (["gpt2"], "'gpt2' is not an option; write key=value"),
     ],
 )
-def test_mistakes(arguments: list[str], told: str, folder: Path) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert told in done.stderr
+def test_mistakes(arguments: list[str], message: str, command: Callable[..., Result]) -> None:
+    done = command(*arguments)
+    assert done.code == 2
+    assert message in done.err

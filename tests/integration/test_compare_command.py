@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.integration.conftest import PROJECT, Result
 from trainer.mlflow_store import connect
 
@@ -31,9 +32,12 @@ def finish(process: subprocess.Popen[str]) -> Result:
 
 
 @pytest.fixture
-def compare(folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
+def compare(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Result]]:
     """The command in this process, where torch and MLflow are loaded; what it trains has processes of its own."""
     main = runpy.run_path(str(SCRIPT))["main"]
+    monkeypatch.setattr("trainer.arms.subprocess", forks)
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(*arguments: str) -> Result:

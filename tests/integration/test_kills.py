@@ -9,39 +9,30 @@ import hashlib
 import random
 import shutil
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.kills import Forked, compared, disturbed, job_of, undelivered, undisturbed
+from tests import forks
+from tests.kills import compared, disturbed, job_of, undelivered, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 STEPS = 16
 
 
-@pytest.fixture
-def starter(folder: Path) -> Iterator[Forked]:
-    forked = Forked()
-    yield forked
-    forked.close()
-
-
-def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(
-    folder: Path, empty_store: Path, starter: Forked
-) -> None:
+def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(folder: Path, empty_store: Path) -> None:
     """The database's set-up is killed in test_mlflow_database.py; here it exists, to save its seconds."""
     job = job_of("bignet", STEPS, "run")
     for name in ("whole", "killed"):
         (folder / name).mkdir()
         shutil.copy(empty_store, folder / name / "mlflow.db")
-    whole = undisturbed(starter, job, folder / "whole")
+    whole = undisturbed(forks.Popen, job, folder / "whole")
     draw = random.Random()  # other moments every time
     moments = ["start", "training", "closing", "delivery"]
-    done, killed = disturbed(starter, "bignet", job, folder / "killed", moments, draw)
+    done, killed = disturbed(forks.Popen, "bignet", job, folder / "killed", moments, draw)
     assert whole is not None
     assert killed is not None, done.differences
     assert compared(whole, killed, STEPS) + done.differences == []

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from trainer import mlflow_feed
 from trainer.mlflow_store import connect
 from trainer.tracking import Tracker, Tracking
@@ -235,7 +236,7 @@ def test_processes_that_start_at_once_share_a_fresh_store(tmp_path: Path, fresh_
     uri, command = fresh_uri, [sys.executable, "-c", PROCESS]
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     started = [
-        subprocess.Popen(
+        forks.Popen(
             [*command, str(tmp_path / name)],
             env=environment,
             stdout=subprocess.PIPE,

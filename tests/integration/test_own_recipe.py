@@ -45,7 +45,7 @@ def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
 
 def test_runs_and_learns(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     script = copy / "scripts" / "train.py"
-    process = start("recipe=tumour", "precision=bf16", "recipe.width=32", "tracking=local", script=script)
+    process = start("recipe=tumour", "precision=bf16", "recipe.width=32", "tracking=local", script=script, fresh=True)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "569 tumours, 30 numbers each" in out
@@ -62,7 +62,7 @@ def test_runs_and_learns(copy: Path, folder: Path, start: Callable[..., subproce
 def test_its_options_are_checked_like_all_others(
     copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = start("recipe=tumour", "recipe.widht=32", script=copy / "scripts" / "train.py")
+    process = start("recipe=tumour", "recipe.widht=32", script=copy / "scripts" / "train.py", fresh=True)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "did you mean 'recipe.width'?" in err
@@ -73,7 +73,9 @@ def test_says_which_accuracy_to_expect(copy: Path, folder: Path, start: Callable
     page = (PROJECT / "README.md").read_text()
     said = re.search(r"After 200 steps it is right about (\d+) of 100", page)
     assert said
-    process = start("recipe=tumour", "precision=bf16", "tracking=local", script=copy / "scripts" / "train.py")
+    process = start(
+        "recipe=tumour", "precision=bf16", "tracking=local", script=copy / "scripts" / "train.py", fresh=True
+    )
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     summary = json.loads((folder / "outputs" / "tumour-bf16-s0" / "summary.json").read_text())

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import forks
 from tests.helpers import PROJECT
 from trainer.run import Run
 
@@ -27,10 +28,10 @@ from trainer.run import Run
 RUN = [
     "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.dropout=0.1", "data=synthetic",
     "data.vocab_size=300", "batch_size=2", "micro_batch_size=1", "eval_samples=4", "steps=60", "eval_every=10",
-    "checkpoint.every=5", "log_every=3", "precision=bf16", "deterministic=true",
+    "checkpoint.every=5", "log_every=3", "deterministic=true",
 ]  # fmt: skip
 LOCAL = "tracking=local"
-NAME = "gpt2-bf16-s0"
+NAME = "gpt2-fp32-s0"
 MEASURED = {"time", "step_time_s", "tokens_per_s", "memory_bytes", "checkpoint_stall_s"}
 
 
@@ -74,7 +75,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("never_stopped")
     command = [sys.executable, str(Path(__file__).resolve().parents[2] / "scripts/train.py"), *RUN, LOCAL]
-    subprocess.run(command, cwd=folder, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    forks.run(command, cwd=folder, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
     return folder / "outputs" / NAME
 
 
@@ -104,7 +105,6 @@ def test_a_signal_saves_and_the_printed_command_goes_on(
     start: Callable[..., subprocess.Popen[str]],
     folder: Path,
     never_stopped: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = folder / "outputs" / NAME
     process = start(*RUN, LOCAL)
@@ -120,8 +120,9 @@ def test_a_signal_saves_and_the_printed_command_goes_on(
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("KILLED", step)
 
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True)
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    done = forks.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"{NAME}, resumed after step {step}\n" in done.stdout
     assert_same_run(run, never_stopped)
@@ -132,21 +133,21 @@ def test_a_signal_saves_and_the_printed_command_goes_on(
 def test_killed_and_resumed_is_the_same_run_in_mlflow_too(
     start: Callable[..., subprocess.Popen[str]], train: Callable[..., Any], folder: Path, store: Path
 ) -> None:
-    run = folder / "outputs" / NAME
-    longer = [*RUN, "steps=400", "eval_every=100"]  # so that MLflow has much of it before it ends
-    process = start(*longer, "tracking.flush_every_s=0.1")
+    run = folder / "outputs" / "bignet-fp32-s0"
+    job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=64", "batch_size=4", "eval_samples=4"]
+    job += ["schedule=constant", "log_every=3", "eval_every=100", "checkpoint.every=5", "profiler=none"]
+    process = start(*job, "steps=1000000", "tracking.flush_every_s=0.1")
     wait_for(lambda: query(store, "select count(*) from metrics")[0][0] > 20, process)
     process.kill()
     process.wait()
     saved = int(max(path.name for path in (run / "checkpoints").glob("step-*")).removeprefix("step-"))
-    assert 0 < saved < 400
     run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
 
-    done = train(*longer, "resume=auto")
+    done = train(*job, f"steps={saved + 20}", "resume=auto")
     assert done.code == 0, done.err
     assert f"resumed after step {saved}\n" in done.out
     runs, doubles = runs_and_doubles(store)
-    assert runs == [(run_id, NAME, "FINISHED")]
+    assert runs == [(run_id, run.name, "FINISHED")]
     assert doubles == []
     losses = query(store, "select step, value from metrics where key = 'loss' order by step")
     assert losses == [(point["step"], point["loss"]) for point in logged(run) if "loss" in point]
@@ -185,7 +186,7 @@ def test_resume_auto_takes_the_newest_run_of_that_name(train: Callable[..., Any]
     assert train(*RUN, LOCAL, "steps=2", "seed=1").code == 0
     done = train(*RUN, LOCAL, "steps=3", "resume=auto")
     assert f"{NAME}-2, resumed after step 2\n" in done.out
-    assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-bf16-s1"]
+    assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-fp32-s1"]
 
 
 def test_a_finished_run_says_so(train: Callable[..., Any], folder: Path) -> None:
@@ -376,7 +377,7 @@ def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(
     number: signal.Signals, delay_s: float, start: Callable[..., subprocess.Popen[str]], folder: Path
 ) -> None:
     """From the first line on, whatever is being imported after a while."""
-    process = start(*RUN, LOCAL, "steps=100000", "schedule=constant")
+    process = start(*RUN, LOCAL, "steps=100000", "schedule=constant", fresh=True)
     assert process.stdout
     assert process.stdout.readline() == "loading torch and the recipes …\n"
     time.sleep(delay_s)  # where exactly it is then does not matter
@@ -389,7 +390,7 @@ def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(
 
 
 def test_a_process_that_is_told_to_end_at_once_leaves_no_traceback(start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start(*RUN, LOCAL)
+    process = start(*RUN, LOCAL, fresh=True)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)  # the first while Python itself is starting
@@ -400,6 +401,6 @@ def test_a_process_that_is_told_to_end_at_once_leaves_no_traceback(start: Callab
 def test_what_is_printed_to_be_read_by_itself_has_no_notes(
     arguments: list[str], start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    out, err = start(*arguments).communicate(timeout=120)
+    out, err = start(*arguments, fresh=True).communicate(timeout=120)
     assert "loading torch" not in out
     assert err == ""

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from tests import forks
 from trainer.files import write_json
 from trainer.folder import RunFolder
 from trainer.sync import Backlog, send
@@ -173,7 +174,7 @@ def test_killed_between_log_and_delivery_every_point_arrives_once(folder: Path, 
     outputs = folder / "outputs"
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     children = [
-        subprocess.Popen([sys.executable, "-c", KILLED, moment, str(outputs / moment)], env=environment)
+        forks.Popen([sys.executable, "-c", KILLED, moment, str(outputs / moment)], env=environment)
         for moment in ("before", "after")
     ]
     assert [child.wait(300) for child in children] == [-signal.SIGKILL] * 2
@@ -411,7 +412,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_sync_that_was_killed_is_run_again(folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = undelivered(folder / "outputs" / "a", steps=1500)
-    child = subprocess.Popen([sys.executable, "-c", SYNC_KILLED, str(SYNC)])
+    child = forks.Popen([sys.executable, "-c", SYNC_KILLED, str(SYNC)])
     assert child.wait(300) == -signal.SIGKILL
     assert points(store) == {"a": once(1000)}
     sent: Counter[int] = Counter()

@@ -209,7 +209,8 @@ def test_sgd_with_dampening_is_not_fused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "options"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {"eps": 1e-4}), ("Adam", {}), ("AdamW", {})]
+    ("name", "options"),
+    [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {"eps": 1e-4}), ("Adam", {}), ("AdamW", {})],
 )
 def test_16_bit_weights_take_the_steps_of_fp32_ones(name: str, options: dict[str, float], dtype: torch.dtype) -> None:
     """Whatever form of the optimizer is chosen here: torch 2.11's fused SGD leaves 96 of these 100 alone."""
@@ -239,7 +240,9 @@ def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: p
 @pytest.mark.parametrize("optimizer", [Optimizer("AdamW", fused=False), Optimizer("NAdam"), Optimizer("RMSprop")])
 def test_an_eps_that_is_zero_in_fp16_is_refused_where_the_optimizer_computes_in_fp16(optimizer: Optimizer) -> None:
     half = nn.Linear(4, 4).to(torch.float16)
-    with pytest.raises(UserError, match=r"optimizer\.options\.eps=1e-08 is 0 in fp16.* set optimizer\.options\.eps=1e-4"):
+    with pytest.raises(
+        UserError, match=r"optimizer\.options\.eps=1e-08 is 0 in fp16.* set optimizer\.options\.eps=1e-4"
+    ):
         optimizer.build(half, CPU)
     optimizer.options["eps"] = 1e-4
     built = optimizer.build(half, CPU)
