@@ -333,7 +333,7 @@ class Run:
         model.eval()
         try:
             with torch.no_grad(), self.config.precision.autocast(trainer.device):
-                if exported and best is not None:
+                if exported and best is not None and self.config.tracking.mlflow:
                     valid = trainer.datasets.valid
                     problem = try_servable(path, trainer.recipe, model, trainer.device, valid, best)
                     if problem:

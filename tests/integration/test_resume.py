@@ -135,7 +135,14 @@ def test_killed_and_resumed_is_the_same_run_in_mlflow_too(
 ) -> None:
     run = folder / "outputs" / "bignet-fp32-s0"
     job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=64", "batch_size=4", "eval_samples=4"]
-    job += ["schedule=constant", "log_every=3", "eval_every=100", "checkpoint.every=5", "profiler=none"]
+    job += [
+        "schedule=constant",
+        "schedule.warmup_steps=0",
+        "log_every=3",
+        "eval_every=100",
+        "checkpoint.every=5",
+        "profiler=none",
+    ]
     process = start(*job, "steps=1000000", "tracking.flush_every_s=0.1")
     wait_for(lambda: query(store, "select count(*) from metrics")[0][0] > 20, process)
     process.kill()
