@@ -164,6 +164,7 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
         real(self, run_id, path, place)
 
     monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
+    monkeypatch.setattr("trainer.mlflow_feed.LONGEST_PAUSE_S", 0.0)  # training, which it would leave the time to, waits
     from trainer.run import Run
 
     seen: list[list[str]] = []
