@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
+
+from tests import forks
 
 PROJECT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+FORKED_TORCHRUN = [sys.executable, str(PROJECT / "tests" / "parallel" / "launch.py")]
+"""For ``forks.Popen``."""
 Found = list[dict[str, Any]]
 
 
@@ -24,26 +29,40 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
 
 
+def forked_environment() -> dict[str, str]:
+    """The same for ``forks.Popen``, whose server needs no path of its own."""
+    return {key: value for key, value in environment().items() if key != "PYTHONPATH"}
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Found]:
-    """``ranks("all", 2)``: what the ranks of tests/parallel/ranks.py found, run once for all tests."""
-    done: dict[tuple[str, int], Found] = {}
+    """``ranks("all", 2)``: what the ranks of tests/parallel/ranks.py found, run once for all tests of all workers."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    @functools.cache
+    def found(case: str, processes: int) -> Found:
+        kept = shared / f"ranks-{case}-{processes}.json"
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                kept.write_text(json.dumps(run(case, processes)))
+        result: Found = json.loads(kept.read_text())
+        return result
 
     def run(case: str, processes: int) -> Found:
-        if (case, processes) not in done:
-            folder = tmp_path_factory.mktemp(f"{case}-{processes}")
-            command = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
-            ended = subprocess.run(
-                [*command, "-m", "tests.parallel.ranks", case, str(folder)],
-                cwd=PROJECT,
-                env=environment(),
-                capture_output=True,
-                text=True,
-                timeout=400,
-            )
-            assert ended.returncode == 0, ended.stderr[-4000:]
-            done[case, processes] = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-            assert len(done[case, processes]) == processes
-        return done[case, processes]
+        folder = tmp_path_factory.mktemp(f"{case}-{processes}")
+        command = [*FORKED_TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
+        ended = forks.run(
+            [*command, "-m", "tests.parallel.ranks", case, str(folder)],
+            cwd=PROJECT,
+            env=forked_environment(),
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        parts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        assert len(parts) == processes
+        return parts
 
-    return run
+    return found
