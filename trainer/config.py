@@ -199,10 +199,16 @@ def groups() -> dict[str, dict[str, type]]:
 def register() -> None:
     """Tell Hydra the schema of every config group."""
     store = ConfigStore.instance()
-    store.store(name="root_schema", node=Config)
-    for group, classes in groups().items():
-        for name, cls in classes.items():
+    schemas: dict[tuple[str | None, str], type] = {(None, "root"): Config}
+    schemas |= {(group, name): cls for group, classes in groups().items() for name, cls in classes.items()}
+    for (group, name), cls in schemas.items():
+        if _registered.get((group, name)) is not cls:
             store.store(group=group, name=f"{name}_schema", node=cls)
+            _registered[group, name] = cls
+
+
+_registered: dict[tuple[str | None, str], type] = {}
+"""What Hydra knows already: a process that composes many configs makes each schema once."""
 
 
 def _subclasses(cls: type) -> list[Any]:

@@ -59,10 +59,18 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_objects_to_search() -> None:
+def few_objects_to_search() -> Iterator[None]:
     """Every run ends with a garbage collection, which takes the longer the more was imported before."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not look at the curves: drawing them takes longer than such small runs do."""
+    monkeypatch.setattr("trainer.plots.plot_run", lambda *_: [])
 
 
 @pytest.fixture

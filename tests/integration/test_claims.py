@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer import plots, probes
+from trainer import probes
 from trainer.claims import load, names
 from trainer.hardware import detect
 from trainer.reproduce import Reproduction
@@ -26,15 +26,12 @@ def trained() -> Trained:
 
 
 @pytest.fixture
-def launch(
-    train: Callable[..., Any], trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[list[str], Path], int]:
+def launch(train: Callable[..., Any], trained: Trained, no_plots: None) -> Callable[[list[str], Path], int]:
     """What a Runner calls in place of a process of its own: the same command line, in this process.
 
     Arms of which nothing but the names differ, as many do at their reduced size, are trained once, and the network
     of convolutions is one of few operators: emulated in 16 bits, ShuffleNet's grouped ones give a profile of 110,000.
     """
-    monkeypatch.setattr(plots, "plot_run", lambda *_: [])  # a claim is told by numbers
 
     def run(command: list[str], log: Path) -> int:
         script, *arguments = [STAND_INS.get(argument, argument) for argument in command[1:]]

@@ -105,7 +105,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.usefixtures("user_data")
+@pytest.mark.usefixtures("user_data", "no_plots")
 @pytest.mark.parametrize("choice", [name for name in CHOICES if not name.startswith("compile/")])
 def test_every_choice_runs_two_steps(choice: str, train: Callable[..., Any], folder: Path) -> None:
     done = train(*tiny(choice))
@@ -131,6 +131,7 @@ def test_compile_off_and_default_agree(train: Callable[..., Any], folder: Path) 
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("mode", [name.partition("/")[2] for name in CHOICES if name.startswith("compile/")])
 def test_compile_on_a_cpu_needs_a_compiler(
     mode: str, train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
