@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,12 +176,21 @@ class _Tested:
 
 
 def _pairs_needed(mean: float, spread: float, margin: float, level: float) -> int | None:
+    room = abs(margin - abs(mean))
+    enough = _quantiles(level) * spread / np.sqrt(_COUNTS) < room
+    return int(_COUNTS[enough.argmax()]) if enough.any() else None
+
+
+_COUNTS = np.arange(2, 1001)
+
+
+@functools.lru_cache(maxsize=32)
+def _quantiles(level: float) -> np.ndarray:
+    """Return Student's quantile for each of ``_COUNTS``: the arms of a family share few levels."""
     from scipy.special import stdtrit
 
-    room = abs(margin - abs(mean))
-    counts = np.arange(2, 1001)
-    enough = stdtrit(counts - 1, level) * spread / np.sqrt(counts) < room
-    return int(counts[enough.argmax()]) if enough.any() else None
+    quantiles: np.ndarray = stdtrit(_COUNTS - 1, level)
+    return quantiles
 
 
 def _standard_error(array: np.ndarray) -> float:

@@ -48,8 +48,8 @@ def gpt2_case() -> Case:
 
 
 def image_case(arch: str) -> Case:
-    model = _build(arch, 32, 10).to(memory_format=torch.channels_last)
-    batch = lambda: (torch.randn(4, 3, 32, 32).contiguous(memory_format=torch.channels_last),)  # noqa: E731
+    model = _build(arch, 16, 10).to(memory_format=torch.channels_last)
+    batch = lambda: (torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last),)  # noqa: E731
     return model, ResNet(arch=arch).blocks(model), batch
 
 

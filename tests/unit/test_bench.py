@@ -174,7 +174,7 @@ def test_the_bare_loop_trains_and_logs_every_ten_steps() -> None:
 
 
 def test_speedups_are_measured(tmp_path: Path) -> None:
-    arch = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=2")
+    arch = ("recipe=resnet", "recipe.arch=squeezenet1_1", "recipe.image_size=32", "data=synthetic", "data.classes=2")
     jobs = (SMALL, Job("images", (*arch, "batch_size=2")))
     rows = bench.precision(detect("cpu"), 2, tmp_path, jobs)
     expected = ["small, throughput, bf16 / fp32", "small, throughput, fp16 / fp32"]

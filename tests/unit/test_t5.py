@@ -114,7 +114,9 @@ def test_microbatches_with_unequal_targets_give_the_same_gradient() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_a_few_steps_learn_to_fill_in(mode: str) -> None:
-    trainer = trainer_of(*TINY, f"precision={mode}", "steps=40", "micro_batch_size=4", "optimizer.lr=0.01")
+    trainer = trainer_of(
+        *TINY, f"precision={mode}", "steps=40", "batch_size=4", "micro_batch_size=2", "optimizer.lr=0.01"
+    )
     before = trainer.evaluate()["loss"]
     recorder = Recorder()
     trainer.fit(recorder)
