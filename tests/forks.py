@@ -35,6 +35,7 @@ READ_EARLY = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH")
 """What libraries read while they are imported; there is a server for each combination of values."""
 IMPORTED = (
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "torch._dynamo",
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
