@@ -96,6 +96,10 @@ def run(
     return done
 
 
+if sys.platform != "linux":  # elsewhere a fork of a process with this many libraries is not safe
+    Popen, run = subprocess.Popen, subprocess.run  # type: ignore[misc,assignment]
+
+
 class Server:
     """The process that has imported everything, seen from the tests."""
 

@@ -16,8 +16,9 @@ from filelock import FileLock
 from tests import forks
 
 PROJECT = Path(__file__).resolve().parents[2]
+LINUX = sys.platform == "linux"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-FORKED_TORCHRUN = [sys.executable, str(PROJECT / "tests" / "parallel" / "launch.py")]
+FORKED_TORCHRUN = [sys.executable, str(PROJECT / "tests" / "parallel" / "launch.py")] if LINUX else TORCHRUN
 """For ``forks.Popen``."""
 Found = list[dict[str, Any]]
 
