@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from recipes import attention
 from trainer.recipe import Choice
 
 PROJECT = Path(__file__).resolve().parents[1]
+
+# A shell starts what runs in its background with Ctrl-C ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
