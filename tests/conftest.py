@@ -11,7 +11,7 @@ from trainer.recipe import Choice
 
 PROJECT = Path(__file__).resolve().parents[1]
 
-# A shell starts what runs in its background with Ctrl-C ignored, and every process that a test starts would inherit that.
+# A shell starts what runs in its background with Ctrl-C ignored, and what a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
