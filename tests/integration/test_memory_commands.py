@@ -86,7 +86,7 @@ import torch
 from trainer.cli import main
 from trainer.hardware import held_bytes
 torch.ones(2**20).exp_()  # starts torch's threads
-resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 600 * 2**20, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 400 * 2**20, resource.RLIM_INFINITY))
 sys.exit(main())
 """
 
@@ -95,7 +95,7 @@ sys.exit(main())
 def test_a_run_out_of_memory_says_what_fits_and_that_fits(folder: Path) -> None:
     def train(*overrides: str) -> subprocess.CompletedProcess[str]:
         job = ["recipe=bignet", "recipe.width=64", "recipe.layers=32", "data.samples=512", "device=cpu"]
-        common = [*job, "batch_size=131072", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]
+        common = [*job, "batch_size=65536", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]
         return subprocess.run(
             [sys.executable, "-c", LIMITED, *common, *overrides],
             # A mapping for each tensor: glibc's heap wastes as much again on tensors of a few MiB.
@@ -105,7 +105,7 @@ def test_a_run_out_of_memory_says_what_fits_and_that_fits(folder: Path) -> None:
             timeout=300,
         )
 
-    failed = train("micro_batch_size=131072")
+    failed = train("micro_batch_size=65536")
     assert failed.returncode == 4, failed.stderr
     assert "error: out of memory (tried to allocate " in failed.stderr
     assert "Traceback" not in failed.stderr
