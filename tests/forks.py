@@ -229,9 +229,14 @@ def main() -> None:
     """Serve the tests."""
     for name in IMPORTED:
         importlib.import_module(name)
-    from trainer.mlflow_store import import_mlflow
+    from trainer import config, mlflow_store, servable
 
-    import_mlflow("sqlite:///x")
+    config.register()  # imports every recipe
+    servable._distributions()
+    mlflow_store.import_mlflow("sqlite:///x")
+    import mlflow.pyfunc  # noqa: F401
+    import sqlalchemy.dialects.sqlite  # noqa: F401
+
     assert threading.active_count() == 1, threading.enumerate()
     gc.freeze()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
