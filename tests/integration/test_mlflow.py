@@ -221,14 +221,16 @@ def test_a_run_deleted_in_mlflow_goes_on_as_a_new_one(
 PROCESS = """
 import sys
 from pathlib import Path
+from trainer.folder import RunFolder
 from trainer.tracking import Tracker, Tracking
 folder = Path(sys.argv[1])
 folder.mkdir()
 config = Tracking(flush_every_s=0.05, patience_s=300)
-tracker = Tracker(config, folder, experiment="race", run_name=folder.name, params={}, tags={})
-for step in range(200):
-    tracker.log(step, {"loss": 1.0, "lr": 0.1})
-tracker.close("FINISHED", {})
+with RunFolder(folder).locked():  # as training does: what one has not sent yet, the other must not send too
+    tracker = Tracker(config, folder, experiment="race", run_name=folder.name, params={}, tags={})
+    for step in range(200):
+        tracker.log(step, {"loss": 1.0, "lr": 0.1})
+    tracker.close("FINISHED", {})
 """
 
 
