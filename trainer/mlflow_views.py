@@ -38,10 +38,9 @@ def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str]) ->
     """
     runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
     known = client.get_experiment(experiment_id).tags
-    for key, state in (
-        (VIEW, _state()),
-        (COMPARISON, {**_state(), "searchFilter": f"attributes.run_id IN ({runs})"}),
-    ):
+    # In the order of time, MLflow hides the runs of a comparison below their parent, and draws nothing of them.
+    chosen = {"searchFilter": f"attributes.run_id IN ({runs})", "orderByKey": "tags.`mlflow.runName`"}
+    for key, state in ((VIEW, _state()), (COMPARISON, {**_state(), **chosen, "orderByAsc": True})):
         value = json.dumps(state, separators=(",", ":"))
         if known.get(_TAG + key) != value:
             client.set_experiment_tag(experiment_id, _TAG + key, value)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from trainer.mlflow_store import connect
 from trainer.mlflow_views import COMPARISON, VIEW
 from trainer.tracking import Tracker, Tracking
 from trainer.ui import Server, comparison_address, curves_address, experiment_address, free_port, newest_runs
@@ -148,6 +149,23 @@ def test_the_comparison_starts_at_throughput_memory_and_loss_of_the_newest_runs(
     address = curves_address(server.address, newest.experiment_id, COMPARISON)
     metrics = ("final/throughput", "final/peak_memory_mib", "best/valid_loss")
     assert_shows(browser, address, "1 matching run", *metrics, "3250.00", "precision.mode", "Curves")
+
+
+def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, server: Server, store: str) -> None:
+    """As those of scripts/compare.py are, which MLflow's page hides behind their parent in the order of time."""
+    newest = newest_runs(store, None, 2)
+    client = connect(store)
+    parent = client.create_run(newest.experiment_id, start_time=1, run_name="compare-it").info.run_id
+    try:
+        for run_id in newest.run_ids:
+            client.set_tag(run_id, "mlflow.parentRunId", parent)
+        assert newest_runs(store, None, 2).run_ids == newest.run_ids
+        address = curves_address(server.address, newest.experiment_id, COMPARISON)
+        assert_shows(browser, address, "2 matching runs", *newest.run_names, "final/throughput", "3250.00", "3125.00")
+    finally:
+        for run_id in newest.run_ids:
+            client.delete_tag(run_id, "mlflow.parentRunId")
+        client.delete_run(parent)
 
 
 def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: Server, store: str) -> None:
