@@ -52,7 +52,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Foun
 
     def run(case: str, processes: int) -> Found:
         folder = tmp_path_factory.mktemp(f"{case}-{processes}")
-        command = [*FORKED_TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
+        torchrun = [*FORKED_TORCHRUN, "--standalone", f"--nproc-per-node={processes}"]
+        command = torchrun if processes > 1 else [sys.executable]
         ended = forks.run(
             [*command, "-m", "tests.parallel.ranks", case, str(folder)],
             cwd=PROJECT,

@@ -41,6 +41,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(
         processes: int, *overrides: str, launcher: tuple[str, ...] = (), script: str = SCRIPT, fresh: bool = False
     ) -> Any:
+        if not any(option.startswith("--rdzv") for option in launcher):
+            launcher = ("--standalone", *launcher)  # a port of its own: torch 2.11's default is the same for all
         torchrun = TORCHRUN if fresh else FORKED_TORCHRUN
         command = [*torchrun, f"--nproc-per-node={processes}", *launcher] if processes else [sys.executable]
         process = (subprocess.Popen if fresh else forks.Popen)(

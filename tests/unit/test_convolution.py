@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import math
 from itertools import product
@@ -53,12 +54,12 @@ true_gradient = convolution.weight_gradient
 
 def unwritten(layer: Any, x: Tensor, upstream: Tensor) -> Tensor:
     """oneDNN's defect: in 16 bits, what no pixel reaches is not written."""
-    gradient = true_gradient(layer, x, upstream)
     if layer.weight.dtype == torch.float32:
-        return gradient
-    ones = true_gradient(layer.float(), torch.ones_like(x).float(), torch.ones_like(upstream).float())
-    layer.to(x.dtype)
-    memory = torch.empty_like(gradient)
+        return true_gradient(layer, x, upstream)
+    memory = torch.empty_like(layer.weight)  # before anything here is freed whose numbers would do
+    gradient = true_gradient(layer, x, upstream)
+    wide = copy.deepcopy(layer).float()
+    ones = true_gradient(wide, torch.ones_like(x).float(), torch.ones_like(upstream).float())
     return memory.copy_(torch.where(ones == 0, memory, gradient))
 
 
