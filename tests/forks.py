@@ -124,7 +124,7 @@ class Server:
             return self._started.pop()
 
     def ended(self, pid: int, timeout: float | None) -> int | None:
-        """Return the exit status, as ``Popen.returncode``; None: it goes on after ``timeout`` seconds."""
+        """Return the exit status, as ``Popen.returncode``; None: it is still running after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:

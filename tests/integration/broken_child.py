@@ -1,4 +1,4 @@
-"""The child of scripts/certify.py, of which a resume restores no random numbers."""
+"""A child for scripts/certify.py that does not restore the random state when it resumes."""
 
 import sys
 

@@ -29,8 +29,8 @@ def trained() -> Trained:
 def launch(train: Callable[..., Any], trained: Trained, no_plots: None) -> Callable[[list[str], Path], int]:
     """What a Runner calls in place of a process of its own: the same command line, in this process.
 
-    Arms of which nothing but the names differ, as many do at their reduced size, are trained once, and the network
-    of convolutions is one of few operators: emulated in 16 bits, ShuffleNet's grouped ones give a profile of 110,000.
+    Arms that differ only in their names are trained once; at the reduced size there are many. SqueezeNet stands for
+    ShuffleNet: where 16 bits are emulated, ShuffleNet's grouped convolutions give a profile of 110,000 events.
     """
 
     def run(command: list[str], log: Path) -> int:

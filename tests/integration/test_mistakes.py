@@ -245,24 +245,24 @@ sys.path.insert(0, {str(PROJECT)!r})
 from recipes.text_pretrained import hub_reachable
 from trainer.cli import main
 hub_reachable.__defaults__ = (2.0,)  # seconds
-told, questions = [], 0
+answers, questions = [], 0
 for command in {[shlex.split(command) for command in commands]!r}:
     sys.argv, err = ["scripts/train.py", *command], io.StringIO()
     with contextlib.redirect_stderr(err):
-        told.append([main(), err.getvalue()])
+        answers.append([main(), err.getvalue()])
     with contextlib.suppress(OSError):  # nobody else asked, or it is closed
         server.setblocking(False)
         while server.accept():
             questions += 1
     server.close()
-print(json.dumps([told, questions]))
+print(json.dumps([answers, questions]))
 """
     environment = {**os.environ, "HF_HOME": str(folder.parent / "hf")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    told, questions = json.loads(done.stdout.splitlines()[-1])
+    answers, questions = json.loads(done.stdout.splitlines()[-1])
     assert questions == 1
-    for (code, err), embedded in zip(told, commands.values(), strict=True):
+    for (code, err), embedded in zip(answers, commands.values(), strict=True):
         assert code == 2, err
         assert err.count("\n") == 1
         assert "cannot be reached" in err
