@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -131,13 +133,17 @@ def _release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+_PATIENCE = 60.0
+"""Seconds that a rank with nothing to say waits at its end for the one that tells the user of an error they share."""
+
+
 def _report(error: RunError) -> int:
     """Tell the user, once where several ranks raise the same, and return the exit code."""
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:
         rank = os.environ["RANK"]
-        if not dist.is_initialized():  # a mistake in what was typed: every process has found it
+        if not dist.is_initialized():  # a mistake in what was typed: every process finds it
             speaks = os.environ["LOCAL_RANK"] == "0"
         elif error.shared:
             speaks = rank == "0"
@@ -145,6 +151,9 @@ def _report(error: RunError) -> int:
             prefix = f"rank {rank}: {prefix}"
     if speaks:
         print(f"{prefix}{error}", file=sys.stderr, flush=True)
+    elif not isinstance(error, Interrupted):
+        # torchrun ends all ranks as soon as one leaves with an error. The one that speaks has to be the first.
+        atexit.register(time.sleep, _PATIENCE)
     return error.exit_code
 
 

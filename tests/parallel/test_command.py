@@ -267,3 +267,37 @@ def test_mistakes(processes: int, overrides: tuple[str, ...], told: str, start: 
     assert told in err
     assert err.count("error: ") == 1
     assert not (tmp_path / "outputs").exists()
+
+
+SLOW_SPEAKER = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+from trainer import cli
+
+build, sleep = cli.config.build, time.sleep
+
+def last(composed, overrides):  # rank 0 finds the mistake when rank 1 has
+    while not Path("waits").exists():
+        if Path("left").exists():
+            signal.pause()  # torchrun ends it now
+        sleep(0.01)
+    return build(composed, overrides)
+
+def waits(seconds):
+    Path("waits").touch()
+    sleep(seconds)
+
+if os.environ["RANK"] == "0":
+    cli.config.build = last
+else:
+    atexit.register(Path("left").touch)
+    time.sleep = waits
+sys.exit(cli.main())
+"""
+
+
+def test_a_mistake_is_told_where_another_rank_finds_it_first(start: Start, tmp_path: Path) -> None:
+    """torchrun would end the rank that tells it, as soon as the other one has left."""
+    (tmp_path / "slow.py").write_text(SLOW_SPEAKER)
+    _, err = done(start(2, "parallel=single", script=str(tmp_path / "slow.py")), code=1)
+    assert err.count("error: torchrun started 2 processes, and parallel=single uses one; type parallel=ddp") == 1
