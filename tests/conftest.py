@@ -15,6 +15,11 @@ PROJECT = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests come first, so that no worker is left alone with them at the end."""
+    items.sort(key=lambda item: PROJECT / "tests" / "parallel" not in item.path.parents)
+
+
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is as fast as something else would be chosen by chance, and runs that are compared would differ."""
