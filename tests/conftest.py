@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from recipes import attention
+from tests.composing import compose_quickly
 from trainer.recipe import Choice
 
 PROJECT = Path(__file__).resolve().parents[1]
 
 # A shell starts what runs in its background with Ctrl-C ignored, and what a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+compose_quickly()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -230,22 +230,18 @@ def main() -> None:
     """Serve the tests."""
     for name in IMPORTED:
         importlib.import_module(name)
-    from hydra._internal.hydra import Hydra
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from tests.composing import compose_quickly
     from trainer import compose, mlflow_store, plots, servable
 
+    compose_quickly()
     compose.compose(["recipe=gpt2", "data=synthetic"])  # imports every recipe, and the parser learns its grammar
     get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "metrics.jsonl")
         log.write_text('{"step": 1, "loss": 2.0, "valid/loss": 2.0, "tokens_per_s": 3.0}\n', encoding="utf-8")
         plots.plot_run(log, log.parent, "fonts are found, and letters drawn")
-    get_mode = Hydra.get_mode
-    # It composes the whole config a first time, only to read this. None: what -m says.
-    Hydra.get_mode = lambda self, config_name, overrides: (  # type: ignore[method-assign]
-        get_mode(self, config_name, overrides) if any("hydra.mode" in each for each in overrides) else None
-    )
     servable._distributions()
     mlflow_store.import_mlflow("sqlite:///x")
     import mlflow.pyfunc  # noqa: F401

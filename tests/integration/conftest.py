@@ -13,11 +13,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hydra._internal.hydra import Hydra
 
 from tests import forks
 from trainer.mlflow_store import connect
@@ -76,7 +74,6 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
-    monkeypatch.setattr(Hydra, "get_mode", _get_mode)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield lambda *overrides: _command(*overrides)
@@ -85,16 +82,6 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     logger = logging.getLogger("mantissa")  # the terminal took it over
     logger.handlers.clear()
     logger.propagate = True
-
-
-_asked_mode = Hydra.get_mode
-
-
-def _get_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-    # Hydra composes the whole config twice, the first time only to find out whether somebody set hydra.mode.
-    if any("hydra" in override for override in overrides):
-        return _asked_mode(hydra, config_name, overrides)
-    return None
 
 
 def _bear_with_mlflow() -> None:
