@@ -56,7 +56,10 @@ class Popen(subprocess.Popen[Any]):
                        c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any) -> None:  # fmt: skip
         assert args[0] == sys.executable, f"only for commands of this Python: {args}"
         environment = dict(os.environ if env is None else env)
-        self._server = _server(tuple((name, environment.get(name)) for name in READ_EARLY))
+        early = {name: environment.get(name) for name in READ_EARLY}
+        if early["PYTHONPATH"] == str(PROJECT):  # whose packages the server has anyway
+            early["PYTHONPATH"] = None
+        self._server = _server(tuple(early.items()))
         streams = [number if own == -1 else own for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         try:
             self.pid = self._server.start(
@@ -236,7 +239,8 @@ def main() -> None:
     from trainer import compose, mlflow_store, plots, servable
 
     compose_quickly()
-    compose.compose(["recipe=gpt2", "data=synthetic"])  # imports every recipe, and the parser learns its grammar
+    for recipe in sorted(path.stem for path in (compose.CONF / "recipe").glob("*.yaml")):
+        compose.compose([f"recipe={recipe}"])  # imports them all, reads conf/, and the parser learns its grammar
     get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "metrics.jsonl")
