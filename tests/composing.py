@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hydra._internal import defaults_list
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.hydra import Hydra
+from omegaconf import DictConfig
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 
@@ -20,6 +22,7 @@ def compose_quickly() -> None:
         for name in ("is_config", "is_group", "load_config"):
             setattr(source, name, _remembered(getattr(source, name)))
     Hydra.get_mode = _mode(Hydra.get_mode)  # type: ignore[method-assign]
+    defaults_list._create_interpolation_map = _where_used(defaults_list._create_interpolation_map)
 
 
 def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,3 +45,12 @@ def _mode(get_mode: Callable[..., Any]) -> Callable[..., Any]:
         return get_mode(hydra, config_name, overrides) if any("hydra" in each for each in overrides) else None
 
     return mode
+
+
+def _where_used(create: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
+    def create_where_used(overrides: Any, defaults: list[Any], self_added: bool) -> DictConfig:
+        # What the names in a defaults list can refer to is put together for each file, also where none refers.
+        names = [*defaults, *overrides.known_choices.values()]
+        return create(overrides, defaults, self_added) if "${" in str(names) else DictConfig({})
+
+    return create_where_used

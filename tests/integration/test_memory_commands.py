@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from scripts import max_batch, memory
+from tests import forks
 from trainer.trial import Outcome, trial
 
-PROJECT = Path(__file__).resolve().parents[2]
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
 
@@ -81,10 +80,11 @@ def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkey
 
 
 LIMITED = """
-import resource, sys
+import ctypes, resource, sys
 import torch
 from trainer.cli import main
 from trainer.hardware import held_bytes
+ctypes.CDLL(None).mallopt(-3, 131072)  # a mapping for each tensor: the heap wastes as much again on a few MiB
 torch.ones(2**20).exp_()  # starts torch's threads
 resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 400 * 2**20, resource.RLIM_INFINITY))
 sys.exit(main())
@@ -96,10 +96,8 @@ def test_a_run_out_of_memory_says_what_fits_and_that_fits(folder: Path) -> None:
     def train(*overrides: str) -> subprocess.CompletedProcess[str]:
         job = ["recipe=bignet", "recipe.width=64", "recipe.layers=32", "data.samples=512", "device=cpu"]
         common = [*job, "batch_size=65536", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]
-        return subprocess.run(
+        return forks.run(
             [sys.executable, "-c", LIMITED, *common, *overrides],
-            # A mapping for each tensor: glibc's heap wastes as much again on tensors of a few MiB.
-            env=os.environ | {"PYTHONPATH": str(PROJECT), "MALLOC_MMAP_THRESHOLD_": "131072"},
             capture_output=True,
             text=True,
             timeout=300,

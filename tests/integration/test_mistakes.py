@@ -206,7 +206,9 @@ def test_a_mistake_imports_no_heavy_library(folder: Path) -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(PROJECT)!r})
+from tests.composing import compose_quickly
 from trainer.cli import main
+compose_quickly()
 for command in {commands!r}:
     sys.argv = ["scripts/train.py", *command]
     print(main())
