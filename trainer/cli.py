@@ -134,7 +134,7 @@ def _release_memory() -> None:
 
 
 _PATIENCE = 60.0
-"""Seconds that a rank with nothing to say waits at its end for the one that tells the user of an error they share."""
+"""Seconds that a rank waits before it exits, where another rank reports the error that they share."""
 
 
 def _report(error: RunError) -> int:
@@ -152,7 +152,7 @@ def _report(error: RunError) -> int:
     if speaks:
         print(f"{prefix}{error}", file=sys.stderr, flush=True)
     elif not isinstance(error, Interrupted):
-        # torchrun ends all ranks as soon as one leaves with an error. The one that speaks has to be the first.
+        # torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first.
         atexit.register(time.sleep, _PATIENCE)
     return error.exit_code
 

@@ -297,7 +297,7 @@ sys.exit(cli.main())
 
 
 def test_a_mistake_is_told_where_another_rank_finds_it_first(start: Start, tmp_path: Path) -> None:
-    """torchrun would end the rank that tells it, as soon as the other one has left."""
+    """torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first."""
     (tmp_path / "slow.py").write_text(SLOW_SPEAKER)
     _, err = done(start(2, "parallel=single", script=str(tmp_path / "slow.py")), code=1)
     assert err.count("error: torchrun started 2 processes, and parallel=single uses one; type parallel=ddp") == 1
