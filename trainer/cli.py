@@ -91,7 +91,7 @@ def _task(codes: list[int], run_class: type[Run], sweep: Sweep) -> Callable[[], 
             sweep.begin(built, overrides)
             sweep.end(train(built, overrides, run_class))
             codes.append(0)
-        except RunError as error:
+        except (RunError, Interrupted) as error:
             codes.append(_report(error))
             interrupted = isinstance(error, Interrupted) or (launched_processes() > 1 and not error.shared)
         except OmegaConfBaseException as error:
@@ -137,7 +137,7 @@ _PATIENCE = 60.0
 """Seconds that a rank waits before it exits, where another rank reports the error that they share."""
 
 
-def _report(error: RunError) -> int:
+def _report(error: RunError | Interrupted) -> int:
     """Tell the user, once where several ranks raise the same, and return the exit code."""
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True

@@ -41,10 +41,15 @@ class OutOfMemory(RunError):
     exit_code = 4
 
 
-class Interrupted(RunError):
-    """A signal asked the run to stop."""
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to stop.
+
+    Not an ``Exception``, because it can be raised within any library: ``shutil.rmtree`` is one of those that catch
+    every ``Exception`` and go on.
+    """
 
     shared = True
+    """As of ``RunError``."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.errors import RunError, UserError
+from trainer.errors import Interrupted, RunError, UserError
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class ProcessWorld(World):
         if self.first:
             try:
                 outcome[0] = work()
-            except RunError as error:
+            except (RunError, Interrupted) as error:
                 outcome[1] = error
             except Exception as error:  # the others must not wait for a result that never comes
                 bug, outcome[1] = error, RunError(f"rank 0 failed: {error}")

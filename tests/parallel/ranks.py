@@ -318,14 +318,14 @@ def exchange() -> dict[str, Any]:
     """What every rank hears of what rank 0 did alone."""
     world = parallel.join("cpu", 60)
 
-    def fails(error: Exception) -> Any:
+    def fails(error: BaseException) -> Any:
         raise error
 
     heard: dict[str, Any] = {"result": world.on_first(lambda: f"from {world.rank}")}
     for name, error in (("mistake", UserError("no")), ("signal", Interrupted("enough", 15)), ("bug", ValueError("x"))):
         try:
             world.on_first(partial(fails, error))
-        except Exception as raised:
+        except (Exception, Interrupted) as raised:
             heard[name] = [type(raised).__name__, str(raised), getattr(raised, "exit_code", None)]
     return heard
 
