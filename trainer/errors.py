@@ -44,12 +44,12 @@ class OutOfMemory(RunError):
 class Interrupted(KeyboardInterrupt):
     """A signal asked the run to stop.
 
-    Not an ``Exception``, because it can be raised within any library: ``shutil.rmtree`` is one of those that catch
-    every ``Exception`` and go on.
+    Not an ``Exception``: it can be raised in the middle of any library call, and many libraries catch every
+    ``Exception`` and continue (``shutil.rmtree`` with ``ignore_errors`` in Python 3.11, for example).
     """
 
     shared = True
-    """As of ``RunError``."""
+    """See ``RunError.shared``."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

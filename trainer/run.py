@@ -282,7 +282,7 @@ class Run:
     def _close(self, status: str) -> None:
         """Write the summary of a run that did not get to its end; finish the profile and the tracking."""
         self.terminal.end_progress()
-        with suppress(Exception):  # what ended the run is told already
+        with suppress(Exception, Interrupted):  # what ended the run is reported already; a second Ctrl-C ends this wait
             self.saver.finish()
         self.profiler.finish()
         if self.tracker:

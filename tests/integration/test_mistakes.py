@@ -361,11 +361,15 @@ class TestResume:
     def test_of_a_damaged_metric_log(self, train: Callable[..., Any], folder: Path) -> None:
         path = self.run / "metrics.jsonl"
         path.write_text("oops\n" + path.read_text())
+        damaged = everything(folder)
         self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "metrics.jsonl, line 1, is damaged")
+        assert everything(folder) == damaged
 
     def test_of_a_damaged_config(self, train: Callable[..., Any], folder: Path) -> None:
         (self.run / "config.json").write_text("")
+        damaged = everything(folder)
         self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "config.json cannot be read")
+        assert everything(folder) == damaged
 
 
 class TestDivergence:

@@ -247,6 +247,27 @@ def test_a_signal_that_comes_too_late_for_a_step_is_answered_after_the_next(
     assert [path.name for path in (folder / "outputs" / NAME / "checkpoints").iterdir()] == ["step-00000005"]
 
 
+def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, close = Run._evaluate, Run._close
+
+    def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(run, step)
+
+    def interrupted_again(run: Run, status: str) -> None:
+        monkeypatch.setattr(run.saver, "finish", lambda: signal.raise_signal(signal.SIGINT))
+        close(run, status)
+
+    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    monkeypatch.setattr(Run, "_close", interrupted_again)
+    done = train(*RUN, LOCAL, "eval_every=4")
+    assert done.code == 130
+    assert done.err.startswith("stopped by SIGINT after step 5, saved. Go on with:")
+    assert json.loads((folder / "outputs" / NAME / "summary.json").read_text())["status"] == "KILLED"
+
+
 @pytest.mark.parametrize("loader", ["plain", "pinned"])
 def test_signals_to_the_whole_process_group_spare_the_loading_processes(
     loader: str, start: Callable[..., subprocess.Popen[str]], folder: Path

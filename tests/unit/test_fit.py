@@ -61,9 +61,11 @@ def test_what_fits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ordinary_starts_are_not_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "forecast", None)
+    forecasts: list[object] = []
+    monkeypatch.setattr(fit, "forecast", forecasts.append)
     for job in (BIGNET, ["recipe=gpt2", "data=synthetic", "data.vocab_size=4096"], ["recipe=resnet"]):
         fitted(monkeypatch, 8 * 1024, *job)
+    assert not forecasts
 
 
 def test_large_models_large_images_and_large_vocabularies_are() -> None:
