@@ -1,5 +1,5 @@
 # make train   set up .venv, then train GPT-2 on text that needs no download
-# make test    set up what the tests need, then format, lint, type and behaviour checks, three tests at a time
+# make test    set up what the tests need, then format, lint, type and behaviour checks, two tests at a time
 # make ui      the runs side by side in MLflow
 # make bench   the ratios of the README, measured here
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own
@@ -13,8 +13,8 @@ BF16   := from trainer.hardware import detect; print(detect("auto").support("bf1
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
-# Tests at a time. On two cores a third one uses the time in which others wait for a server or a process.
-TESTS  ?= 3
+# Tests at a time, for two cores. Where other processes keep the cores busy, TESTS=3 takes less time.
+TESTS  ?= 2
 CONSTRAINTS := constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
