@@ -9,16 +9,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from filelock import FileLock
 
 from recipes.text_split import Split
 from recipes.text_tokenizers import CorpusTokenizer
 from trainer.errors import UserError
+from trainer.files import locked
 
 FORMAT = 1
 """Part of every cache key: raise it when the same text would become other tokens."""
@@ -71,15 +71,18 @@ def open_or_build(
     return train_ids, valid_ids, plan.load(folder)
 
 
-def _lock(path: Path, cache_dir: str) -> AbstractContextManager[object]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(path).acquire()
-    except OSError as error:
-        raise UserError(
-            f"data.cache_dir={cache_dir} cannot be written ({error.strerror}); name another folder there, "
-            "or in the environment variable MANTISSA_CACHE"
-        ) from None
+@contextmanager
+def _lock(path: Path, cache_dir: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(path))
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir={cache_dir} cannot be written ({error.strerror}); name another folder there, "
+                "or in the environment variable MANTISSA_CACHE"
+            ) from None
+        yield
 
 
 def _build(folder: Path, splits: dict[str, Split], plan: Plan) -> None:

@@ -16,8 +16,7 @@ from trainer.compose import CONF, compose
 from trainer.config import Config, flatten
 from trainer.console import loss
 from trainer.errors import UserError
-from trainer.files import write_json
-from trainer.folder import RunFolder
+from trainer.files import in_use, write_json
 from trainer.hardware import detect
 from trainer.judge import ArmResult, judge
 from trainer.measures import LOSS
@@ -149,7 +148,7 @@ def compare(about: Comparison, configs: dict[str, Config], tell: Callable[[str],
     }
     _begin(about, common, facts)
     tell(f"{len(about.arms)} arms × {len(about.seeds)} seeds, in turns; every run is a fresh process. {about.folder}")
-    with RunFolder(about.folder).locked():  # a second one would take runs under way for broken off
+    with in_use(about.folder):  # a second one would take runs under way for broken off
         outcomes = Runner(about.folder, common).run_all(about.arms, about.seeds, _teller(tell, first.recipe.unit))
     result = Result(about, judge(about.arms, about.baseline, outcomes, about.margin), outcomes, facts)
     write_json(about.folder / RESULT_FILE, result.to_dict())

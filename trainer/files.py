@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, JSON that is read with care, and where the project's own files are."""
+"""Files that are written whole or not at all, JSON that is read with care, locks, and where the project's files are."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
+
+from trainer.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
@@ -94,6 +100,67 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_output_dir(output_dir: str) -> None:
+    """Refuse an output folder that cannot be made or written, before anything else is done.
+
+    Raises:
+        UserError: as said.
+
+    """
+    path = Path(output_dir).expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise UserError(f"output_dir={output_dir}: {path} is a file; choose another with output_dir=…")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(
+            f"output_dir={output_dir} cannot be written (permission denied in {path}); choose another with output_dir=…"
+        )
+
+
+@contextmanager
+def locked(path: Path, timeout_s: float = -1) -> Iterator[None]:
+    """Hold the lock file ``path`` against every other process; the lock ends with the process, however it ends.
+
+    On a file system without locks nothing is held.
+
+    Args:
+        path: of the file, which is made where there is none.
+        timeout_s: how long to wait for another process that holds it; negative: as long as it takes.
+
+    Raises:
+        TimeoutError: another process still holds it.
+        OSError: the file cannot be made.
+
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout_s)
+    except NotImplementedError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Keep every other process from working on a run's or a comparison's folder.
+
+    Raises:
+        UserError: another process works on it.
+
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / ".lock", timeout_s=0))
+        except TimeoutError:
+            raise UserError(f"{folder} is being worked on by another process; wait until that one ends") from None
+        yield
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from trainer import augment, checkpoint
 from trainer.data import OnDeviceLoader
 from trainer.errors import UserError
-from trainer.files import make_folder, read_json, write_json, write_text
+from trainer.files import check_output_dir, make_folder, read_json, write_json, write_text
 from trainer.world import launch_id, launched_processes, restarted
-
-if TYPE_CHECKING:
-    from trainer.config import Config
 
 # What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
 # makes the run longer (and with it the schedule), as the user asked.
@@ -65,7 +59,9 @@ class RunFolder:
                 except FileExistsError:
                     number += 1
         except OSError as error:
-            raise UserError(f"output_dir={output_dir} cannot be written ({error.strerror}); {_ELSEWHERE}") from error
+            raise UserError(
+                f"output_dir={output_dir} cannot be written ({error.strerror}); choose another with output_dir=…"
+            ) from error
 
     @classmethod
     def find(cls, resume: str, output_dir: str, run_name: str, uri: str | None = None) -> RunFolder | None:
@@ -81,29 +77,6 @@ class RunFolder:
             saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
             return cls(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
         return local_folder(resume, output_dir, uri)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep every other process from working on this run; the lock ends with the process, however it ends.
-
-        Raises:
-            UserError: another process has it.
-
-        """
-        from filelock import FileLock, Timeout
-
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"{self.path} is being worked on by another process; wait until that one ends") from None
-        except NotImplementedError:  # a file system without locks
-            yield
-            return
-        try:
-            yield
-        finally:
-            lock.release()
 
     def mark_launch(self) -> None:
         """Note by which torchrun the run was started, so that its restart finds the run again."""
@@ -182,7 +155,7 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
 
     """
     if resume.startswith(("mlflow:", "runs:/")):
-        from trainer.mlflow_resume import fetch  # which imports this module
+        from trainer.mlflow_resume import fetch
 
         return RunFolder(fetch(resume, uri, output_dir))
     folder = RunFolder(Path(resume).expanduser())
@@ -204,44 +177,30 @@ def another_run(folder: Path, different: dict[str, tuple[Any, Any]]) -> UserErro
     return UserError(f"cannot resume {folder}: {changes}; {restore} or start a new run")
 
 
-def earlier_folder(config: Config) -> RunFolder | None:
+def earlier_folder(resume: str | None, output_dir: str, run_name: str, uri: str | None) -> RunFolder | None:
     """Return the folder of the run to go on with, if any: ``resume``, or what torchrun's restart interrupted.
+
+    Args:
+        resume: null, ``auto``, a folder or an address in MLflow.
+        output_dir: where run folders are made.
+        run_name: of the run, and the beginning of its folder's name.
+        uri: ``tracking.uri``.
 
     Raises:
         UserError: ``resume`` names no run, or the output folder cannot be written.
 
     """
-    assert config.run_name is not None
-    check_writable(config.output_dir)
+    check_output_dir(output_dir)
     if restarted():
-        marks = Path(config.output_dir).expanduser().glob(f"{config.run_name}*/{_LAUNCH_FILE}")
+        marks = Path(output_dir).expanduser().glob(f"{run_name}*/{_LAUNCH_FILE}")
         ours = [mark for mark in marks if json.loads(mark.read_text()).get("launch") == launch_id()]
         saved = [mark for mark in ours if checkpoint.steps(mark.parent / "checkpoints")]
         if saved:
             return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
-    if not config.resume:
-        return None
-    return RunFolder.find(config.resume, config.output_dir, config.run_name, config.tracking.uri)
+    return RunFolder.find(resume, output_dir, run_name, uri) if resume else None
 
 
 _LAUNCH_FILE = "launch.json"
-_ELSEWHERE = "choose another with output_dir=…"
-
-
-def check_writable(output_dir: str) -> None:
-    """Refuse an output folder that cannot be made or written, before anything else is done.
-
-    Raises:
-        UserError: as said.
-
-    """
-    path = Path(output_dir).expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    if not path.is_dir():
-        raise UserError(f"output_dir={output_dir}: {path} is a file; {_ELSEWHERE}")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir={output_dir} cannot be written (permission denied in {path}); {_ELSEWHERE}")
 
 
 def _is_run(path: Path, run_name: str) -> bool:

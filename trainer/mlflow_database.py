@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.errors import UserError
-from trainer.files import flush
+from trainer.files import flush, locked
 
 log = logging.getLogger("mantissa")
 
@@ -33,10 +33,8 @@ def prepared(database: Path) -> Iterator[None]:
         UserError: the file is no SQLite database, or is one of another version of MLflow. It is not touched.
 
     """
-    from filelock import FileLock
-
     database.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{database}-init.lock", timeout=LOCK_TIMEOUT_S):
+    with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):
         if database.exists():
             _set_aside_half_made(database)
         if not database.exists():

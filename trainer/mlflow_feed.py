@@ -9,23 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from trainer.delivery import Delivery, RunInfo, first_line
-from trainer.mlflow_record import METRICS_FILE
+from trainer.mlflow_record import METRICS_FILE, sync_command
 from trainer.mlflow_store import without_password
-from trainer.sync import LONGEST_PAUSE_S, SHARE, Backlog, Stopped, command
 
 log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
+SHARE = 0.1
+"""Of the time while a run trains: Python's threads take turns, and training needs most of them."""
+LONGEST_PAUSE_S = 5.0
 LAST_ATTEMPTS = 3
 """How often the end of a run is tried on an MLflow that answers with errors."""
 SYSTEM_METRICS_EVERY_S = 5.0
 
 
-class Feed(threading.Thread):
-    """Sends a run to MLflow: the metric log as it grows, and at the end the artifacts and the status.
+class Stopped(Exception):
+    """Nobody waits for this delivery any more."""
 
-    While MLflow answers, earlier runs of the same output folder that it lacks are sent too.
-    """
+
+class Feed(threading.Thread):
+    """Sends a run to MLflow: the metric log as it grows, and at the end the artifacts and the status."""
 
     def __init__(
         self,
@@ -43,7 +46,6 @@ class Feed(threading.Thread):
         self._flush_every_s = flush_every_s
         self._monitor: Any = None
         self._system_metrics = system_metrics
-        self._backlog: Backlog | None = None
         self._ending = threading.Event()
         self._since = 0.0
         self._abandoned = False
@@ -82,8 +84,6 @@ class Feed(threading.Thread):
         finally:
             self._abandoned = True
         delivered = not self.is_alive() and self._problem is None
-        if self._backlog:
-            self._backlog.end(at_once=status != "FINISHED" or not delivered)
         if delivered:
             return None
         return self._incomplete(first_line(self._problem) if self._problem else f"no answer within {patience_s:g} s")
@@ -104,7 +104,7 @@ class Feed(threading.Thread):
     def _incomplete(self, reason: str) -> str:
         return (
             f"MLflow upload incomplete ({without_password(self._uri)} lacks {self._delivery.missing()}: {reason}). "
-            f"Data is safe in {self._folder}; retry with: {command(self._folder)}"
+            f"Data is safe in {self._folder}; retry with: {sync_command(self._folder)}"
         )
 
     def run(self) -> None:
@@ -116,8 +116,6 @@ class Feed(threading.Thread):
                 self._advance(ending)
                 if failures >= 2:
                     log.info("MLflow at %s answers again.", without_password(self._uri))
-                if self._backlog is None or failures:
-                    self._start_backlog()
                 failures, self._problem = 0, None
                 if ending:
                     return
@@ -186,11 +184,6 @@ class Feed(threading.Thread):
         if self._monitor:
             self._monitor.finish()
             self._monitor = None
-
-    def _start_backlog(self) -> None:
-        if self._backlog is None or not self._backlog.is_alive():
-            self._backlog = Backlog(self._folder, self._uri)
-            self._backlog.start()
 
     def _pause(self) -> None:
         """Leave training most of the time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,8 @@ def _last_step(folder: Path) -> int:
             for line in file:
                 last = line if line.endswith(b"\n") else last
     return int(json.loads(last)["step"]) if last else -1
+
+
+def sync_command(folder: Path) -> str:
+    """Return the command line that sends a run to MLflow."""
+    return shlex.join(["python", "scripts/sync.py", str(folder)])

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +14,7 @@ from trainer import checkpoint
 from trainer.checkpoint_schema import MANIFEST_FILE, STEP_NAME, Refused, damage, read_manifest
 from trainer.delivery import RunInfo, first_line
 from trainer.errors import UserError
-from trainer.files import flush, write_json
-from trainer.folder import RunFolder, check_writable
+from trainer.files import check_output_dir, flush, in_use, locked, write_json
 from trainer.mlflow_checkpoints import CHECKPOINTS, COMPANIONS
 from trainer.mlflow_record import RECORD_FILE, SUMMARY_FILE, log_size, read_record
 from trainer.mlflow_store import (
@@ -56,7 +53,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
     match = _ADDRESS.fullmatch(resume)
     if not match or not re.fullmatch(r"\w+", match[1]):
         raise UserError(f"resume={resume} names no run; use resume=mlflow:RUN_ID, with the run's id on MLflow's page")
-    check_writable(output_dir)
+    check_output_dir(output_dir)
     store = tracking_uri(uri)
     database = database_file(store)
     if database is not None and not database.exists():
@@ -95,7 +92,7 @@ def _fetch(resume: str, run_id: str, step: int | None, store: str, root: Path) -
     root.mkdir(parents=True, exist_ok=True)
     partial = root / f".{name}.{run_id}.partial"
     # Each process of a job comes here, and its hosts may share the folder: the lock is where the download is.
-    with _locked(partial.with_suffix(".lock")):
+    with locked(partial.with_suffix(".lock")):
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             partial.mkdir()
@@ -110,22 +107,6 @@ def _fetch(resume: str, run_id: str, step: int | None, store: str, root: Path) -
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return root / name
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    from filelock import FileLock
-
-    lock = FileLock(path)
-    try:
-        lock.acquire()
-    except NotImplementedError:  # a file system without locks
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 class _Wanted(NamedTuple):
@@ -202,7 +183,7 @@ def _here(target: Path, wanted: _Wanted) -> bool:
     if steps and steps[-1] > newest and (again or wanted.typed is None):
         print(f"{target} is used: it is this run, at step {steps[-1]}, where MLflow has step {newest}", flush=True)
         return True
-    with RunFolder(target).locked():  # refuses where a process works on it
+    with in_use(target):  # refuses where a process works on it
         steps = checkpoint.steps(target / CHECKPOINTS)
     if steps and steps[-1] > newest:
         raise UserError(

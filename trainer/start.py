@@ -13,6 +13,7 @@ from trainer.augment import Augment, AutomaticAugment
 from trainer.config import Config, flatten
 from trainer.console import Terminal
 from trainer.errors import UserError
+from trainer.files import in_use
 from trainer.fit import earlier_plan, fit_plan
 from trainer.folder import RunFolder, earlier_folder
 from trainer.hardware import detect
@@ -49,7 +50,9 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         except UserError as error:
             error.shared = True
             raise
-        folder = world.on_first(lambda: earlier_folder(config))
+        assert config.run_name is not None
+        named = partial(earlier_folder, config.resume, config.output_dir, config.run_name, config.tracking.uri)
+        folder = world.on_first(named)
         saved = None
         if folder is not None:
             if config.augment.kind == AutomaticAugment.kind:
@@ -83,7 +86,7 @@ def _is_finished(folder: RunFolder) -> bool:
 
 def _begun(config: Config, stack: ExitStack) -> RunFolder:
     folder = RunFolder.create(config.output_dir, str(config.run_name))
-    stack.enter_context(folder.locked())
+    stack.enter_context(in_use(folder.path))
     return folder
 
 
@@ -105,7 +108,7 @@ def _measured_earlier(folder: RunFolder, config: Config) -> dict[str, Any]:
 
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
-    stack.enter_context(folder.locked())
+    stack.enter_context(in_use(folder.path))
     folder.check_same(flatten(config), config.recipe.unit == "images")
     path = checkpoint.find(folder.checkpoints)
     step, steps = int(path.name.removeprefix(".")[5:13]), folder.config().get("steps")

@@ -221,12 +221,12 @@ def test_a_run_deleted_in_mlflow_goes_on_as_a_new_one(
 PROCESS = """
 import sys
 from pathlib import Path
-from trainer.folder import RunFolder
+from trainer.files import in_use
 from trainer.tracking import Tracker, Tracking
 folder = Path(sys.argv[1])
 folder.mkdir()
 config = Tracking(flush_every_s=0.05, patience_s=300)
-with RunFolder(folder).locked():  # as training does: what one has not sent yet, the other must not send too
+with in_use(folder):  # as training does: what one has not sent yet, the other must not send too
     tracker = Tracker(config, folder, experiment="race", run_name=folder.name, params={}, tags={})
     for step in range(200):
         tracker.log(step, {"loss": 1.0, "lr": 0.1})

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 
 from trainer.files import write_json
 from trainer.mlflow_checkpoints import CheckpointSender
-from trainer.sync import Backlog, send
+from trainer.sync import send
 from trainer.tracking import Tracker, Tracking
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -96,16 +96,6 @@ def test_a_folder_that_is_behind_changes_nothing_in_mlflow(store: str, behind: P
     assert state(client, run_id) == before
     assert "stale" not in Path(client.download_artifacts(run_id, "config.json")).read_text()
     assert send(behind).text == "already complete"
-
-
-def test_nor_does_it_beside_a_later_run(store: str, behind: Path) -> None:
-    client, run_id = MlflowClient(store), record(behind)["run_id"]
-    before = state(client, run_id)
-    backlog = Backlog(behind.with_name("present"), store)
-    backlog.start()
-    backlog.join(300)
-    assert state(client, run_id) == before
-    assert record(behind)["delivered"]["continued_elsewhere"] == 20
 
 
 def test_nor_where_its_training_goes_on(store: str, behind: Path, caplog: pytest.LogCaptureFixture) -> None:

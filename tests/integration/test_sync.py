@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,9 +21,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tests import forks
-from trainer.files import write_json
-from trainer.folder import RunFolder
-from trainer.sync import Backlog, send
+from trainer.files import in_use, write_json
+from trainer.sync import send
 from trainer.tracking import Tracker, Tracking
 
 # MLflow's own, raised inside the feed's thread: SQLAlchemy 2.1 deprecates an option of MLflow's models.
@@ -344,7 +342,7 @@ def test_sync_says_what_it_did_with_each_run(folder: Path, store: Path, start: S
     training = undelivered(outputs / "training")
     (outputs / "notes").mkdir()
 
-    with RunFolder(training).locked():
+    with in_use(training):
         code, said = finished(start(script=SYNC))
     assert code == 1, said
     lines = dict(line.split(": ", 1) for line in said.splitlines())
@@ -432,50 +430,12 @@ def test_a_sync_that_was_killed_is_run_again(folder: Path, store: Path, monkeypa
 # --- a later run ---
 
 
-def test_the_next_run_sends_earlier_ones(folder: Path, store: Path) -> None:
-    outputs = folder / "outputs"
-    undelivered(outputs / "earlier")
-    undelivered(outputs / "elsewhere", uri="sqlite:///other.db")
-    training = undelivered(outputs / "training")
-    with RunFolder(training).locked():
-        tracker = tracker_of(outputs / "next")
-        tracker.log(1, {"loss": 1.0})
-        tracker.close("FINISHED", {})
-    assert points(store) == {"earlier": once(5), "next": once(1)}
-    assert runs(store) == [("earlier", "FINISHED"), ("next", "FINISHED")]
-    assert send(outputs / "earlier").text == "already complete"
-
-
-def test_a_run_that_has_ended_does_not_wait_long_for_earlier_ones(
-    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uri = f"sqlite:///{store}"
-    outputs = folder / "outputs"
-    for index in range(3):
-        undelivered(outputs / f"earlier{index}")
-    real = MlflowClient.log_batch
-    called, answer = threading.Event(), threading.Event()
-
-    def held(self: MlflowClient, run_id: str, **others: Any) -> None:
-        called.set()
-        assert answer.wait(300)
-        real(self, run_id, **others)
-
-    monkeypatch.setattr(MlflowClient, "log_batch", held)
-    monkeypatch.setattr("trainer.sync.LAST_S", 0.5)
-    (outputs / "present").mkdir()
-    for at_once in (False, True):
-        called.clear()
-        answer.clear()
-        backlog = Backlog(outputs / "present", uri)
-        backlog.start()
-        assert called.wait(300)
-        backlog.end(at_once)
-        assert backlog.is_alive()  # the run has ended, though the call that is in progress has not
-        answer.set()
-        backlog.join(300)
-        assert not backlog.is_alive()
-    assert len([run for run in runs(store) if run[1] == "FINISHED"]) < 3
+def test_a_later_run_sends_itself_and_no_other(folder: Path, store: Path) -> None:
+    undelivered(folder / "outputs" / "earlier")
+    tracker = tracker_of(folder / "outputs" / "next")
+    tracker.log(1, {"loss": 1.0})
+    tracker.close("FINISHED", {})
+    assert points(store) == {"next": once(1)}
 
 
 # --- through the real command line: absent, slow, locked ---
@@ -508,10 +468,11 @@ def test_a_locked_store_gets_all_of_it_later(train: Callable[..., Any], sync: Sy
     assert code == 0, said
     assert points(store) == {"bignet-fp32-s0": once(60)}
     assert train(*BIGNET, "seed=2", "steps=2").code == 0
-    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60), "bignet-fp32-s2": once(2)}
+    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s2": once(2)}
     code, said = sync()
     assert code == 0
-    assert said.count(": already complete\n") == 3
+    assert said.count(": already complete\n") == 2
+    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60), "bignet-fp32-s2": once(2)}
     assert runs(store) == [(f"bignet-fp32-s{seed}", "FINISHED") for seed in (0, 1, 2)]
 
 

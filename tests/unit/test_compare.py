@@ -11,7 +11,7 @@ import pytest
 from trainer.arms import Arm, Outcome, Runner, merged, turns
 from trainer.compare import check_arms, compare, parse
 from trainer.errors import UserError
-from trainer.folder import RunFolder
+from trainer.files import in_use
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64"]
 PAIR = "arms=fp32,bf16"
@@ -188,5 +188,5 @@ def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
 def test_two_at_a_time_do_not_take_each_others_runs_for_broken_off(tmp_path: Path) -> None:
     about = parse([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
     about.folder.mkdir(parents=True)
-    with RunFolder(about.folder).locked(), pytest.raises(UserError, match="worked on by another process"):
+    with in_use(about.folder), pytest.raises(UserError, match="worked on by another process"):
         compare(about, check_arms(about), tell=lambda line: None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import UserError
+from trainer.files import in_use
 from trainer.folder import RunFolder
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -79,17 +80,16 @@ def test_a_second_run_of_a_name_gets_a_folder_of_its_own(tmp_path: Path) -> None
 
 
 def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:
-    hold = "import sys; from trainer.folder import RunFolder; from pathlib import Path\n"
-    hold += "with RunFolder(Path(sys.argv[1])).locked(): print('held', flush=True); sys.stdin.read()"
-    run = RunFolder(tmp_path)
+    hold = "import sys; from trainer.files import in_use; from pathlib import Path\n"
+    hold += "with in_use(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=PROJECT
     ) as process:
         assert process.stdout
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="another process"), run.locked():
+        with pytest.raises(UserError, match="another process"), in_use(tmp_path):
             pass
         process.kill()  # no goodbye
         process.wait()
-    with run.locked(), pytest.raises(UserError, match="another process"), RunFolder(tmp_path).locked():
+    with in_use(tmp_path), pytest.raises(UserError, match="another process"), in_use(tmp_path):
         pass
