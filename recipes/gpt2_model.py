@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes.text_pretrained import first_line, hub_reachable, in_hub_cache
-from trainer.errors import UserError
+from recipes.text_pretrained import hub_reachable, in_hub_cache
+from trainer.errors import UserError, first_line
 
 
 class Shape(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from recipes.text_pretrained import first_line, hub_reachable
-from trainer.errors import UserError
+from recipes.text_pretrained import hub_reachable
+from trainer.errors import UserError, first_line
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 EMBEDDED = "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 
 
 class Pretrained:
@@ -115,8 +115,3 @@ def hub_reachable(timeout_s: float = 8) -> bool:
     thread.start()
     thread.join(timeout_s)
     return bool(answered)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from trainer.data import to_device
 from trainer.rng import random_state, set_random_state
-
-if TYPE_CHECKING:
-    from trainer.loop import Trainer
 
 _NAMES = {
     SDPBackend.MATH: "math",
@@ -24,8 +22,6 @@ _NAMES = {
     SDPBackend.OVERRIDEABLE: "overrideable",
     SDPBackend.ERROR: "none",
 }
-_SAMPLES = 2
-"""Batch norm takes no statistics of one."""
 
 
 def allow_cudnn(allowed: bool) -> None:
@@ -50,42 +46,38 @@ def enabled() -> list[str]:
     return [name for name, flag in flags.items() if flag]
 
 
-def effective(trainer: Trainer) -> dict[str, Any]:
-    """Return what precision.json says about fused attention: the kernels allowed, and on CUDA those taken."""
-    found: dict[str, Any] = {"sdpa_allowed": enabled()}
-    if trainer.device.type == "cuda":
-        found["sdpa_taken"] = taken(trainer)
-    return found
-
-
-def taken(trainer: Trainer) -> list[dict[str, Any]]:
+def taken(
+    model: nn.Module, forward: Callable[[], object], device: torch.device, gradients: bool = True
+) -> list[dict[str, Any]]:
     """Return the kernel that torch chooses for each kind of call to ``scaled_dot_product_attention``.
 
-    Asked in a forward pass over two samples, not compiled, which leaves no trace in the model and the generators. The
-    choice depends on lengths, head width, format, mask, dropout and torch's flags, hardly on the number of samples.
+    Asked in one forward pass, not compiled, which leaves no trace in the model and the generators. The choice depends
+    on lengths, head width, format, mask, dropout and torch's flags, hardly on the number of samples.
+
+    Args:
+        model: in training.
+        forward: calls it on a few samples; on two or more, because batch norm takes no statistics of one.
+        device: of the model.
+        gradients: whether the pass records operations for a backward pass, which none follows.
+
     """
-    size = min(_SAMPLES, trainer.plan.batching.micro_batch_size)
-    batch = to_device(trainer.datasets.train.batch(trainer.order.samples(0, size)), trainer.device)
-    generators = random_state(trainer.device)
-    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
-    training = trainer.model.training
+    generators = random_state(device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    training = model.training
     benchmark = torch.backends.cudnn.benchmark
     asked = _Asked()
-    # Sharded, a forward pass that no backward follows would stay in the books of FSDP.
-    gradients = trainer.config.parallel.kind != "fsdp"
     try:
-        trainer.model.train()
-        torch.backends.cudnn.benchmark = False  # no algorithms are tried out for two samples
-        autocast = trainer.config.precision.autocast(trainer.device)
-        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients), autocast, asked:
-            trainer.recipe.loss(trainer.model, batch)
+        model.train()
+        torch.backends.cudnn.benchmark = False  # no algorithms are tried out for a few samples
+        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients), asked:
+            forward()
     finally:
         torch.backends.cudnn.benchmark = benchmark
-        trainer.model.train(training)
+        model.train(training)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        set_random_state(generators, trainer.device)
+        set_random_state(generators, device)
     return [dict(call) | {"calls": count} for call, count in asked.calls.items()]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from trainer.arms import Outcome
 from trainer.compare import PLAN_FILE, Result
-from trainer.delivery import TRACKING_FILE, first_line
+from trainer.delivery import TRACKING_FILE
+from trainer.errors import first_line
 from trainer.mlflow_record import read_record
 from trainer.mlflow_store import cut, lasting_uri, valid_key
 from trainer.sync import send

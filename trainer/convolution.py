@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,7 @@ from trainer.hardware import Hardware
 from trainer.remember import processor, remembered
 from trainer.rng import random_state, set_random_state
 
-if TYPE_CHECKING:
-    from trainer.loop import Trainer
-
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SAMPLES = 2
 _ROUNDS = 3
 _TOLERANCE = 2**-5
 """Of the largest entry: a gradient in bf16 is off by 2**-9 of its own size, and by the order of summation."""
@@ -35,36 +31,13 @@ _CHEAP = 2e7
 """Products of a forward pass: layers without such taps are tried too, where it costs a few milliseconds."""
 
 
-def mend(trainer: Trainer) -> list[str]:
-    """Let a new model's convolutions that are not reliable in the run's format compute in fp32; return their names.
-
-    Only on a CPU, in a 16-bit format. Rank 0 decides for all ranks.
-    """
-    precision, model = trainer.config.precision, trainer.model
-    dtype = precision.half
-    if trainer.device.type != "cpu" or dtype is None or detect_fake_mode() is not None:
-        return []
-    micro_batch_size = trainer.plan.batching.micro_batch_size
-    size = min(_SAMPLES, micro_batch_size)
-
-    def forward() -> None:
-        trainer.recipe.loss(model, trainer.datasets.train.batch(trainer.order.samples(0, size)))
-
-    def search() -> list[str]:
-        found = unreliable(model, forward, dtype, trainer.hardware, micro_batch_size / size)
-        return [name for name in found if not precision.names(name)]
-
-    names = trainer.world.on_first(search)
-    compute_in_fp32(model, names, dtype)
-    return names
-
-
 def unreliable(
     model: nn.Module, forward: Callable[[], object], dtype: torch.dtype, hardware: Hardware, times: float = 1
 ) -> list[str]:
     """Return the names of the convolutions whose weight gradients in ``dtype`` are not all written on this CPU.
 
-    Each distinct layer and shape is tried once, and remembered for this processor and torch.
+    Each distinct layer and shape is tried once, and remembered for this processor and torch. Fake tensors have no
+    gradients to look at: under FakeTensorMode none is found.
 
     Args:
         model: on the CPU, in fp32.
@@ -75,7 +48,7 @@ def unreliable(
 
     """
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, _KINDS)}
-    if not layers or not computed_by_onednn(dtype):
+    if not layers or not computed_by_onednn(dtype) or detect_fake_mode() is not None:
         return []
     found = []
     for name, (shape, channels_last) in _inputs(model, layers, forward).items():

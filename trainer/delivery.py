@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 import uuid
 from collections.abc import Callable
@@ -335,12 +334,6 @@ class Delivery:
                         if value is not None and step > self._stored.get(key := valid_key(name), -1)
                     ]
         return bool(self._pending)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, for the user: without passwords, which MLflow's errors repeat."""
-    text = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(error).strip())
-    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def _bytes(path: Path) -> int:

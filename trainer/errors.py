@@ -59,6 +59,15 @@ class Interrupted(KeyboardInterrupt):
         return type(self), (str(self), self.exit_code - 128)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, at most 300 characters, without the passwords of addresses in it.
+
+    Errors of MLflow, SQLAlchemy and the Hub have many lines, and some repeat the address with its password.
+    """
+    text = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(error).strip())
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out, on whatever device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

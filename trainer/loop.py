@@ -8,15 +8,14 @@ import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainer import convolution
-from trainer.attention import allow_cudnn
+from trainer import attention, convolution
 from trainer.config import Config, Plan
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
@@ -26,6 +25,9 @@ from trainer.update import Update
 from trainer.world import World
 
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
+
+_FEW = 2
+"""Samples of a forward pass that only looks; batch norm takes no statistics of one."""
 
 
 class StepRecord(NamedTuple):
@@ -90,7 +92,7 @@ class Trainer:
         if self.device.type == "cuda":  # what asks for "the" device (streams, synchronisation) means this one
             torch.cuda.set_device(self.device)
         config.precision.apply()
-        allow_cudnn(not self.recipe.masks_attention)
+        attention.allow_cudnn(not self.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = self._open_datasets() if datasets is None else datasets
         self.choices = config.settle_augment() + self._measure()
@@ -99,7 +101,7 @@ class Trainer:
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self._new_model()
-        self.conv_in_fp32 = convolution.mend(self)
+        self.conv_in_fp32 = self._mend_convolutions()
         """Names of the convolutions whose 16-bit gradients this CPU does not write whole."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
@@ -136,6 +138,40 @@ class Trainer:
         for choice in choices:
             setattr(self.recipe, choice.key.removeprefix("recipe."), choice.value)
         return choices
+
+    def _mend_convolutions(self) -> list[str]:
+        """Let convolutions that are not reliable in the run's format compute in fp32; return their names.
+
+        Only on a CPU, in a 16-bit format. Rank 0 decides for all ranks.
+        """
+        precision, size = self.config.precision, self.plan.batching.micro_batch_size
+        dtype = precision.half
+        if self.device.type != "cpu" or dtype is None:
+            return []
+
+        def search() -> list[str]:
+            times = size / min(_FEW, size)
+            found = convolution.unreliable(self.model, self._forward_of_few, dtype, self.hardware, times)
+            return [name for name in found if not precision.names(name)]
+
+        names = self.world.on_first(search)
+        convolution.compute_in_fp32(self.model, names, dtype)
+        return names
+
+    def _forward_of_few(self) -> None:
+        """Take one forward pass over the first samples."""
+        few = self.order.samples(0, min(_FEW, self.plan.batching.micro_batch_size))
+        self.recipe.loss(self.model, to_device(self.datasets.train.batch(few), self.device))
+
+    def attention_kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of fused attention that training takes, see ``attention.taken``."""
+
+        def forward() -> None:
+            with self.config.precision.autocast(self.device):
+                self._forward_of_few()
+
+        # Sharded, a forward pass that no backward follows would stay in the books of FSDP.
+        return attention.taken(self.model, forward, self.device, self.config.parallel.kind != "fsdp")
 
     def _new_model(self) -> nn.Module:
         """Return the model with its first weights, on the device."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint_schema import MANIFEST_FILE, STEP_NAME, sha256
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.files import link_or_copy
 
 if TYPE_CHECKING:
@@ -104,10 +104,8 @@ class CheckpointSender:
                     _remove(client, run, name)
                 except Exception as error:  # of many kinds: what stays too long is no reason to send the run again
                     if name not in self._stay:
-                        from trainer.delivery import first_line  # which imports this module
-
-                        said = first_line(error)
-                        log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, said)
+                        why = first_line(error)
+                        log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, why)
                     self._stay.add(name)
                 between(0)
 

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.delivery import Delivery, RunInfo, first_line
+from trainer.delivery import Delivery, RunInfo
+from trainer.errors import first_line
 from trainer.mlflow_record import METRICS_FILE, sync_command
 from trainer.mlflow_store import without_password
 

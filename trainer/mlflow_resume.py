@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer import checkpoint
 from trainer.checkpoint_schema import MANIFEST_FILE, STEP_NAME, Refused, damage, read_manifest
-from trainer.delivery import RunInfo, first_line
-from trainer.errors import UserError
+from trainer.delivery import RunInfo
+from trainer.errors import UserError, first_line
 from trainer.files import check_output_dir, flush, in_use, locked, write_json
 from trainer.mlflow_checkpoints import CHECKPOINTS, COMPANIONS
 from trainer.mlflow_record import RECORD_FILE, SUMMARY_FILE, log_size, read_record

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.console import Rows, duration, loss, quantity, size
-from trainer.hardware import peak_memory_bytes
 from trainer.loop import Trainer
-from trainer.provenance import versions
 from trainer.recipe import Choice
-
-if TYPE_CHECKING:
-    from trainer.run import Run
 
 
 def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
@@ -67,52 +61,61 @@ def choice_rows(choices: list[Choice]) -> Rows:
     return [(f"{choice.key}={choice.value}", choice.why) for choice in choices]
 
 
-def summarise(run: Run, status: str) -> dict[str, Any]:
-    """Return the content of summary.json: plain JSON types, times in seconds, memory in bytes."""
-    throughput = run.monitor.throughput()
-    finite = {name: value if math.isfinite(value) else None for name, value in run.final.items()}
-    return {
-        "status": status,
-        "run": run.folder.path.name,
-        "recipe": run.config.recipe.name,
-        "precision": run.config.precision.mode,
-        "seed": run.config.seed,
-        "step": run.trainer.step,
-        "steps": run.plan.steps,
-        "final": finite,
-        "best": run.best,
-        "unit": run.config.recipe.unit,
-        "units_per_s": throughput[0] if throughput else None,
-        "step_time_s": throughput[1] if throughput else None,
-        # Of training and evaluation since this process began or went on, and of one rank's GPU.
-        "energy_j": run.energy.joules(),
-        "units": run.monitor.units,
-        "peak_memory_bytes": peak_memory_bytes(run.trainer.device),
-        "memory_is": "allocated on the GPU" if run.hardware.is_gpu else "resident in memory, the whole process",
-        "parallel": run.config.parallel.kind,
-        "processes": run.world.size,
-        "checkpoints": run.saver.facts(),
-        "skipped_steps": run.monitor.skipped_steps,
-        "wall_time_s": time.time() - run.began,
-        "resume": run.command,
-        "hardware": run.hardware.facts(),
-        "versions": versions(),
-        "git": run.git,
-    }
+@dataclass(frozen=True)
+class RunSummary:
+    """The content of summary.json, in plain JSON types."""
 
+    status: str
+    """MLflow's: FINISHED, FAILED or KILLED."""
+    run: str
+    """The run folder's name."""
+    recipe: str
+    precision: str
+    seed: int
+    step: int
+    """Optimizer steps done."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    final: dict[str, float | None]
+    """The last evaluation's metrics by ``valid/<name>``; None: not finite."""
+    best: dict[str, float] | None
+    """``value`` and ``step`` of the best validation score; None: no finite one yet."""
+    unit: str
+    """What throughput counts, such as ``tokens``."""
+    units_per_s: float | None
+    step_time_s: float | None
+    energy_j: float | None
+    """Joules of training and evaluation since this process started or resumed the run, of one rank's GPU."""
+    units: int
+    """Trained on since this process started or resumed the run."""
+    peak_memory_bytes: int
+    memory_is: str
+    """What ``peak_memory_bytes`` counts."""
+    parallel: str
+    processes: int
+    checkpoints: dict[str, Any]
+    """What saving cost, see ``Saver.facts``."""
+    skipped_steps: int
+    wall_time_s: float
+    resume: str
+    """The command that resumes the run."""
+    hardware: dict[str, Any]
+    versions: dict[str, str | None]
+    git: dict[str, str]
 
-def summary_rows(summary: dict[str, Any], unit: str) -> Rows:
-    """Return the summary table."""
-    rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in summary["final"].items()]
-    if summary["best"]:
-        rows.append(("best loss", f"{loss(summary['best']['value'])} at step {summary['best']['step']:.0f}"))
-    if summary["units_per_s"]:
-        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {unit}/s"))
-        rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
-    rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
-    rows.append(("skipped steps", str(summary["skipped_steps"])))
-    rows.append(("time", duration(summary["wall_time_s"])))
-    return rows
+    def rows(self) -> Rows:
+        """Return the summary table."""
+        rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in self.final.items()]
+        if self.best:
+            rows.append(("best loss", f"{loss(self.best['value'])} at step {self.best['step']:.0f}"))
+        if self.units_per_s:
+            rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s"))
+        if self.step_time_s:
+            rows.append(("step time", f"{quantity(1e3 * self.step_time_s)} ms"))
+        rows.append(("peak memory", f"{size(self.peak_memory_bytes)} {self.memory_is}"))
+        rows.append(("skipped steps", str(self.skipped_steps)))
+        rows.append(("time", duration(self.wall_time_s)))
+        return rows
 
 
 def _epochs(count: float) -> str:

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ from trainer.dataset_facts import dataset_facts
 from trainer.energy import EnergyMeter
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
 from trainer.folder import RunFolder
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.loop import StepRecord, Trainer
 from trainer.mlflow_store import without_password
 from trainer.monitor import Monitor
 from trainer.precision import formats
 from trainer.profiler import Profiler
-from trainer.provenance import git_facts, resume_command
+from trainer.provenance import git_facts, resume_command, versions
 from trainer.recipe import Choice
+from trainer.report import RunSummary
 from trainer.restore import Saved, load
 from trainer.rng import random_state, set_random_state
 from trainer.saver import Saver, infinite_buffers
@@ -87,7 +89,9 @@ class Run:
         self.git = git_facts()
         self.manifest = self.config.precision.manifest(self.hardware, trainer.fp32_modules)
         self.manifest["effective"] |= formats(trainer.model, trainer.optimizer) | self.config.parallel.effective()
-        self.manifest["effective"] |= attention.effective(trainer) | {"conv_in_fp32": trainer.conv_in_fp32}
+        self.manifest["effective"] |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32}
+        if trainer.device.type == "cuda":
+            self.manifest["effective"]["sdpa_taken"] = trainer.attention_kernels()
         self.profiler = Profiler().start(folder.path, trainer.model, trainer.optimizer, trainer.device)
         self.tracker: Tracker | None = None
         if self.world.first:
@@ -286,27 +290,59 @@ class Run:
             self.saver.finish()
         self.profiler.finish()
         if self.tracker:
-            self.tracker.close(status, report.summarise(self, status))
+            self.tracker.close(status, asdict(self._summary(status)))
+
+    def _summary(self, status: str) -> RunSummary:
+        """Return what the run amounts to so far."""
+        config, monitor = self.config, self.monitor
+        units_per_s, step_time_s = monitor.throughput() or (None, None)
+        return RunSummary(
+            status=status,
+            run=self.folder.path.name,
+            recipe=config.recipe.name,
+            precision=config.precision.mode,
+            seed=config.seed,
+            step=self.trainer.step,
+            steps=self.plan.steps,
+            final={name: value if math.isfinite(value) else None for name, value in self.final.items()},
+            best=self.best,
+            unit=config.recipe.unit,
+            units_per_s=units_per_s,
+            step_time_s=step_time_s,
+            energy_j=self.energy.joules(),
+            units=monitor.units,
+            peak_memory_bytes=peak_memory_bytes(self.trainer.device),
+            memory_is="allocated on the GPU" if self.hardware.is_gpu else "resident in memory, the whole process",
+            parallel=config.parallel.kind,
+            processes=self.world.size,
+            checkpoints=self.saver.facts(),
+            skipped_steps=monitor.skipped_steps,
+            wall_time_s=time.time() - self.began,
+            resume=self.command,
+            hardware=self.hardware.facts(),
+            versions=versions(),
+            git=self.git,
+        )
 
     def _finish(self) -> dict[str, Any]:
         """Export the best weights, show and return the summary, finish the profile and the tracking."""
         self.terminal.end_progress()
         self.profiler.finish()
-        summary = report.summarise(self, "FINISHED")
+        before = self._summary("FINISHED")  # the export is no part of the run's time and memory
         last_word = self._finish_model()
-        summary["status"] = "FAILED" if self._missing else "FINISHED"
-        self.terminal.block("summary", report.summary_rows(summary, self.config.recipe.unit))
+        summary = replace(before, status="FAILED" if self._missing else "FINISHED")
+        self.terminal.block("summary", summary.rows())
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
         for text in filter(None, [profile, last_word]):
             self.terminal.note(text)
-        if self.tracker and not self.tracker.close(summary["status"], summary):
+        if self.tracker and not self.tracker.close(summary.status, asdict(summary)):
             self._missing.append("summary.json could not be written")
         self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
         asked = self.world.largest(self.requests.stop or 0)
         if asked:  # whoever sent it is told, and a sweep must not begin another run
             raise Interrupted(f"{signal.Signals(asked).name} came at the end of the run, which is finished", asked)
-        return summary
+        return asdict(summary)
 
     def _unfinished(self) -> RunError:
         """Return the error of a run that has taken its steps and could not write what it has to leave behind."""

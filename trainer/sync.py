@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.delivery import TRACKING_FILE, Delivery, RunInfo, first_line
-from trainer.errors import UserError
+from trainer.delivery import TRACKING_FILE, Delivery, RunInfo
+from trainer.errors import UserError, first_line
 from trainer.files import in_use
 from trainer.mlflow_record import final_status, is_delivered
 from trainer.mlflow_store import tracking_uri, whole_uri, without_password

@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from trainer.delivery import first_line
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError, UserError, first_line
 from trainer.mlflow_store import connect, database_file, without_password
 from trainer.mlflow_views import share_views
 

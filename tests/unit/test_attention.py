@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def cudnn_as_before() -> Iterator[None]:
 
 
 def test_the_kernel_that_is_taken_is_recorded_with_what_it_depends_on() -> None:
-    (call,) = attention.taken(trainer_of(*GPT2, "recipe.dropout=0", "precision=bf16"))
+    (call,) = trainer_of(*GPT2, "recipe.dropout=0", "precision=bf16").attention_kernels()
     heads = call.pop("heads")
     assert call == {
         "kernel": "flash",
@@ -39,9 +38,9 @@ def test_the_kernel_that_is_taken_is_recorded_with_what_it_depends_on() -> None:
         "calls": call["calls"],
     }
     assert heads * call["head_width"] == trainer_of(*GPT2).model.gpt2.config.n_embd
-    (call,) = attention.taken(trainer_of(*GPT2, "recipe.dropout=0.1"))
+    (call,) = trainer_of(*GPT2, "recipe.dropout=0.1").attention_kernels()
     assert (call["kernel"], call["dtype"], call["dropout"]) == ("math", "float32", 0.1)  # as it is on a CPU
-    assert attention.taken(trainer_of(*GPT2, "recipe.attention=eager")) == []
+    assert trainer_of(*GPT2, "recipe.attention=eager").attention_kernels() == []
 
 
 @pytest.mark.parametrize("options", [("compile=default",), ("precision=bf16_master",), ("clip=norm",)])
@@ -50,7 +49,7 @@ def test_asking_leaves_no_trace(options: tuple[str, ...]) -> None:
     trainer = trainer_of(*recipe, *options, "batch_size=4", "steps=2")
     trainer.model.eval()
     before = copied(trainer.model.state_dict()), random_state(trainer.device)
-    attention.taken(trainer)
+    trainer.attention_kernels()
     assert same_bits((trainer.model.state_dict(), random_state(trainer.device)), before)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert not trainer.model.training
@@ -62,7 +61,7 @@ def test_recipes_that_mask_keep_away_from_cudnns_attention(recipe: tuple[str, ..
     """pytorch issue 196678: NaN gradients beside a mask, as in BERT of 64 tokens on a Hopper GPU."""
     torch.backends.cuda.enable_cudnn_sdp(masked)  # what an earlier run of this process left
     trainer = trainer_of(*recipe)
-    found: dict[str, Any] = attention.effective(trainer)
-    assert ("cudnn" in found["sdpa_allowed"]) is not masked
-    assert {"flash", "efficient", "math"} <= set(found["sdpa_allowed"])
-    assert any(call["mask"] for call in attention.taken(trainer)) is masked
+    allowed = attention.enabled()
+    assert ("cudnn" in allowed) is not masked
+    assert {"flash", "efficient", "math"} <= set(allowed)
+    assert any(call["mask"] for call in trainer.attention_kernels()) is masked
