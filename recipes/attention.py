@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from trainer.hardware import Hardware
+from trainer.files import remembered
+from trainer.hardware import Hardware, processor
 from trainer.recipe import Choice
-from trainer.remember import processor, remembered
 
 FORMS = ("auto", "sdpa", "sdpa_fp32", "eager")
 """auto: what is measured to be faster; sdpa: torch's fused kernels; sdpa_fp32: these with queries, keys and values cast

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from recipes.export import save_model, save_tokenizer
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, Recipe, TextSource, TokenData
-from trainer.suggest import nearest
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels, or a product, a softmax and a product, which keep scores of T × T."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import (
     Batch,
@@ -24,7 +24,6 @@ from trainer.recipe import (
     SampleId,
     Sizes,
 )
-from trainer.suggest import nearest
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 _BLOCKS = {

@@ -19,10 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.bench import MEASUREMENTS, Row
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError, UserError, nearest
 from trainer.hardware import Hardware, detect
 from trainer.options import no_more, parse, whole_number
-from trainer.suggest import nearest
 
 
 def machine(hardware: Hardware) -> dict[str, object]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer.opening import open_the_program
+from trainer.signals import open_the_program
 
 if __name__ == "__main__":
     open_the_program(sys.argv[1:])  # before the imports below, which take seconds

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import UserError
-from trainer.suggest import nearest
+from trainer.errors import UserError, nearest
 
 MODES = ("none", "blocks", "selective")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from trainer.errors import UserError
-from trainer.suggest import nearest
+from trainer.errors import UserError, nearest
 
 
 def read(text: bytes, where: str) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from typing import Any, get_type_hints
 from trainer.arms import NULL_SHIFT, PROJECT, Arm
 from trainer.claim_yaml import check_keys, check_type, read
 from trainer.criteria import Criterion
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.measures import MEASURES, PROBE_MEASURES
-from trainer.suggest import nearest
 
 FOLDER = PROJECT / "conf" / "claim"
 NULL = "null_arm"

@@ -31,10 +31,10 @@ from trainer import config
 from trainer.compose import CONF, checked_arguments
 from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory
 from trainer.explain import explain
-from trainer.opening import OUTSIDE
 from trainer.resume import complete
 from trainer.run import Run
 from trainer.shortage import out_of_memory
+from trainer.signals import OUTSIDE
 from trainer.start import train
 from trainer.sweep import Sweep, swept_keys
 from trainer.world import launched_processes

@@ -14,15 +14,14 @@ from typing import Any
 from trainer.arms import NULL_SHIFT, Arm, Outcome, Runner, check_labels, merged
 from trainer.compose import CONF, compose
 from trainer.config import Config, flatten
-from trainer.console import loss
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.files import in_use, write_json
+from trainer.formats import loss
 from trainer.hardware import detect
 from trainer.judge import ArmResult, judge
 from trainer.measures import LOSS
 from trainer.mlflow_store import tracking_uri
 from trainer.provenance import git_facts, versions
-from trainer.suggest import nearest
 
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
 CHOSEN = ("seed", "run_name", "resume")

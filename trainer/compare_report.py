@@ -10,8 +10,8 @@ from pathlib import Path
 from trainer import compare_plots
 from trainer.compare import Result
 from trainer.compare_plots import mebibytes
-from trainer.console import loss
 from trainer.files import write_text
+from trainer.formats import loss
 from trainer.judge import ArmResult, Ratio
 from trainer.statistics import EQUIVALENT, WORSE, Interval, mean_interval
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.errors import UserError
-from trainer.suggest import nearest
+from trainer.errors import UserError, nearest
 
 MODES = ("off", "default", "max-autotune")
 

@@ -18,7 +18,7 @@ from trainer.augment import CHOICES, REASONS, Augment, AutomaticAugment
 from trainer.checkpoint import Checkpoint
 from trainer.compile import Compile
 from trainer.data import Batching, Loader, OnDeviceLoader, PinnedLoader
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.optimizer import Optimizer, accepted_options
 from trainer.parallel import DDP, FSDP, Parallel
@@ -27,7 +27,6 @@ from trainer.profiler import MemoryProfiler, Profiler, TorchProfiler
 from trainer.recipe import Choice, DataSource, ImageSource, Recipe
 from trainer.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
 from trainer.schedule import Cosine, Schedule, WarmupStableDecay
-from trainer.suggest import nearest
 from trainer.tracking import Tracking
 from trainer.update import Clip, ClipNorm, ClipValue
 from trainer.world import World

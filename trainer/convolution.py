@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from trainer.hardware import Hardware
-from trainer.remember import processor, remembered
+from trainer.files import remembered
+from trainer.hardware import Hardware, processor
 from trainer.rng import random_state, set_random_state
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

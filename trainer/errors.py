@@ -1,9 +1,11 @@
-"""The ways a run can end early, each with the exit code the command line gives it."""
+"""The ways a run can end early, each with its exit code, and what their messages are made of."""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
+from collections.abc import Iterable
 
 # What torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN and NCCL say where CUDA's allocator has a type of its own.
 _NO_MEMORY = re.compile(
@@ -75,3 +77,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:  # a process or a mapping that could not be made
         return True
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
+    """Return ``"; did you mean 'bf16'?"`` or, with nothing near, an empty string; ``prefix`` is shown, not compared."""
+    names = list(valid)
+    lowered = {name.lower(): name for name in reversed(names)}
+    near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.5)
+    if not near and (transposed := _same_letters(typed.lower(), lowered)):
+        near = [transposed]
+    return f"; did you mean {prefix + lowered[near[0]]!r}?" if near else ""
+
+
+def _same_letters(typed: str, valid: Iterable[str]) -> str | None:
+    return next((name for name in valid if sorted(name) == sorted(typed)), None)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 from trainer import config
-from trainer.suggest import nearest
+from trainer.errors import nearest
 
 # What OmegaConf's messages say, and what the value has to be.
 _WANTED = (

@@ -1,19 +1,22 @@
-"""Files that are written whole or not at all, JSON that is read with care, locks, and where the project's files are."""
+"""Files that are written whole or not at all, JSON that is read with care, locks, caches, and where the project is."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock
 
 from trainer.errors import UserError
+
+T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
@@ -168,3 +171,34 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         raise ValueError("a key stands there twice")
     return content
+
+
+def cache_folder() -> Path:
+    """Return where the project keeps what it can make again: ``$MANTISSA_CACHE``, or ``~/.cache/mantissa``."""
+    return Path(os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa").expanduser()
+
+
+def remembered(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
+    """Return what ``work`` returned when it was first called for ``kind`` and ``of``, here or in an earlier process.
+
+    Where the cache cannot be read or written, it is worked out every time.
+
+    Args:
+        kind: the name of a folder in the cache.
+        of: everything that the result depends on, as JSON.
+        work: returns JSON.
+
+    """
+    of = json.loads(json.dumps(of, sort_keys=True))
+    name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]
+    path = cache_folder() / kind / f"{name}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["of"] == of:
+            result: T = known["result"]
+            return result
+    result = work()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"of": of, "result": result})
+    return result

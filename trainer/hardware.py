@@ -247,3 +247,15 @@ def held_bytes(name: str) -> int:
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def processor(hardware: Hardware) -> dict[str, Any]:
+    """Return what decides which kernels torch's CPU libraries choose, as a part of ``files.remembered``'s ``of``."""
+    variables = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_DEFAULT_FPMATH_MODE")
+    return {
+        "cpu": hardware.name,
+        "flags": sorted(hardware.cpu_flags),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "environment": {name: os.environ[name] for name in variables if name in os.environ},
+    }

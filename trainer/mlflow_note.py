@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.console import duration, quantity, size
+from trainer.formats import duration, quantity, size
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

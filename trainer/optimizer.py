@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.master import MasterWeights
-from trainer.suggest import nearest
 
 
 @dataclass

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import UserError
-from trainer.suggest import nearest
+from trainer.errors import UserError, nearest
 
 
 def parse(arguments: Sequence[str], defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from trainer.compose import compose
 from trainer.config import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.files import write_json
 from trainer.hardware import Hardware, detect
 from trainer.precision import Precision
-from trainer.suggest import nearest
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.console import Rows, duration, loss, quantity, size
+from trainer.console import Rows
+from trainer.formats import duration, loss, quantity, size
 from trainer.loop import Trainer
 from trainer.recipe import Choice
 

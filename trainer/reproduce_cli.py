@@ -15,10 +15,9 @@ from trainer.arms import TRAIN, merged
 from trainer.claims import Claim, load, names
 from trainer.compose import compose
 from trainer.criteria import NOT_HERE, shown
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
 from trainer.reproduce import Reproduction, machine, part_facts, save
-from trainer.suggest import nearest
 
 DEFAULTS = {
     "claim": "",

@@ -15,12 +15,13 @@ from torch import nn
 
 from trainer import attention, checkpoint, convolution, report
 from trainer.config import Config, Plan, flatten
-from trainer.console import Terminal, loss
+from trainer.console import Terminal
 from trainer.data import fingerprint
 from trainer.dataset_facts import dataset_facts
 from trainer.energy import EnergyMeter
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
 from trainer.folder import RunFolder
+from trainer.formats import loss
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.loop import StepRecord, Trainer
 from trainer.mlflow_store import without_password

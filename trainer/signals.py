@@ -1,7 +1,11 @@
-"""Signals as requests that the loop answers between two steps."""
+"""Signals: before torch is loaded they end the process, in training they are requests that the loop answers.
+
+Nothing here imports anything large: scripts/train.py needs it first.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -9,7 +13,32 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from trainer.errors import Interrupted
-from trainer.opening import OUTSIDE
+
+OUTSIDE = "interrupted outside of training; what was saved before is untouched"
+"""What the user reads after a signal that did not come in training."""
+
+_QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
+"""Options that print something to be read by itself, or by a program."""
+
+
+def open_the_program(arguments: Sequence[str]) -> None:
+    """Answer SIGINT and SIGTERM from now on, and say what is loaded."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
+        print("loading torch and the recipes …", flush=True)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End the process: an exception would be shown as a traceback, or be lost, in the middle of an import."""
+    if _speaks():
+        os.write(2, f"{OUTSIDE}\n".encode())
+    os._exit(128 + number)
+
+
+def _speaks() -> bool:
+    """Tell whether this process speaks for those that torchrun started on this machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 class Requests:

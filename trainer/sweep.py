@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainer.compose import CONF
 from trainer.config import Config
-from trainer.console import columns, loss, quantity, size
+from trainer.formats import columns, loss, quantity, size
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150

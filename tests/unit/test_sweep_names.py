@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import compose
-from trainer.console import loss
+from trainer.formats import loss
 from trainer.sweep import Sweep, name_of, swept_keys
 
 

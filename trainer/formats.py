@@ -1,0 +1,44 @@
+"""Numbers and tables as people read them, in the terminal and in reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def loss(value: float | None) -> str:
+    """Return a loss or another score: four decimals, or three significant digits of a small one; ``not finite``."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{value:.4f}" if abs(value) >= 0.01 or value == 0 else f"{value:.3g}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of equal length as lines of aligned columns, the first row a heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def quantity(value: float) -> str:
+    """Return a number with three significant digits and k, M, B or T: ``12.3k``."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (limit if suffix != 'k' else 1e3):.3g}{suffix}"
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``m:ss``, or ``h:mm:ss`` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in binary units: ``154.8 MiB``."""
+    for suffix in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {suffix}" if suffix != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.2f} GiB"
