@@ -11,6 +11,7 @@ if __name__ == "__main__":
     open_the_program(sys.argv[1:])  # before the imports below, which take seconds
 
 from trainer.cli import main
+from trainer.shortage import out_of_memory
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(out_of_memory))

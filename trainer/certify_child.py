@@ -24,6 +24,7 @@ from trainer.files import flush
 from trainer.loop import StepRecord
 from trainer.recipe import Batch, LossOutput, SampleId
 from trainer.run import Run
+from trainer.shortage import out_of_memory
 
 TRACE_FILE = "trace.jsonl"
 PATIENCE_STEPS = 8
@@ -135,7 +136,7 @@ def main() -> int:
     if kill != "none":
         kind, step, count = kill.split(":")
         TracedRun.kill = (kind, int(step), int(count))
-    return cli.main(TracedRun)
+    return cli.main(out_of_memory, TracedRun)
 
 
 if __name__ == "__main__":

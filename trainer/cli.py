@@ -13,7 +13,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -29,11 +29,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import config
 from trainer.compose import CONF, checked_arguments
-from trainer.errors import Interrupted, RunError, UserError, is_out_of_memory
+from trainer.errors import Interrupted, OutOfMemory, RunError, UserError, is_out_of_memory
 from trainer.explain import explain
 from trainer.resume import complete
 from trainer.run import Run
-from trainer.shortage import out_of_memory
 from trainer.signals import OUTSIDE
 from trainer.start import train
 from trainer.sweep import Sweep, swept_keys
@@ -45,8 +44,18 @@ python scripts/train.py -m key=a,b ...      runs every combination
 """
 
 
-def main(run_class: type[Run] = Run) -> int:
-    """Run ``sys.argv`` and return the exit code: 0, 2 a mistake, 3 not finite, 4 no memory, 128 + signal."""
+OnShortage = Callable[[BaseException, Sequence[str]], OutOfMemory]
+"""From what the allocator raised and the overrides of the run to the error that the user reads."""
+
+
+def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
+    """Run ``sys.argv`` and return the exit code: 0, 2 a mistake, 3 not finite, 4 no memory, 128 + signal.
+
+    Args:
+        on_shortage: called when the memory ran out and what the run held is given back.
+        run_class: what trains.
+
+    """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(_USAGE + _choices())
         return 0
@@ -58,7 +67,7 @@ def main(run_class: type[Run] = Run) -> int:
         sweep = Sweep(swept_keys(sys.argv[1:]))
         with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
-            _task(codes, run_class, sweep)()
+            _task(codes, on_shortage, run_class, sweep)()
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -70,7 +79,7 @@ def main(run_class: type[Run] = Run) -> int:
     return max(codes, default=0)
 
 
-def _task(codes: list[int], run_class: type[Run], sweep: Sweep) -> Callable[[], None]:
+def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep: Sweep) -> Callable[[], None]:
     """Return the function that Hydra calls once for every run; it adds the run's exit code to ``codes``."""
     interrupted = False
 
@@ -114,7 +123,7 @@ def _task(codes: list[int], run_class: type[Run], sweep: Sweep) -> Callable[[], 
             size = built.micro_batch_size if built else "auto"
             if size != "auto" and not any(override.startswith("micro_batch_size=") for override in overrides):
                 overrides.append(f"micro_batch_size={size}")  # as it was chosen, not as it would be chosen now
-            codes.append(_report(out_of_memory(shortage, overrides)))
+            codes.append(_report(on_shortage(shortage, overrides)))
 
     run: Callable[[], None] = task
     return run

@@ -91,13 +91,14 @@ def _bear_with_mlflow() -> None:
 
 def _command(*overrides: str) -> Result:
     from trainer.cli import main
+    from trainer.shortage import out_of_memory
 
     out, err = io.StringIO(), io.StringIO()
     argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             _bear_with_mlflow()
-            code = main()
+            code = main(out_of_memory)
     finally:
         sys.argv = argv
     return Result(code, out.getvalue(), err.getvalue())

@@ -128,6 +128,7 @@ LOST = """
 import os, signal, sys
 from trainer import cli
 from trainer.loop import Trainer
+from trainer.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -137,7 +138,7 @@ def lost(self, microbatches):
     return train_step(self, microbatches)
 
 Trainer.train_step = lost
-sys.exit(cli.main())
+sys.exit(cli.main(out_of_memory))
 """
 
 
@@ -172,6 +173,7 @@ BROKEN = """
 import os, sys
 from trainer import cli
 from trainer.loop import Trainer
+from trainer.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -181,7 +183,7 @@ def broken(self, microbatches):
     return train_step(self, microbatches)
 
 Trainer.train_step = broken
-sys.exit(cli.main())
+sys.exit(cli.main(out_of_memory))
 """
 
 
@@ -273,6 +275,7 @@ SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
 from trainer import cli
+from trainer.shortage import out_of_memory
 
 build, sleep = cli.config.build, time.sleep
 
@@ -292,7 +295,7 @@ if os.environ["RANK"] == "0":
 else:
     atexit.register(Path("left").touch)
     time.sleep = waits
-sys.exit(cli.main())
+sys.exit(cli.main(out_of_memory))
 """
 
 
