@@ -13,8 +13,9 @@ from torch import nn
 
 from recipes.huggingface import SizedTextRecipe, check_text
 from recipes.language import open_tokens
+from trainer.contract import Batch, Dataset, Datasets, SampleId
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Dataset, Datasets, DataSource, LossOutput, SampleId, Sizes
+from trainer.recipe import DataSource, LossOutput, Sizes
 
 IGNORED = -100
 """An end that lies beyond the passage: not a target."""

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.synthetic import Synthetic
+from trainer.contract import Batch, Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Choice, Datasets, DataSource, LossOutput, Recipe, Sizes
+from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
 
 _BLOCK = 4
 """Linear layers in a block; about √20, where recomputing blocks of 20 layers saves most (Chen et al. 2016)."""

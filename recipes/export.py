@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.recipe import Tokenizer
+from recipes.text_source import Tokenizer
 
 log = logging.getLogger("mantissa")
 

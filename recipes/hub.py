@@ -23,12 +23,13 @@ from recipes.hub_load import (
     may_be_class,
     part,
 )
+from recipes.image_source import ImageData, ImageSource
 from recipes.pixels import IMAGENET_MEAN, IMAGENET_STD, held_out, square
 from recipes.text import TokenizedText
 from recipes.text_split import Corpus, Split, split_rows
 from trainer.augment import Augment
+from trainer.contract import Batch, SampleId
 from trainer.errors import UserError
-from trainer.recipe import Batch, ImageData, ImageSource, SampleId
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from recipes.export import save_model, save_tokenizer
+from recipes.text_source import TextSource, TokenData
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, Recipe, TextSource, TokenData
+from trainer.recipe import Choice, DataSource, Recipe
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels, or a product, a softmax and a product, which keep scores of T × T."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
+from recipes.image_source import ImageData, ImageSource
 from recipes.pixels import IMAGENET_MEAN, IMAGENET_STD, check_fraction, check_path, square
 from trainer.augment import Augment
+from trainer.contract import Batch, SampleId
 from trainer.errors import UserError
-from trainer.recipe import Batch, ImageData, ImageSource, SampleId
 
 if TYPE_CHECKING:
     from PIL import Image

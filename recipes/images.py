@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from recipes.image_source import ImageData, ImageSource
 from recipes.imagefolder import ImageFolder
 from recipes.pixels import (
     IMAGENET_MEAN,
@@ -24,7 +25,6 @@ from recipes.pixels import (
 )
 from trainer.augment import Augment
 from trainer.errors import UserError
-from trainer.recipe import ImageData, ImageSource
 
 __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Digits", "Idx", "ImageFolder"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.augment import Augment, View
+from trainer.contract import Batch, SampleId
 from trainer.errors import UserError
-from trainer.recipe import Batch, SampleId
 
 if TYPE_CHECKING:
     from PIL import Image

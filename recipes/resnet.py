@@ -10,20 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from recipes.image_source import ImageSource
+from trainer.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
-from trainer.recipe import (
-    Batch,
-    Choice,
-    Dataset,
-    Datasets,
-    DataSource,
-    ImageSource,
-    LossOutput,
-    Recipe,
-    SampleId,
-    Sizes,
-)
+from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 _BLOCKS = {

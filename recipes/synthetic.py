@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from recipes.export import write_fast_tokenizer
+from recipes.image_source import ImageData, ImageSource
 from recipes.pixels import ArrayImages
+from recipes.text_source import TextSource, TokenData
+from trainer.contract import Batch, Datasets, SampleId
 from trainer.errors import UserError
-from trainer.recipe import Batch, Datasets, ImageData, ImageSource, SampleId, TextSource, TokenData
 
 TRAIN_TOKENS, VALID_TOKENS = 2**20, 2**16
 IMAGE_POOL = 256

@@ -14,9 +14,10 @@ from torch import nn
 
 from recipes.huggingface import SizedTextRecipe, check_text
 from recipes.language import open_tokens
+from trainer.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Dataset, Datasets, DataSource, LossOutput, SampleId, Sizes
+from trainer.recipe import DataSource, LossOutput, Sizes
 
 NOISE, SPAN = 0.15, 3
 """The share of a text that is cut out, in spans of so many tokens on average."""

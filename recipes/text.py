@@ -15,10 +15,10 @@ import numpy as np
 
 from recipes.text_cache import Plan, open_or_build
 from recipes.text_pretrained import Pretrained
+from recipes.text_source import TextSource, TokenData
 from recipes.text_split import Corpus, Split, split
 from recipes.text_tokenizers import OWN_BPE, BytePairs, Bytes, Characters
 from trainer.errors import UserError
-from trainer.recipe import TextSource, TokenData
 
 
 @dataclass

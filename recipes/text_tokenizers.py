@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from recipes.export import write_fast_tokenizer
+from recipes.text_source import Tokenizer
 from trainer.errors import UserError
-from trainer.recipe import Tokenizer
 
 OWN_BPE = "bpe"
 """What ``data.tokenizer`` says unless it is set."""

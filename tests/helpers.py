@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from trainer import config
 from trainer.config import Config
+from trainer.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware, detect
 from trainer.loop import StepRecord, Trainer
-from trainer.recipe import Batch, Datasets, DataSource, LossOutput, Recipe, SampleId, Sizes
+from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 
 PROJECT = Path(__file__).resolve().parents[1]
 CONF = PROJECT / "conf"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trainer.bench_turns import Block, stopwatch, synchronise
+from trainer.contract import Batch, Dataset, SampleId
 from trainer.data import to_device
 from trainer.loop import Trainer
-from trainer.recipe import Batch, Dataset, SampleId
 
 LOG_EVERY = 10
 MAX_NORM = 1.0

@@ -12,8 +12,9 @@ from torch import nn
 from recipes.synthetic import Vectors
 from trainer.cli import CONF
 from trainer.config import Config, build, register
+from trainer.contract import Batch, Datasets
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Datasets, DataSource, LossOutput, Recipe, Sizes
+from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 
 
 @dataclass(frozen=True)

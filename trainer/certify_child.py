@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from trainer import checkpoint, cli
+from trainer.contract import Batch, SampleId
 from trainer.data import DataOrder
 from trainer.files import flush
 from trainer.loop import StepRecord
-from trainer.recipe import Batch, LossOutput, SampleId
+from trainer.recipe import LossOutput
 from trainer.run import Run
 from trainer.shortage import out_of_memory
 

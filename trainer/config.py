@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
+from recipes.image_source import ImageSource
 from trainer.activation import ActivationCheckpointing
 from trainer.augment import CHOICES, REASONS, Augment, AutomaticAugment
 from trainer.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ from trainer.optimizer import Optimizer, accepted_options
 from trainer.parallel import DDP, FSDP, Parallel
 from trainer.precision import Precision
 from trainer.profiler import MemoryProfiler, Profiler, TorchProfiler
-from trainer.recipe import Choice, DataSource, ImageSource, Recipe
+from trainer.recipe import Choice, DataSource, Recipe
 from trainer.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
 from trainer.schedule import Cosine, Schedule, WarmupStableDecay
 from trainer.tracking import Tracking

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, Dataset, Datasets, SampleId
 
 
 class DataOrder:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-    from trainer.recipe import Datasets, DataSource
+    from trainer.contract import Datasets
+    from trainer.recipe import DataSource
 
 TRAINING, VALIDATION = "training", "validation"
 DIGEST_LENGTH = 32
@@ -19,8 +20,8 @@ DIGEST_LENGTH = 32
 
 def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]]:
     """Return what ``tracking.json`` keeps of the training and the validation data, plain JSON types."""
+    from trainer.contract import Datasets
     from trainer.data import fingerprint  # with torch, which sending a run to MLflow does not need
-    from trainer.recipe import Datasets
 
     kind, location = _location(source)
     return [

@@ -11,13 +11,14 @@ from dataclasses import replace
 import torch
 
 from trainer.config import Config, Plan
+from trainer.contract import Datasets, SampleId
 from trainer.errors import OutOfMemory, RunError
 from trainer.folder import RunFolder
 from trainer.forecast import forecast, required_bytes
 from trainer.hardware import Hardware, available_bytes
 from trainer.memory import MIB, STEADY
 from trainer.parallel import FSDP, Parallel
-from trainer.recipe import Choice, Datasets, Recipe, SampleId
+from trainer.recipe import Choice, Recipe
 from trainer.shortage import USABLE, advice
 from trainer.world import World, launched_local_rank
 

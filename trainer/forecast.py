@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import (
 )
 
 from trainer.config import Config, Plan
+from trainer.contract import Batch, Datasets
 from trainer.data import OnDeviceLoader
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
 from trainer.loop import Trainer
 from trainer.master import StochasticWeights
 from trainer.memory import CATEGORIES, MIB, Ledger, MemoryLedger
-from trainer.recipe import Batch, Datasets, Recipe
+from trainer.recipe import Recipe
 from trainer.update import Update
 
 _SAMPLES = 2

@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 
 from trainer import attention, convolution
 from trainer.config import Config, Plan
+from trainer.contract import Batch, Datasets
 from trainer.data import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware
 from trainer.master import accumulation_dtype, masters_of
-from trainer.recipe import Batch, Choice, Datasets
+from trainer.recipe import Choice
 from trainer.update import Update
 from trainer.world import World
 

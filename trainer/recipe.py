@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.augment import Augment, AutomaticAugment
-from trainer.errors import UserError
+from trainer.contract import Batch, Dataset, Datasets
 from trainer.files import write_json
 from trainer.hardware import Hardware
-
-Batch = dict[str, Tensor]
-"""One microbatch: named tensors whose first dimension is the sample."""
-
-
-class SampleId(NamedTuple):
-    """One sample to fetch. Everything random about it comes from ``seed``, so neither workers nor ranks matter."""
-
-    index: int  # type: ignore[assignment]
-    seed: int | None
-    """None means: no augmentation (evaluation)."""
-
-
-class Dataset(Protocol):
-    """Map-style data, fetched a microbatch at a time so that an array needs no Python loop per sample."""
-
-    def __len__(self) -> int:
-        """Return the number of samples in one epoch."""
-        ...
-
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return the CPU tensors of these samples, stacked in the order given."""
-        ...
-
-
-@dataclass
-class Datasets:
-    """What a recipe trains on and is judged by."""
-
-    train: Dataset
-    valid: Dataset
-    description: str
-    """One line for the start block, such as ``python_docs: 5.1M tokens, own BPE of 4096``."""
-    decodes: bool = False
-    """Whether fetching a sample costs real CPU time (decoding an image), so that workers pay."""
 
 
 class LossOutput(NamedTuple):
@@ -84,96 +47,6 @@ class DataSource:
 
     kind: ClassVar[str] = ""
     """As typed in ``data=``. (Not ``name``, which is an option of ``data=hub``.)"""
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; ids it does not know are left out."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write what is needed to open it again, beside an exported model."""
-        ...
-
-
-@dataclass
-class TokenData:
-    """A tokenised corpus: two flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
-
-    train: np.ndarray
-    valid: np.ndarray
-    tokenizer: Tokenizer
-    description: str
-
-
-@dataclass
-class TextSource(DataSource):
-    """Data that can be read as text."""
-
-    def tokens(self, tokenizer: str | None) -> TokenData:
-        """Tokenise the corpus, or open it from the cache.
-
-        Args:
-            tokenizer: a hub id or folder that overrides the source's own choice (a pretrained model
-                brings its tokenizer), or None.
-
-        Raises:
-            UserError: the text is missing, empty, binary or cannot be fetched.
-
-        """
-        raise NotImplementedError
-
-
-@dataclass
-class ImageData:
-    """Labelled images. Batches hold ``image`` (uint8, B × 3 × H × W) and ``label`` (int64, B)."""
-
-    train: Dataset
-    valid: Dataset
-    classes: list[str]
-    image_size: int
-    description: str
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    """Of the three channels, after division by 255; the recipe normalises on the device."""
-    decodes: bool = False
-    augment: Augment = field(default_factory=Augment)
-    """What is done to the images as they are fetched, and which part of them is evaluated."""
-
-
-@dataclass
-class ImageSource(DataSource):
-    """Data that can be read as labelled images."""
-
-    augment = Augment()  # no annotation, so no field: it is an option of the root, which sets it here
-    """The ``augment`` group; what ``auto`` means is known once the images are open."""
-
-    def choose_augment(self, shorter_side: int | None) -> Augment:
-        """Settle ``augment`` for images of this size (see ``Augment.choose``), and return it."""
-        self.augment = self.augment.choose(shorter_side)
-        return self.augment
-
-    def refuse_augment(self) -> None:
-        """Raise UserError if images were to be augmented: the data is read as something else."""
-        if self.augment.kind not in (Augment.kind, AutomaticAugment.kind):
-            raise UserError(f"augment={self.augment.kind} has no effect: this recipe reads no images; leave it out")
-
-    def images(self, image_size: int | None) -> ImageData:
-        """Open the images as squares of ``image_size`` pixels (None: the source's own natural size).
-
-        Raises:
-            UserError: no images, fewer than two classes, an unreadable file.
-
-        """
-        raise NotImplementedError
 
 
 @dataclass

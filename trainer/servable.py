@@ -24,9 +24,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.contract import Batch, Dataset, SampleId
 from trainer.files import PROJECT, write_json
 from trainer.mlflow_models import SERVING
-from trainer.recipe import Batch, Dataset, Recipe, SampleId
+from trainer.recipe import Recipe
 
 EXAMPLE_ROWS = 2
 _PACKAGES = {

@@ -18,13 +18,13 @@ from recipes.gpt2_model import SHAPES, Shape
 from tests.helpers import PROJECT, Recorder, copied, same_bits, trainer_of, without_padding
 from tests.parallel.conftest import TORCHRUN, environment
 from trainer import attention
+from trainer.contract import Batch
 from trainer.data import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, detect
 from trainer.loop import Trainer
 from trainer.monitor import Monitor
 from trainer.precision import Precision, formats
-from trainer.recipe import Batch
 
 pytestmark = [
     pytest.mark.gpu,

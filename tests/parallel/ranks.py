@@ -26,12 +26,13 @@ from trainer import checkpoint, parallel
 from trainer.activation import ActivationCheckpointing
 from trainer.checkpoint import MASTER, Contents
 from trainer.config import Config
+from trainer.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
 from trainer.loop import Trainer
 from trainer.parallel import DDP, FSDP, Parallel, is_cut, own_part
 from trainer.precision import Precision
-from trainer.recipe import Batch, Datasets, DataSource, LossOutput
+from trainer.recipe import DataSource, LossOutput
 from trainer.restore import load
 from trainer.rng import random_state
 from trainer.scaler import AutoScaler

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from recipes.language_model import LossHead, torch_can_chunk
 from tests.helpers import Arrays, NoData, start
 from trainer.config import Config
+from trainer.contract import Batch, Datasets
 from trainer.hardware import Hardware
 from trainer.optimizer import Optimizer
 from trainer.precision import Precision
-from trainer.recipe import Batch, Datasets, DataSource, LossOutput, Recipe, Sizes
+from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.scaler import AutoScaler, Scaler
 from trainer.update import Clip
 

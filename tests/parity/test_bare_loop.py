@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from recipes.gpt2 import GPT2
 from tests.helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start, without_padding
 from trainer.config import Config
+from trainer.contract import Batch
 from trainer.loop import Trainer
 from trainer.memory import MemoryLedger
 from trainer.optimizer import Optimizer
-from trainer.recipe import Batch
 from trainer.scaler import AutoScaler
 from trainer.schedule import Cosine
 from trainer.update import Clip, ClipNorm, ClipValue

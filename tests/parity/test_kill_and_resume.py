@@ -13,9 +13,9 @@ import torch
 
 from tests.helpers import compose, same_bits
 from trainer import checkpoint, run
+from trainer.contract import Batch
 from trainer.errors import Interrupted
 from trainer.loop import StepRecord, Trainer
-from trainer.recipe import Batch
 from trainer.restore import load
 from trainer.start import train
 

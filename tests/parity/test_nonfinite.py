@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.helpers import copied, same_bits, trainer_of
+from trainer.contract import Batch
 from trainer.errors import NonFiniteError
 from trainer.loop import StepRecord, Trainer
 from trainer.monitor import Monitor
-from trainer.recipe import Batch
 
 BIGNET = [
     "recipe=bignet",

@@ -13,15 +13,17 @@ from PIL import Image
 from torch.nn import functional as F
 
 from recipes.hub import Hub
+from recipes.image_source import ImageData, ImageSource
 from recipes.images import Digits, Idx, ImageFolder
 from recipes.pixels import square
 from recipes.synthetic import Synthetic
+from recipes.text_source import TextSource
 from tests.helpers import compose
 from trainer.augment import Augment, AutomaticAugment, ImageNet, Light, View, from_record, recorded
 from trainer.config import flatten
+from trainer.contract import Dataset, SampleId
 from trainer.data import DataOrder
 from trainer.errors import UserError
-from trainer.recipe import Dataset, ImageData, ImageSource, SampleId, TextSource
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:

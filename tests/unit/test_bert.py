@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from recipes.bert import IGNORED, Quotations
 from tests.helpers import CPU, Recorder, compose, trainer_of
+from trainer.contract import SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import SampleId
 
 GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 TINY = ["recipe=bert", "recipe.context=24", "data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16"]

@@ -20,8 +20,8 @@ from torch import Tensor
 from recipes.gpt2_model import SHAPES, Shape
 from tests.helpers import compose, copied, same_bits
 from trainer import checkpoint
+from trainer.contract import Batch
 from trainer.errors import UserError
-from trainer.recipe import Batch
 from trainer.restore import Saved
 from trainer.rng import random_state
 from trainer.run import Run

@@ -16,11 +16,12 @@ from tests.helpers import CPU, NoData, Recorder, SmallConvNet, start, trainer_of
 from trainer import convolution
 from trainer.activation import ActivationCheckpointing
 from trainer.config import Config
+from trainer.contract import Batch
 from trainer.convolution import _sees_only_padding, compute_in_fp32, unreliable, warning, written_whole
 from trainer.files import remembered
 from trainer.optimizer import Optimizer
 from trainer.precision import Precision
-from trainer.recipe import Batch, LossOutput
+from trainer.recipe import LossOutput
 from trainer.scaler import AutoScaler
 
 

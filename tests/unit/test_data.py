@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import CPU, Arrays, compose
+from trainer.contract import Batch, Datasets, SampleId
 from trainer.data import (
     Batching,
     DataOrder,
@@ -22,7 +23,6 @@ from trainer.data import (
     to_device,
 )
 from trainer.errors import UserError
-from trainer.recipe import Batch, Datasets, SampleId
 
 LENGTH = 23
 

@@ -19,9 +19,10 @@ from recipes.export import save_tokenizer
 from recipes.images import Digits
 from recipes.resnet import ResNet
 from recipes.synthetic import NumberTokenizer
+from recipes.text_source import Tokenizer
 from recipes.text_tokenizers import BytePairs, Bytes, Characters
 from tests.helpers import PROJECT, trainer_of
-from trainer.recipe import SampleId, Tokenizer
+from trainer.contract import SampleId
 
 TEXT = "The quick (brown) fox — naïve, “quoted” 😀 e\u0301.\r\n\tIt's 5 o'clock ;  isn't it ?\n\n"
 STRANGE = "\x00 <|endoftext|> [UNK] \u2028 日本 \ufffd"

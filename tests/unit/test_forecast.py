@@ -9,11 +9,12 @@ from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.compose import combinations
 from trainer.compose import compose as compose_line
+from trainer.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.forecast import Forecast, forecast, table
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
 from trainer.memory import CATEGORIES, Ledger
-from trainer.recipe import Batch, LossOutput
+from trainer.recipe import LossOutput
 from trainer.trial import measure
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=512")

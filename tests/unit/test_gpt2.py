@@ -15,9 +15,9 @@ from recipes.gpt2_model import SHAPES, Shape, new_gpt2
 from recipes.language import TokenWindows
 from recipes.language_model import LanguageModel, LossHead, torch_can_chunk
 from tests.helpers import CPU, Recorder, compose, start, trainer_of
+from trainer.contract import SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import SampleId
 
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
 TINY = ["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4"]

@@ -13,10 +13,12 @@ import torch
 from PIL import Image
 
 from recipes.hub import Hub
+from recipes.image_source import ImageSource
 from recipes.pixels import square
+from recipes.text_source import TextSource, TokenData
 from trainer.augment import ImageNet, View
+from trainer.contract import SampleId
 from trainer.errors import UserError
-from trainer.recipe import ImageSource, SampleId, TextSource, TokenData
 
 STORIES = [f"Story {i}: once there were {i * 7} hats.\nThe end." for i in range(300)]
 

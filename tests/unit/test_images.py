@@ -12,11 +12,12 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
+from recipes.image_source import ImageData
 from recipes.images import Digits, Idx, ImageFolder
 from recipes.pixels import held_out, square
 from trainer.augment import ImageNet
+from trainer.contract import SampleId
 from trainer.errors import UserError
-from trainer.recipe import ImageData, SampleId
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:

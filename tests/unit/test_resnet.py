@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from recipes.images import Digits
 from recipes.resnet import ResNet
 from recipes.synthetic import Synthetic
+from trainer.contract import Batch, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Batch, DataSource, SampleId
+from trainer.recipe import DataSource
 
 CPU = Hardware(torch.device("cpu"), "a processor", 2**33, 2)
 GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))

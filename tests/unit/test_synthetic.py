@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from recipes.synthetic import Synthetic
+from trainer.contract import SampleId
 from trainer.errors import UserError
-from trainer.recipe import SampleId
 
 
 def ids(*indices: int) -> list[SampleId]:

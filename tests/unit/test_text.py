@@ -17,10 +17,10 @@ import tokenizers
 from recipes import text_cache
 from recipes.text import PythonDocs, TextFiles, TokenizedText
 from recipes.text_pretrained import hub_reachable
+from recipes.text_source import TokenData
 from recipes.text_split import Corpus, split
 from recipes.text_tokenizers import BytePairs
 from trainer.errors import UserError
-from trainer.recipe import TokenData
 
 PROJECT = Path(__file__).resolve().parents[2]
 LINES = [f"def function_{i}(x):\n    return x * {i * i}  # naïve, 日本\n\n\n" for i in range(400)]

@@ -1,0 +1,58 @@
+"""What a source of text gives to the language recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from trainer.recipe import DataSource
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``; ids it does not know are left out."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what is needed to open it again, beside an exported model."""
+        ...
+
+
+@dataclass
+class TokenData:
+    """A tokenised corpus: two flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    tokenizer: Tokenizer
+    description: str
+
+
+@dataclass
+class TextSource(DataSource):
+    """Data that can be read as text."""
+
+    def tokens(self, tokenizer: str | None) -> TokenData:
+        """Tokenise the corpus, or open it from the cache.
+
+        Args:
+            tokenizer: a hub id or folder that overrides the source's own choice (a pretrained model
+                brings its tokenizer), or None.
+
+        Raises:
+            UserError: the text is missing, empty, binary or cannot be fetched.
+
+        """
+        raise NotImplementedError
