@@ -47,11 +47,11 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@echo "installing into $(VENV) (torch with CUDA is some 5 GB: minutes the first time)"
-	$(INSTALL) .
+	$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(INSTALL) ".[test]"
+	$(INSTALL) --editable ".[test]"
 	@touch $@
 
 clean:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.synthetic import Synthetic
-from trainer.contract import Batch, Datasets
+from recipes.data.synthetic import Synthetic
+from trainer.data.contract import Batch, Datasets
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipes.text_source import Tokenizer
+from recipes.data.text.source import Tokenizer
 
 log = logging.getLogger("mantissa")
 
@@ -59,18 +59,6 @@ def save_tokenizer(
 
     eos: int | None = AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id
     return eos
-
-
-def write_fast_tokenizer(backend: Any, folder: Path, **settings: Any) -> None:
-    """Write a ``tokenizers.Tokenizer`` as a folder that AutoTokenizer opens; ``settings`` such as ``eos_token``."""
-    backend.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,  # it would take spaces before punctuation away
-        # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | settings, indent=2))
 
 
 def _without_padding(model: Any, vocabulary: int) -> Any:

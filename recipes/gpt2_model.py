@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes.text_pretrained import hub_reachable, in_hub_cache
+from recipes.data.text.pretrained import hub_reachable, in_hub_cache
 from trainer.errors import UserError, first_line
 
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from recipes.data.text.source import TextSource, TokenData
 from recipes.export import save_model, save_tokenizer
-from recipes.text_source import TextSource, TokenData
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, Recipe

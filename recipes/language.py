@@ -14,12 +14,12 @@ from torch import nn
 
 from recipes import attention
 from recipes.attention import FORMS
+from recipes.data.text.source import TextSource, TokenData
+from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
 from recipes.huggingface import check_attention, check_text, whole_tokens
 from recipes.language_model import LanguageModel, torch_can_chunk
-from recipes.text_source import TextSource, TokenData
-from recipes.text_tokenizers import OWN_BPE
-from trainer.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, LossOutput, Recipe

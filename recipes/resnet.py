@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recipes.image_source import ImageSource
-from trainer.contract import Batch, Dataset, Datasets, SampleId
+from recipes.data.images.source import ImageSource
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes

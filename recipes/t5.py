@@ -14,7 +14,7 @@ from torch import nn
 
 from recipes.huggingface import SizedTextRecipe, check_text
 from recipes.language import open_tokens
-from trainer.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Sizes

@@ -16,12 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from trainer.bench import MEASUREMENTS, Row
+from evidence.bench.bench import MEASUREMENTS, Row
+from trainer.config.options import no_more, parse, whole_number
 from trainer.errors import RunError, UserError, nearest
 from trainer.hardware import Hardware, detect
-from trainer.options import no_more, parse, whole_number
 
 
 def machine(hardware: Hardware) -> dict[str, object]:

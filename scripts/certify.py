@@ -10,9 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from trainer.certify import certify
+from evidence.certificate.certify import certify
 from trainer.errors import RunError, UserError
 
 OPTIONS = {"kills": int, "seed": int, "max_ulp": float, "output_dir": Path}

@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import RunError
 
@@ -29,13 +26,13 @@ def main(arguments: list[str]) -> int:
         return 0
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # into a file, too, a line a run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from trainer.compare import check_arms, compare, parse, tracking_uri_of
+    from evidence.comparison.compare import check_arms, compare, parse, tracking_uri_of
 
     try:
         about = parse(arguments)
         configs = check_arms(about)
         result = compare(about, configs)
-        from trainer.compare_report import sentences, table, write_report
+        from evidence.comparison.report import sentences, table, write_report
 
         files = write_report(result, ["python", "scripts/compare.py", *arguments])
         print(f"\n{table(result)}\n")
@@ -44,7 +41,7 @@ def main(arguments: list[str]) -> int:
         print(f"\nreport {files[0]}")
         uri = tracking_uri_of(configs[about.baseline])
         if uri:
-            from trainer.compare_mlflow import publish
+            from evidence.comparison.mlflow import publish
 
             print("\n".join(publish(result, uri, files)))
     except RunError as error:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import RunError
 
@@ -23,9 +20,9 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    from trainer.compose import compose
+    from evidence.memory.max_batch import largest_micro_batch, parse_budget, parse_margin
+    from trainer.config.compose import compose
     from trainer.hardware import detect
-    from trainer.max_batch import largest_micro_batch, parse_budget, parse_margin
 
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     options = {"budget": "device", "margin": "5%"}

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import RunError, UserError
 
@@ -22,7 +19,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    from trainer.compose import combinations, compose
+    from trainer.config.compose import combinations, compose
 
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     checks = [argument for argument in arguments if argument.partition("=")[0] == "check"]
@@ -31,8 +28,8 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{checks[-1]} must be check=true or check=false")
         wanted = combinations([argument for argument in arguments if argument not in checks])
         configs = {label: compose(overrides) for label, overrides in wanted.items()}  # mistakes before any work
-        from trainer.forecast import Forecast, forecast, table
-        from trainer.trial import trial
+        from evidence.memory.trial import trial
+        from trainer.run.forecast import Forecast, forecast, table
 
         columns = [Forecast(label or "forecast", forecast(config)) for label, config in configs.items()]
         for column, overrides in zip(columns, wanted.values(), strict=True):

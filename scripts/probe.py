@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import RunError
 
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the summary's path and the numbers."""
-    from trainer import probes
+    from evidence import probes
 
     if {"-h", "--help"} & set(arguments):
         print(__doc__)

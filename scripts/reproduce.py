@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainer.errors import RunError
 
@@ -32,7 +29,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from trainer import reproduce_cli
+    from evidence.claims import command as reproduce_cli
 
     try:
         return reproduce_cli.main(arguments)

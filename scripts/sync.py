@@ -12,12 +12,10 @@ import logging
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from trainer.config.options import parse
 from trainer.errors import RunError
-from trainer.mlflow_store import explicit_uri
-from trainer.options import parse
-from trainer.sync import check_run, runs_in, send
+from trainer.tracking.mlflow.store import explicit_uri
+from trainer.tracking.mlflow.sync import check_run, runs_in, send
 
 
 def main() -> int:

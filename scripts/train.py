@@ -1,17 +1,14 @@
 """Train a recipe: ``python scripts/train.py recipe=gpt2 precision=bf16`` (``--help`` lists every choice)."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from trainer.signals import open_the_program
+from trainer.run.signals import open_the_program
 
 if __name__ == "__main__":
     open_the_program(sys.argv[1:])  # before the imports below, which take seconds
 
 from trainer.cli import main
-from trainer.shortage import out_of_memory
+from trainer.run.shortage import out_of_memory
 
 if __name__ == "__main__":
     sys.exit(main(out_of_memory))

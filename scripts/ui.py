@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from trainer.config.options import no_more, parse, whole_number
 from trainer.errors import RunError
-from trainer.mlflow_store import tracking_uri, without_password
-from trainer.mlflow_views import COMPARISON, VIEW
-from trainer.options import no_more, parse, whole_number
-from trainer.ui import (
+from trainer.tracking.mlflow.store import tracking_uri, without_password
+from trainer.tracking.ui import (
     Newest,
     Server,
     check_store,
@@ -29,6 +25,7 @@ from trainer.ui import (
     free_port,
     newest_runs,
 )
+from trainer.tracking.views import COMPARISON, VIEW
 
 
 def show(base: str, newest: Newest) -> None:

@@ -1,10 +1,10 @@
 """Processes of Python that start at once: forked from a server that has imported torch and everything else.
 
 ``Popen`` and ``run`` stand for those of ``subprocess`` where the command is ``[sys.executable, …]`` with a script, with
-``-m module`` or with ``-c code``. ``monkeypatch.setattr("trainer.certify.subprocess", forks)`` lets a command start its
-own that way. What runs is a process of its own, with its own signals, standard streams, folder, environment and exit
-status; only the seconds of importing are saved. Not for tests of start-up itself, of another copy of the project, or of
-environment variables that are read while a library is imported, other than ``READ_EARLY``.
+``-m module`` or with ``-c code``. ``monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)`` lets a
+command start its own that way. What runs is a process of its own, with its own signals, standard streams, folder,
+environment and exit status; only the seconds of importing are saved. Not for tests of start-up itself, of another copy
+of the project, or of environment variables that are read while a library is imported, other than ``READ_EARLY``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ IMPORTED = (
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
     "trainer.cli",
-    "trainer.plots",
-    "trainer.servable",
-    "trainer.start",
+    "trainer.tracking.plots",
+    "trainer.tracking.mlflow.servable",
+    "trainer.run.start",
 )
 LARGEST_MESSAGE = 1 << 18
 
@@ -236,7 +236,10 @@ def main() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from tests.composing import compose_quickly
-    from trainer import compose, mlflow_store, plots, servable
+    from trainer.config import compose
+    from trainer.tracking import plots
+    from trainer.tracking.mlflow import servable
+    from trainer.tracking.mlflow import store as mlflow_store
 
     compose_quickly()
     for recipe in sorted(path.stem for path in (compose.CONF / "recipe").glob("*.yaml")):

@@ -15,12 +15,12 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
 
-from trainer import config
-from trainer.config import Config
-from trainer.contract import Batch, Datasets, SampleId
+from trainer.config import schema as config
+from trainer.config.schema import Config
+from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware, detect
-from trainer.loop import StepRecord, Trainer
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
+from trainer.trainer import StepRecord, Trainer
 
 PROJECT = Path(__file__).resolve().parents[1]
 CONF = PROJECT / "conf"

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evidence.certificate.certify import COMMON, DEFAULTS
+from evidence.certificate.compare import metrics, ulps
 from tests import forks
-from trainer.certify import COMMON, DEFAULTS
-from trainer.certify_compare import metrics, ulps
-from trainer.checkpoint import steps as saved_steps
-from trainer.mlflow_record import final_status, is_delivered, read_record
-from trainer.mlflow_store import valid_key
-from trainer.restore import load
+from trainer.checkpoint.restore import load
+from trainer.checkpoint.store import steps as saved_steps
+from trainer.tracking.mlflow.record import final_status, is_delivered, read_record
+from trainer.tracking.mlflow.store import valid_key
 
 PROJECT = Path(__file__).resolve().parents[1]
 JOBS = {recipe: [f"recipe={recipe}", *DEFAULTS[recipe]] for recipe in ("gpt2", "resnet", "bignet")}
@@ -196,7 +196,7 @@ def job_of(recipe: str, steps: int, name: str) -> list[str]:
 
 def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: Starter, steps: int = 40) -> list[Round]:
     """Kill runs of these recipes in turn until there were so many kills; print what came of each round."""
-    from trainer.sync import send
+    from trainer.tracking.mlflow.sync import send
 
     draw = random.Random(seed)
     rounds: list[Round] = []

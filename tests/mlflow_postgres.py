@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import PROJECT, same_bits
-from trainer.checkpoint import steps
-from trainer.mlflow_store import connect
-from trainer.restore import load
+from trainer.checkpoint.restore import load
+from trainer.checkpoint.store import steps
+from trainer.tracking.mlflow.store import connect
 
 SEEDS = range(4)
 STEPS, STOP_AFTER = 400, 100

@@ -27,16 +27,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer import config
-from trainer.compose import CONF, checked_arguments
+from trainer.config import schema as config
+from trainer.config.compose import CONF, checked_arguments
+from trainer.config.explain import explain
 from trainer.errors import Interrupted, OutOfMemory, RunError, UserError, is_out_of_memory
-from trainer.explain import explain
-from trainer.resume import complete
-from trainer.run import Run
-from trainer.signals import OUTSIDE
-from trainer.start import train
-from trainer.sweep import Sweep, swept_keys
-from trainer.world import launched_processes
+from trainer.parallel.world import launched_processes
+from trainer.run.resume import complete
+from trainer.run.run import Run
+from trainer.run.signals import OUTSIDE
+from trainer.run.start import train
+from trainer.run.sweep import Sweep, swept_keys
 
 _USAGE = """\
 python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
@@ -187,7 +187,7 @@ def _choices() -> str:
     """Return the choices of every config group, each with what the first sentence of its YAML's comment says."""
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     lines = []
-    for group in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "claim"):
+    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
         lines.append(f"\n{group.name}")
         for path in sorted(group.glob("*.yaml")):
             about = _first_sentence(path).removeprefix(f"{group.name}={path.stem}: ")

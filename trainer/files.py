@@ -26,15 +26,6 @@ _DEEPEST = 32
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
-def child_environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment for a child that runs a module of this project.
-
-    The project's folder comes before what ``PYTHONPATH`` holds: packages may be installed in such a folder only.
-    """
-    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)}
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.contract import Batch, Dataset, Datasets
+from trainer.data.contract import Batch, Dataset, Datasets
 from trainer.files import write_json
 from trainer.hardware import Hardware
 

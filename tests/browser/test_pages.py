@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.mlflow_store import connect
-from trainer.mlflow_views import COMPARISON, VIEW
-from trainer.tracking import Tracker, Tracking
-from trainer.ui import Server, comparison_address, curves_address, experiment_address, free_port, newest_runs
+from trainer.tracking.mlflow.store import connect
+from trainer.tracking.tracker import Tracker, Tracking
+from trainer.tracking.ui import (
+    Server,
+    comparison_address,
+    curves_address,
+    experiment_address,
+    free_port,
+    newest_runs,
+)
+from trainer.tracking.views import COMPARISON, VIEW
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome

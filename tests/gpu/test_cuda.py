@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from recipes.gpt2_model import SHAPES, Shape
 from tests.helpers import PROJECT, Recorder, copied, same_bits, trainer_of, without_padding
 from tests.parallel.conftest import TORCHRUN, environment
-from trainer import attention
-from trainer.contract import Batch
-from trainer.data import to_device
+from trainer.data.contract import Batch
+from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, detect
-from trainer.loop import Trainer
-from trainer.monitor import Monitor
-from trainer.precision import Precision, formats
+from trainer.precision import attention
+from trainer.precision.modes import Precision, formats
+from trainer.run.monitor import Monitor
+from trainer.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,21 +22,22 @@ from torch.utils import _pytree as pytree
 
 from tests.helpers import NoData, Recorder, compose, same_bits
 from tests.parity.test_accumulation import SAMPLES, Tagging
-from trainer import checkpoint, parallel
-from trainer.activation import ActivationCheckpointing
-from trainer.checkpoint import MASTER, Contents
-from trainer.config import Config
-from trainer.contract import Batch, Datasets
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.generators import random_state
+from trainer.checkpoint.restore import load
+from trainer.checkpoint.store import MASTER, Contents
+from trainer.config.schema import Config
+from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
 from trainer.hardware import detect
-from trainer.loop import Trainer
-from trainer.parallel import DDP, FSDP, Parallel, is_cut, own_part
-from trainer.precision import Precision
+from trainer.optim.update import ClipNorm
+from trainer.parallel import wrap as parallel
+from trainer.parallel.activation import ActivationCheckpointing
+from trainer.parallel.wrap import DDP, FSDP, Parallel, is_cut, own_part
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput
-from trainer.restore import load
-from trainer.rng import random_state
-from trainer.scaler import AutoScaler
-from trainer.update import ClipNorm
+from trainer.trainer import Trainer
 
 DEVICE = os.environ.get("MANTISSA_TEST_DEVICE", "cpu")
 MODES: dict[str, Callable[[], Parallel]] = {"single": Parallel, "ddp": DDP, "fsdp": FSDP}

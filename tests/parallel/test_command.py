@@ -19,7 +19,7 @@ import pytest
 
 from tests import forks
 from tests.parallel.conftest import FORKED_TORCHRUN, PROJECT, TORCHRUN, environment, forked_environment
-from trainer.restore import load
+from trainer.checkpoint.restore import load
 
 SCRIPT = str(PROJECT / "scripts" / "train.py")
 GPT2 = (
@@ -127,8 +127,8 @@ def test_a_run_goes_from_two_processes_to_one_and_back(start: Start, tmp_path: P
 LOST = """
 import os, signal, sys
 from trainer import cli
-from trainer.loop import Trainer
-from trainer.shortage import out_of_memory
+from trainer.trainer import Trainer
+from trainer.run.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -172,8 +172,8 @@ from trainer.errors import UserError"""
 BROKEN = """
 import os, sys
 from trainer import cli
-from trainer.loop import Trainer
-from trainer.shortage import out_of_memory
+from trainer.trainer import Trainer
+from trainer.run.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -275,7 +275,7 @@ SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
 from trainer import cli
-from trainer.shortage import out_of_memory
+from trainer.run.shortage import out_of_memory
 
 build, sleep = cli.config.build, time.sleep
 

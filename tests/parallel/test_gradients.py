@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parallel.conftest import Found
-from trainer.data import Batching, DataOrder
+from trainer.data.loader import Batching, DataOrder
 from trainer.errors import UserError
 
 Ranks = Callable[[str, int], Found]

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from recipes.language_model import LossHead, torch_can_chunk
 from tests.helpers import Arrays, NoData, start
-from trainer.config import Config
-from trainer.contract import Batch, Datasets
+from trainer.config.schema import Config
+from trainer.data.contract import Batch, Datasets
 from trainer.hardware import Hardware
-from trainer.optimizer import Optimizer
-from trainer.precision import Precision
+from trainer.optim.optimizer import Optimizer
+from trainer.optim.update import Clip
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler, Scaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
-from trainer.scaler import AutoScaler, Scaler
-from trainer.update import Clip
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 8, 12, 6, 5
 

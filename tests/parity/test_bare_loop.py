@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from recipes.gpt2 import GPT2
 from tests.helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start, without_padding
-from trainer.config import Config
-from trainer.contract import Batch
-from trainer.loop import Trainer
-from trainer.memory import MemoryLedger
-from trainer.optimizer import Optimizer
-from trainer.scaler import AutoScaler
-from trainer.schedule import Cosine
-from trainer.update import Clip, ClipNorm, ClipValue
+from trainer.config.schema import Config
+from trainer.data.contract import Batch
+from trainer.optim.optimizer import Optimizer
+from trainer.optim.schedule import Cosine
+from trainer.optim.update import Clip, ClipNorm, ClipValue
+from trainer.precision.scaler import AutoScaler
+from trainer.profiling.ledger import MemoryLedger
+from trainer.trainer import Trainer
 
 STEPS = 9
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.helpers import compose, same_bits
-from trainer import checkpoint, run
-from trainer.contract import Batch
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.restore import load
+from trainer.data.contract import Batch
 from trainer.errors import Interrupted
-from trainer.loop import StepRecord, Trainer
-from trainer.restore import load
-from trainer.start import train
+from trainer.run import run
+from trainer.run.start import train
+from trainer.trainer import StepRecord, Trainer
 
 STEPS = 11
 RECIPES = {
@@ -78,7 +79,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.plots.plot_run", lambda *arguments: [])
+    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *arguments: [])
 
 
 def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, Any]:

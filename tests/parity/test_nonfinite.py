@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.helpers import copied, same_bits, trainer_of
-from trainer.contract import Batch
+from trainer.data.contract import Batch
 from trainer.errors import NonFiniteError
-from trainer.loop import StepRecord, Trainer
-from trainer.monitor import Monitor
+from trainer.run.monitor import Monitor
+from trainer.trainer import StepRecord, Trainer
 
 BIGNET = [
     "recipe=bignet",

@@ -1,0 +1,286 @@
+"""What scripts/bench.py measures: ratios between loops that take turns in one process, so that a busy hour hits all."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from torch import nn
+
+from evidence.bench.arms import FRAMEWORKS, LOG_EVERY, BareLoop, Material
+from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
+from evidence.bench.scale import parallel, saving
+from evidence.bench.turns import Block, Row, Turns, interleave, overheads, ratios, stopwatch, synchronise, threads
+from trainer.config.schema import Config
+from trainer.errors import RunError
+from trainer.files import PROJECT
+from trainer.hardware import UNAVAILABLE, Hardware
+from trainer.precision.modes import BASIC_MODES
+from trainer.profiling.ledger import MemoryLedger
+from trainer.run.folder import RunFolder
+from trainer.run.run import Run
+from trainer.run.signals import Requests
+from trainer.run.terminal import Terminal
+from trainer.trainer import Trainer
+
+Variants = dict[str, tuple[str, ...]]
+"""Overrides by the name of what they make of a job."""
+BF16_TARGET = 1.8
+MLFLOW_PATIENCE_S = 60.0
+
+
+class MeasuredRun(Run):
+    """A run with everything on, which lets other loops take their turns between its steps."""
+
+    turns: Turns
+    background_s: float = 0.0
+    """CPU time of its background threads (MLflow's feed, system metrics) over all repeats that are kept."""
+
+    def between(self, trainer: Trainer) -> bool:
+        """Do what is due after a step; at the end of a block, pause for the others."""
+        going = super().between(trainer)
+        step = trainer.step
+        if not self.turns.due(step):
+            return going
+        synchronise(trainer.device)
+        with self.monitor.paused():
+            self.turns.take(step)
+            if step == self.turns.steps_per_repeat:
+                self._wait_for_mlflow()
+                self.background_s -= _background_s()
+                self.turns.start()
+            elif step == self.turns.last_step:
+                self.background_s += _background_s()
+        return going
+
+    def _wait_for_mlflow(self) -> None:
+        # Its import and first connection are a cost of starting, not of stepping.
+        deadline = time.monotonic() + MLFLOW_PATIENCE_S
+        assert self.tracker is not None
+        while self.config.tracking.mlflow and self.tracker.run_id is None:
+            if time.monotonic() > deadline:
+                raise RunError(f"MLflow has not begun within {MLFLOW_PATIENCE_S:g} s: not everything would be measured")
+            time.sleep(0.05)
+
+
+def _background_s() -> float:
+    """Return the CPU seconds so far of all Python threads but the main one (0 where the system does not tell)."""
+    if not psutil.LINUX:
+        return 0.0
+    ours = {thread.native_id for thread in threading.enumerate()} - {threading.main_thread().native_id}
+    return sum(thread.user_time + thread.system_time for thread in psutil.Process().threads() if thread.id in ours)
+
+
+def precision(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
+    """Measure how much faster each precision trains than fp32, and bf16 with channels_last than without."""
+    language, vision = jobs or (gpt2_job(hardware), resnet_job(hardware))
+    modes = [mode for mode in BASIC_MODES if hardware.support(mode) != UNAVAILABLE]
+    every: Variants = {mode: (f"precision={mode}",) for mode in modes}
+    some = every if hardware.is_gpu else {mode: every[mode] for mode in ("fp32", "bf16")}
+    rows = _speedups(language, every, [(mode, "fp32") for mode in modes[1:]], hardware, repeats)
+    layouts: Variants = some | {"bf16 NCHW": ("precision=bf16", "recipe.channels_last=false")}
+    pairs = [(mode, "fp32") for mode in list(some)[1:]] + [("bf16", "bf16 NCHW")]
+    return rows + _speedups(vision, layouts, pairs, hardware, repeats)
+
+
+def _speedups(
+    job: Job,
+    variants: Variants,
+    pairs: list[tuple[str, str]],
+    hardware: Hardware,
+    repeats: int,
+) -> list[Row]:
+    blocks = {name: _training_block(job, overrides, hardware) for name, overrides in variants.items()}
+    times = interleave(blocks, repeats)
+    amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags  # the machine that the targets are for
+    return [
+        Row(
+            f"{job.name}, throughput, {fast} / {slow}",
+            "x",
+            ratios(times, slow, fast),
+            f"{job.line(*variants[fast])}; against {' '.join(variants[slow])}; {job.steps} steps a repeat",
+            target=BF16_TARGET if amx and (fast, slow) == ("bf16", "fp32") else None,
+            at_most=False,
+        )
+        for fast, slow in pairs
+    ]
+
+
+def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) -> Callable[[], float]:
+    trainer = _trainer(job.config(*overrides, "clip=norm", "steps=1000000", f"device={hardware.device}"), hardware)
+    trainer.model.train()
+    batches = trainer.batches()
+
+    def loop(steps: int) -> None:
+        for _ in range(steps):
+            trainer.train_step(next(batches))
+
+    timed = stopwatch(loop, hardware.device)
+
+    def block() -> float:
+        trainer.config.precision.apply()  # its flags are the whole process's
+        return timed(job.steps)
+
+    return block
+
+
+def _trainer(config: Config, hardware: Hardware) -> Trainer:
+    plan, _ = config.resolve(hardware)
+    return Trainer(config, plan, hardware)
+
+
+def trainer_cost(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
+    """Measure what the trainer, with everything on, costs over a loop written by hand, and what others cost."""
+    language, tiny = jobs or (gpt2_job(hardware), TINY_MLP)
+    return _cost(language, "%", 2.0, hardware, repeats, folder) + _cost(tiny, "ms", 0.15, hardware, repeats, folder)
+
+
+def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, folder: Path) -> list[Row]:
+    options = ("precision=bf16", "clip=norm", f"log_every={LOG_EVERY}", "checkpoint=none")
+    last = (repeats + 1) * job.rounds * job.steps + 1  # evaluation and the end come after the last block
+    config = job.config(
+        *(*options, f"device={hardware.device}", f"output_dir={folder}", f"run_name={job.name.replace(' ', '-')}"),
+        *(f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench"),
+        *(f"steps={last}", f"eval_every={last}", "eval_samples=1"),
+    )
+    trainer = _trainer(config, hardware)
+    material = Material(trainer)
+    others = {"bare": stopwatch(BareLoop(material).run, hardware.device)}
+    fits: dict[str, Block] = {}
+    missing = {framework.name: framework.missing() for framework in FRAMEWORKS}
+    for framework in FRAMEWORKS:
+        if missing[framework.name] is None:
+            (fits if framework.whole_fit else others)[framework.name] = framework.block(material, folder)
+    assert config.run_name is not None
+    run_folder = RunFolder.create(config.output_dir, config.run_name)
+    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Requests(), [])
+    run.turns = turns = Turns(job.steps, job.rounds, repeats, others, fits)
+    with threads(job.threads):
+        turns.start()
+        run.execute()
+    measured = f"{job.line(*options)}; {job.rounds} × {job.steps} steps a repeat"
+    background_ms = 1e3 * run.background_s / (repeats * turns.steps_per_repeat)
+    rows = []
+    for name in ("trainer", *missing):
+        title = f"{job.name}, {'Mantissa' if name == 'trainer' else name} over a bare loop"
+        if why := missing.get(name):
+            rows.append(Row(title, unit, [], f"not measured: {why}"))
+        elif name == "trainer":
+            how = f"{measured}; MLflow's threads used {background_ms:.3f} ms of CPU a step beside it"
+            rows.append(Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), how, target))
+        else:
+            rows.append(Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), measured))
+    return rows
+
+
+def memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[tuple[Job, str]] = ()) -> list[Row]:
+    """Measure the peak memory of one step, the trainer's over the hand-written loop's: exact, so without repeats."""
+    rows = []
+    how = "CUDA's allocator" if hardware.device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
+    for job, mode in jobs or ((gpt2_job(hardware), "bf16"), (BIGNET, "fp32")):
+        options = (f"precision={mode}", "clip=norm")
+        material, ours = _trainer_peak(job.config(*options, f"device={hardware.device}"), hardware)
+        gc.collect()  # on a GPU what the trainer held would count again
+        theirs = _bare_peak(material)
+        title = f"{job.name} {mode}, peak memory over a bare loop's"
+        sizes = f"third step, {ours / 2**20:.1f} and {theirs / 2**20:.1f} MiB by {how}"
+        rows.append(Row(title, "x", [ours / theirs], f"{job.line(*options)}; {sizes}", 1.02))
+    return rows
+
+
+def _trainer_peak(config: Config, hardware: Hardware) -> tuple[Material, int]:
+    trainer = _trainer(config, hardware)
+    trainer.model.train()
+    batches = trainer.batches()
+    peak = _peak_bytes(trainer.model, trainer.optimizer, lambda: trainer.train_step(next(batches)))
+    return Material(trainer), peak
+
+
+def _bare_peak(material: Material) -> int:
+    bare = BareLoop(material)
+    return _peak_bytes(bare.model, bare.optimizer, lambda: bare.run(1))
+
+
+def _peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> int:
+    """Return the most memory that the third step holds at once, with the optimizer's state in place."""
+    device = next(model.parameters()).device
+    step()
+    step()
+    if device.type == "cuda":
+        synchronise(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        synchronise(device)
+        return torch.cuda.max_memory_allocated(device)
+    with MemoryLedger(model, optimizer) as ledger:
+        step()
+    return ledger.report().peak_bytes
+
+
+def startup(hardware: Hardware, repeats: int, folder: Path, script: Path = PROJECT / "scripts/train.py") -> list[Row]:
+    """Measure the seconds of a whole process until its first step is done, and until a mistake is reported."""
+    train = [sys.executable, str(script), "recipe=gpt2", "precision=bf16", "steps=1", f"device={hardware.device}"]
+    mistake = [sys.executable, str(script), "precision=bf61"]
+    _seconds([*train, "eval_samples=1", "checkpoint=none"], folder, code=0)  # fills the caches
+    blocks = {
+        "import torch": lambda: _seconds([sys.executable, "-c", "import torch"], folder, code=0),
+        "mistake": lambda: _seconds(mistake, folder, code=2),
+        "first step": lambda: _seconds(train, folder, until="step 1/1"),
+    }
+    times = interleave(blocks, min(repeats, 3), warm_up=0)
+    rows = []
+    for name, command, target in (("first step", train, 15.0), ("mistake", mistake, 4.0)):
+        line = f"python scripts/train.py {' '.join(command[2:])}"
+        title = {"first step": "command to the end of the first step", "mistake": "command to the report of a mistake"}
+        rows.append(Row(f"{title[name]}, absolute", "s", times[name], f"{line}; warm caches", target))
+        rows.append(Row(f"{name} / import torch", "x", ratios(times, name, "import torch"), line))
+    rows.append(Row("import torch, absolute", "s", times["import torch"], "python -c 'import torch'"))
+    return rows
+
+
+def _seconds(command: list[str], folder: Path, code: int | None = None, until: str | None = None) -> float:
+    """Return the seconds until a process ends with ``code``, or prints a line that begins with ``until``.
+
+    Raises:
+        RunError: it ended otherwise.
+
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    try:
+        with process.stdout:
+            for line in process.stdout:
+                lines.append(line)
+                if until is not None and line.startswith(until):
+                    return time.perf_counter() - began
+        if process.wait() == code:
+            return time.perf_counter() - began
+    finally:
+        process.kill()
+        process.wait()
+    raise RunError(f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(lines[-20:])}")
+
+
+MEASUREMENTS: dict[str, Callable[[Hardware, int, Path], list[Row]]] = {
+    "precision": precision,
+    "trainer": trainer_cost,
+    "memory": memory,
+    "startup": startup,
+    "saving": saving,
+    "parallel": parallel,
+}

@@ -1,0 +1,104 @@
+"""What the benchmarks train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from torch import nn
+
+from recipes.data.synthetic import Vectors
+from trainer.cli import CONF
+from trainer.config.schema import Config, build, register
+from trainer.data.contract import Batch, Datasets
+from trainer.hardware import Hardware
+from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to train, as the command line would."""
+
+    name: str
+    overrides: tuple[str, ...]
+    steps: int = 1
+    """Optimizer steps in one block, between two changes from one loop to another."""
+    rounds: int = 1
+    """Blocks that each loop takes in one repeat."""
+    recipe: type[Recipe] | None = None
+    """Takes the place of the config's recipe; ``command`` then says what it is."""
+    command: str = "python scripts/train.py"
+    threads: int | None = None
+    """Of torch's operators on a CPU; None: as many as torch takes."""
+
+    def config(self, *further: str) -> Config:
+        """Return the config of this job with further overrides."""
+        register()
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = build(compose("config", [*self.overrides, *further]))
+        if self.recipe is not None:
+            config.recipe = self.recipe()
+        return config
+
+    def line(self, *further: str) -> str:
+        """Return the command that trains this, for the reader."""
+        return " ".join([self.command, *self.overrides, *further])
+
+
+def gpt2_job(hardware: Hardware) -> Job:
+    """Return GPT-2 in the size that suits the hardware, on tokens that need no preparation."""
+    if hardware.is_gpu:
+        return Job("gpt2 124M", ("recipe=gpt2", "recipe.size=124M", "data=synthetic", "batch_size=16"), 10, 5)
+    overrides = ("recipe=gpt2", "recipe.size=mini", "data=synthetic", "data.vocab_size=4096", "batch_size=16")
+    return Job("gpt2 mini", overrides, 2, 5)
+
+
+def resnet_job(hardware: Hardware) -> Job:
+    """Return ResNet-50 on 224 × 224 images; on a GPU with the batch on it, since loading would be the limit."""
+    overrides = ("recipe=resnet", "recipe.arch=resnet50", "data=synthetic")
+    if hardware.is_gpu:
+        return Job("resnet50", (*overrides, "batch_size=128", "loader=synthetic-on-device"), 10, 2)
+    return Job("resnet50", (*overrides, "batch_size=32"))
+
+
+@dataclass
+class TinyMLP(Recipe):
+    """An MLP of 64 → 64 → 10. It has no name, so that it is no choice of ``recipe=``."""
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        """So small that most of a step is what surrounds it."""
+        return Sizes(steps=1000, batch_size=32, micro_batch_size=32)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        """Normal vectors, labelled by a fixed linear map."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(8192, 64, generator=generator)
+        labels = (x @ torch.randn(64, 10, generator=generator)).argmax(1)
+        return Datasets(Vectors(x, labels), Vectors(x[:64], labels[:64]), "normal vectors")
+
+    def build_model(self) -> nn.Module:
+        """Build the two layers."""
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def count_targets(self, batch: Batch) -> int:
+        """One label per vector."""
+        return len(batch["x"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        """Cross-entropy."""
+        return LossOutput(F.cross_entropy(model(batch["x"]).float(), batch["y"], reduction="sum"), {})
+
+
+TINY_MLP = Job(
+    "tiny MLP",
+    ("data=synthetic", "batch_size=32"),
+    steps=100,
+    rounds=20,
+    recipe=TinyMLP,
+    command="one thread, an MLP of 64 → 64 → 10 as the recipe, with",
+    threads=1,  # at this size a second one only waits at barriers, for milliseconds where cores are shared
+)
+# No more samples than one batch: the ledger sees the data that a step touches, and the model is what is measured.
+BIGNET = Job("bignet", ("recipe=bignet", "data=synthetic", "data.samples=512", "profiler=none"))

@@ -1,0 +1,155 @@
+"""What saving costs the loop, and what several processes cost over torch's own DDP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evidence.bench.arms import BareLoop, Material
+from evidence.bench.jobs import Job, gpt2_job
+from evidence.bench.turns import Row, interleave, ratios, stopwatch
+from trainer.checkpoint.generators import random_state
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.store import Checkpoint
+from trainer.config.schema import Config
+from trainer.errors import RunError
+from trainer.files import PROJECT
+from trainer.hardware import Hardware, detect
+from trainer.parallel.world import World
+from trainer.trainer import Trainer
+
+PROCESSES = 2
+STEPS = 4
+"""Optimizer steps in a block."""
+
+
+def trainer_of(config: Config, device: str, world: World | None = None) -> Trainer:
+    """Return the trainer of a config, ready for its first step."""
+    hardware = detect(device)
+    plan, _ = config.resolve(hardware, world)
+    trainer = Trainer(config, plan, hardware, world)
+    trainer.model.train()
+    return trainer
+
+
+def _steps_of(trainer: Trainer) -> Callable[[int], None]:
+    batches = trainer.batches()
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            trainer.train_step(next(batches))
+
+    return run
+
+
+def saving(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
+    """Measure how long the loop waits for a checkpoint, and how much writing it slows the steps that follow."""
+    (job,) = jobs or (gpt2_job(hardware),)
+    options = ("precision=bf16", "clip=norm", f"device={hardware.device}", "steps=1000000")
+    trainer = trainer_of(job.config(*options), str(hardware.device))
+    block = stopwatch(_steps_of(trainer), hardware.device)
+    rows = []
+    for background in (True, False):
+        saver = Saver(Checkpoint(background=background), folder / str(background), World())
+        stalls, slowed = [], []
+        for repeat in range(repeats + 1):
+            alone = block(STEPS)
+            step = trainer.step
+            rng = random_state(trainer.device)
+            stall = saver.save(step, trainer.model, trainer.optimizer, {}, rng, None)
+            after = block(STEPS)
+            saver.finish()
+            if repeat:  # the first one finds no host memory yet, and the model's first step
+                stalls.append(100 * stall / (alone / STEPS))
+                slowed.append(100 * (after + stall - alone) / (alone / STEPS))
+        how = "in the background" if background else "in the loop (checkpoint.background=false)"
+        measured = f"{job.line(*options[:2])}; one checkpoint after every {STEPS} steps"
+        name = f"{job.name}, a checkpoint {how}"
+        rows.append(Row(f"{name}: stall, of one step", "%", stalls, measured, 10.0 if background else None))
+        rows.append(Row(f"{name}: all it costs, of one step", "%", slowed, f"{measured}; with the slower steps after"))
+    return rows
+
+
+def parallel(hardware: Hardware, repeats: int, folder: Path, overrides: Sequence[str] = ()) -> list[Row]:
+    """Measure two processes: Mantissa's DDP against torch's own, and both against one process."""
+    if hardware.is_gpu and torch.cuda.device_count() < PROCESSES:
+        return [Row("DDP over torch's own", "%", [], f"not measured: needs {PROCESSES} GPUs")]
+    found = {count: _in_processes(count, hardware, repeats, folder, overrides) for count in (1, PROCESSES)}
+    line = found[PROCESSES]["line"]
+    times = found[PROCESSES]["times"]
+    one, two = found[1]["times"]["mantissa"], times["mantissa"]
+    cores = f"{hardware.cpu_cores} cores" if not hardware.is_gpu else f"{PROCESSES} GPUs"
+    return [
+        Row(
+            f"{PROCESSES} processes, Mantissa's DDP over torch's DDP written by hand",
+            "%",
+            [100 * (ratio - 1) for ratio in ratios(times, "mantissa", "bare")],
+            f"torchrun --nproc-per-node={PROCESSES} {line}; {STEPS} steps a repeat, in turns in the same processes",
+            3.0,
+        ),
+        Row(
+            f"step time, {PROCESSES} processes over one with the same global batch, {cores}",
+            "x",
+            [a / b for a, b in zip(two, one, strict=True)],
+            f"{line}; against parallel=single; two jobs after one another, not in turns",
+        ),
+    ]
+
+
+def _in_processes(
+    count: int, hardware: Hardware, repeats: int, folder: Path, overrides: Sequence[str]
+) -> dict[str, Any]:
+    command = [sys.executable, "-m", "evidence.bench.scale", str(folder / f"{count}.json"), str(repeats), *overrides]
+    if count > 1:
+        command[1:2] = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m"]
+    threads = str(max(1, hardware.cpu_cores // count))
+    environment = os.environ | {"OMP_NUM_THREADS": threads}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads((folder / f"{count}.json").read_text())
+    return found
+
+
+class BareDDP(BareLoop):
+    """The hand-written loop around torch's DistributedDataParallel with its defaults."""
+
+    def __init__(self, material: Material) -> None:
+        super().__init__(material)
+        self.model = nn.parallel.DistributedDataParallel(self.model)
+
+
+def _rank(file: str, repeats: str, *overrides: str) -> None:
+    """Be one of the processes that ``parallel`` starts."""
+    mode = "ddp" if "RANK" in os.environ else "single"
+    job = gpt2_job(detect("auto"))
+    options = ("precision=bf16", "clip=norm", *overrides)
+    config = job.config(*options, f"parallel={mode}", "steps=1000000")
+    world = config.parallel.world("auto")
+    trainer = trainer_of(config, "auto", world)
+    blocks = {"mantissa": stopwatch(_steps_of(trainer), trainer.device)}
+    if mode == "ddp":
+        material = Material(trainer)
+        material.batch_size = trainer.plan.batching.micro_batch_size
+        blocks["bare"] = stopwatch(BareDDP(material).run, trainer.device)
+    times = interleave({name: partial(block, STEPS) for name, block in blocks.items()}, int(repeats))
+    if world.first:
+        Path(file).write_text(
+            json.dumps({"line": job.line(*options, "parallel=ddp").removeprefix("python "), "times": times})
+        )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(*sys.argv[1:])

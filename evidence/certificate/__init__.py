@@ -1,0 +1,1 @@
+"""A run that is killed again and again, compared with one that is not."""

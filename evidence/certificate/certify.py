@@ -1,0 +1,210 @@
+"""The exact-resume certificate: a job run once as it is and once killed again and again, and what differs."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evidence.certificate.child import TRACE_FILE
+from evidence.certificate.compare import Comparison, compare, trace
+from trainer.errors import RunError, UserError
+from trainer.files import PROJECT, write_json, write_text
+from trainer.hardware import detect
+from trainer.run.provenance import git_facts, versions
+
+ACCUMULATION = 4
+FIRST_KILL = 6
+"""The step from which on the job is killed: after its first checkpoint."""
+KINDS = {
+    "accumulation": "between two microbatches of a step",
+    "save": "while a checkpoint's files are written",
+    "skip": "right after a skipped step",
+    "step": "after a step, before it is evaluated or saved",
+    "evaluation": "during evaluation",
+    "restore": "right after resuming, before the first step",
+    "outside": "by another process, at a random moment",
+}
+DEFAULTS = {
+    "gpt2": ["recipe.size=nano", "recipe.context=32", "recipe.dropout=0.1", "data=synthetic", "data.vocab_size=256"],
+    "resnet": ["recipe.arch=resnet18", "data=digits", "recipe.image_size=32"],
+    "bignet": ["recipe.width=64", "recipe.layers=4"],
+}
+COMMON = [
+    *("batch_size=8", f"micro_batch_size={8 // ACCUMULATION}", "eval_every=5", "eval_samples=6", "log_every=4"),
+    *("checkpoint.every=3", "deterministic=true", "tracking=local", "profiler=none", "clip=norm"),
+]
+# From a scale that is too large, and growing again soon, so that steps are skipped all along.
+FP16 = ["scaler.init=67108864", "scaler.interval=3"]
+
+
+@dataclass
+class Certificate:
+    """What was done to a job, and what came of it."""
+
+    command: str
+    verdict: str
+    exit_code: int
+    """0 BITWISE, 5 within ``max_ulp``, 6 DIVERGED."""
+    kills: list[dict[str, Any]]
+    resumes: int
+    """How often the killed job went on from a checkpoint."""
+    skipped_steps: int
+    comparison: Comparison
+    wall_time_s: float
+
+    def table(self) -> str:
+        """Return it as Markdown."""
+        c = self.comparison
+        rows = [
+            ("verdict", self.verdict),
+            ("kills", f"{len(self.kills)} with SIGKILL: {self._by_kind()}; {self.resumes} resumed"),
+            (
+                "steps",
+                f"{c.steps}, of which {self.skipped_steps} skipped; {c.repeated_steps} trained again after a kill",
+            ),
+            (
+                "compared per step",
+                "sample ids, SHA-256 of the data, learning rate, loss, norm, scale, skipped",
+            ),
+            ("compared at the end", f"{c.tensors} tensors ({c.elements:,} numbers), {c.metric_lines} lines of metrics"),
+            ("command", f"`{self.command}`"),
+        ]
+        rows += [("differs", text) for text in c.differences[:8]]
+        return "| | |\n|---|---|\n" + "".join(f"| {name} | {text} |\n" for name, text in rows)
+
+    def _by_kind(self) -> str:
+        kinds = [kill["killed"] for kill in self.kills]
+        return ", ".join(f"{kinds.count(kind)} {KINDS[kind]}" for kind in KINDS if kind in kinds)
+
+
+def certify(
+    overrides: list[str],
+    output_dir: Path,
+    kills: int = 20,
+    seed: int = 0,
+    max_ulp: float = 4,
+    child: str = "evidence.certificate.child",
+) -> Certificate:
+    """Run a job twice, as processes of their own, and compare.
+
+    Args:
+        overrides: as for scripts/train.py, with at least ``recipe=…``.
+        output_dir: for the two runs and the certificate.
+        kills: how often the second run is killed.
+        seed: decides when and how.
+        max_ulp: up to what distance runs that differ count as equal within rounding.
+        child: the module that trains.
+
+    Raises:
+        UserError: a bad option.
+        RunError: a run failed by itself.
+
+    """
+    if kills < 1:
+        raise UserError(f"kills={kills} must be at least 1")
+    began = time.monotonic()
+    recipe = _value(overrides, "recipe") or "gpt2"
+    precision = _value(overrides, "precision") or "fp32"
+    folder = output_dir / f"certificate-{recipe}-{precision}"
+    if folder.exists():
+        raise UserError(f"{folder} exists; remove it, or choose another with output_dir=…")
+    steps = int(_value(overrides, "steps") or 2 * kills + 10)
+    defaults = [f"steps={steps}", *COMMON, *DEFAULTS.get(recipe, []), *(FP16 if precision == "fp16" else [])]
+    typed = {override.partition("=")[0] for override in overrides}
+    job = [*overrides, *(each for each in defaults if each.partition("=")[0] not in typed), f"output_dir={folder}"]
+    _train(child, "none", [*job, "run_name=whole"])
+    generator = random.Random(seed)
+    for plan in _plans(generator, kills, steps, precision):
+        _train(child, plan, [*job, "run_name=killed", "resume=auto"], folder, generator)
+    _train(child, "none", [*job, "run_name=killed", "resume=auto"])
+    # Before the first checkpoint there is nothing to resume: the run then starts again, in a folder of its own.
+    last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
+    comparison = compare(folder / "whole", last, steps)
+    verdict = comparison.verdict(max_ulp)
+    lines = _killed_lines(folder)
+    result = Certificate(
+        command=f"python scripts/certify.py {' '.join(overrides)} kills={kills} seed={seed}",
+        verdict=verdict,
+        exit_code=0 if verdict == "BITWISE" else 5 if verdict.startswith("ULP") else 6,
+        kills=[line for line in lines if "killed" in line],
+        resumes=sum("resumed_after" in line for line in lines),
+        skipped_steps=sum(bool(line.get("skipped")) for line in trace(folder / "whole")),
+        comparison=comparison,
+        wall_time_s=time.monotonic() - began,
+    )
+    facts = {"hardware": detect("auto").facts(), "versions": versions(), "git": git_facts(), "job": job}
+    write_json(folder / "certificate.json", asdict(result) | facts)
+    write_text(folder / "certificate.md", result.table())
+    return result
+
+
+def _value(overrides: list[str], key: str) -> str | None:
+    values = [override.partition("=")[2] for override in overrides if override.partition("=")[0] == key]
+    return values[-1] if values else None
+
+
+def _plans(generator: random.Random, kills: int, steps: int, precision: str) -> list[str]:
+    """Return ``kind:step:count`` for every kill, in the order of their steps, every kind as often as any other."""
+    kinds = [kind for kind in KINDS if kind != "skip" or precision == "fp16"]
+    chosen = [kinds[number % len(kinds)] for number in range(kills)]
+    generator.shuffle(chosen)
+    moments = sorted(generator.randrange(FIRST_KILL, steps - 1) for _ in range(kills))
+    counts = {"accumulation": (1, ACCUMULATION - 1), "save": (1, 7)}
+    return [
+        f"{kind}:{step}:{generator.randint(*counts.get(kind, (0, 0)))}"
+        for kind, step in zip(chosen, moments, strict=True)
+    ]
+
+
+def _train(
+    child: str, plan: str, job: list[str], folder: Path | None = None, generator: random.Random | None = None
+) -> None:
+    """Run the job until it ends, or is killed as planned.
+
+    Raises:
+        RunError: it ended otherwise.
+
+    """
+    outside = plan.startswith("outside")
+    command = [sys.executable, "-m", child, plan, *job]
+    process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if outside:
+        assert folder is not None
+        assert generator is not None
+        _kill_from_outside(process, folder, int(plan.split(":")[1]), generator.random())
+    output, _ = process.communicate()
+    if process.returncode not in (0, -signal.SIGKILL):
+        raise RunError(f"a run ended with status {process.returncode}:\n{output[-2000:]}")
+    if process.returncode == 0 and plan != "none":
+        raise RunError(f"the run ended before it could be killed ({plan}); use more steps or fewer kills")
+
+
+def _kill_from_outside(process: subprocess.Popen[str], folder: Path, step: int, fraction: float) -> None:
+    """Kill the process a moment after it has trained ``step``, or its first if that is later."""
+    known = len(_killed_lines(folder))
+
+    def reached() -> bool:
+        return any(line.get("step", 0) >= step for line in _killed_lines(folder)[known:])
+
+    while process.poll() is None and not reached():
+        time.sleep(0.005)
+    time.sleep(0.15 * fraction)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+        steps = [line["step"] for line in _killed_lines(folder) if "step" in line]
+        newest = max(folder.glob(f"killed*/{TRACE_FILE}"), key=lambda path: path.stat().st_mtime)
+        with newest.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps({"killed": "outside", "after_step": steps[-1], "count": 0}) + "\n")
+
+
+def _killed_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the traces of the killed job: of every folder, since one without a checkpoint starts again in another."""
+    return [line for path in sorted(folder.glob(f"killed*/{TRACE_FILE}")) for line in trace(path.parent)]

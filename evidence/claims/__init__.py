@@ -1,0 +1,1 @@
+"""Published claims, their criteria, and outcomes."""

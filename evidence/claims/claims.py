@@ -1,0 +1,274 @@
+"""A published claim: a file under evidence/claims/published that says what was claimed, and how it is tested."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from evidence.claims.criteria import Criterion
+from evidence.claims.schema import check_keys, check_type, read
+from evidence.measures import MEASURES, PROBE_MEASURES
+from evidence.runs import NULL_SHIFT, PROJECT, Arm
+from trainer.errors import UserError, nearest
+from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
+
+FOLDER = PROJECT / "evidence" / "claims" / "published"
+NULL = "null_arm"
+QUIET = ("tracking=local", "checkpoint=none")
+"""Overrides of every training run: what is measured has no part in tracking or saving."""
+PROBE = "probe="
+STAND_INS = {
+    "precision=tf32": "precision=fp32",
+    "precision=fp8": "precision=bf16",
+    "precision.fp8_scaling=tensorwise": "",
+    "precision.fp8_scaling=rowwise": "",
+    "loader=pinned": "loader=plain",
+}
+"""What a reduced run takes where a CPU has not got the real thing."""
+
+
+@dataclass
+class Claim:
+    """One published claim, as its YAML says it. The README shows how to write one."""
+
+    id: str
+    statement: str
+    """As published."""
+    source: str
+    """Where it was published."""
+    setups: dict[str, str]
+    """Overrides by name, shared by arms: what is trained. ``probe=gemm`` names a program of evidence/probes.py."""
+    arms: dict[str, str]
+    """By name: a setup, then overrides of the arm's own."""
+    criteria: list[Criterion]
+    published: str = ""
+    """The published figure, in the terms measured here."""
+    needs: list[str] = field(default_factory=list)
+    """Of the machine; see ``lacking``."""
+    arms_need: dict[str, list[str]] = field(default_factory=dict)
+    """The same for single arms: a machine without it leaves them out, with the criteria about them."""
+    asks: dict[str, str] = field(default_factory=dict)
+    """Overrides that the user has to type (the key), and what to give there."""
+    on_cuda: dict[str, str] = field(default_factory=dict)
+    """Further overrides by setup on a CUDA GPU, which takes other sizes than a CPU."""
+    repeats: int = 3
+    """Runs of each arm, each with a seed of its own."""
+    null_arm: str = ""
+    """The arm that is also run with other seeds, to show what noise looks like; criteria call that one null_arm."""
+    label: str = ""
+    """What the test is not: scaled down, or an analogue."""
+    traps: list[str] = field(default_factory=list)
+    """Known ways to read the published figure wrongly, and what was done about them."""
+    reduced: dict[str, str] = field(default_factory=dict)
+    """Overrides by setup for a quick run on any CPU, which decides nothing."""
+    combines: list[str] = field(default_factory=list)
+    """Claims whose outcomes together are this one's; then there are no arms here."""
+    digest: str = ""
+    """SHA-256 of the file."""
+
+    def __post_init__(self) -> None:
+        where = f"evidence/claims/published/{self.id}.yaml"
+        if self.combines:
+            if self.setups or self.arms or self.criteria:
+                raise UserError(f"{where}: combines stands alone; drop setups, arms and criteria")
+            if self.id in self.combines:
+                raise UserError(f"{where} combines itself; name other claims")
+            return
+        if not (self.setups and self.arms and self.criteria):
+            raise UserError(f"{where} needs setups, arms and criteria")
+        self._check_arms(where)
+        for key, by_setup in (("reduced", self.reduced), ("on_cuda", self.on_cuda)):
+            for name in by_setup:
+                if name not in self.setups:
+                    raise UserError(f"{where}: {key} names the setup {name}, which is not there")
+        for need in [*self.needs, *(need for needs in self.arms_need.values() for need in needs)]:
+            _check_need(need, where)
+        for criterion in self.criteria:
+            self._check_measure(criterion, where)
+        if not any(criterion.decides for criterion in self.criteria):
+            raise UserError(f"{where}: no criterion decides; give one at_least, at_most or within")
+        if self.repeats < 2:
+            raise UserError(f"{where}: repeats={self.repeats} gives no interval; use 3")
+
+    def _check_arms(self, where: str) -> None:
+        for name, text in self.arms.items():
+            if not re.fullmatch(r"[\w.-]+", name) or name == NULL:
+                raise UserError(f"{where}: an arm cannot be called {name}; use letters, digits, - and _")
+            if (setup := text.split()[0]) not in self.setups:
+                raise UserError(
+                    f"{where}: arm {name} begins with {setup}, which is no setup ({', '.join(self.setups)})"
+                )
+        if self.null_arm and self.null_arm not in self.arms:
+            raise UserError(f"{where}: null_arm={self.null_arm} is no arm{nearest(self.null_arm, self.arms)}")
+        known = {*self.arms, *([NULL] if self.null_arm else [])}
+        for key, names in (("criteria", [n for c in self.criteria for n in c.arms]), ("arms_need", self.arms_need)):
+            for name in names:
+                if name == NULL and name not in known:
+                    raise UserError(
+                        f"{where}: {key} name the null_arm; say which it is: null_arm: {next(iter(self.arms))}"
+                    )
+                if name not in known:
+                    raise UserError(f"{where}: {key} name the arm {name}, which is not there{nearest(name, known)}")
+
+    def _check_measure(self, criterion: Criterion, where: str) -> None:
+        for name in criterion.arms:
+            words = self.setups[self.arms[self.null_arm if name == NULL else name].split()[0]].split()
+            probe = words[0].removeprefix(PROBE) if words and words[0].startswith(PROBE) else ""
+            known = PROBE_MEASURES.get(probe, ()) if probe else tuple(MEASURES)
+            if known and criterion.measure not in known:
+                near = nearest(criterion.measure, known)
+                raise UserError(
+                    f"{where}: {criterion.measure} is not measured of arm {name}{near} ({', '.join(known)})"
+                )
+
+    def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
+        """Return what is missing here to run the claim, as words for the user; empty: nothing."""
+        missing = [words for need in self.needs if (words := lacking(need, hardware))]
+        typed = {override.partition("=")[0] for override in given}
+        return missing + [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
+
+    def arms_here(self, hardware: Hardware) -> list[str]:
+        """Return the names of the arms that this machine can run."""
+        return [name for name in self.arms if not any(lacking(need, hardware) for need in self.arms_need.get(name, ()))]
+
+    def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
+        """Return the arms as command lines, the null arm last.
+
+        Args:
+            names: of the arms to run.
+            given: overrides that the user typed.
+            device: type of the device, ``cpu`` or ``cuda``.
+            memory_ledger: measure memory by a ledger.
+
+        """
+        quiet = (*QUIET, "profiler=memory" if memory_ledger else "profiler=none")
+        asked = [override for override in given if override.partition("=")[0] in self.asks]
+        arms = []
+        for name in names:
+            setup, *own = self.arms[name].split()
+            sizes = self.on_cuda.get(setup, "") if device == "cuda" else ""
+            words = [*self.setups[setup].split(), *sizes.split(), *own, f"device={device}"]
+            if words[0].startswith(PROBE):
+                arms.append(Arm(name, (words[0].removeprefix(PROBE), *words[1:]), script="probe.py"))
+            else:
+                arms.append(Arm(name, (*quiet, *words, *asked)))
+        if self.null_arm in names:
+            base = arms[names.index(self.null_arm)]
+            arms.append(Arm(NULL, base.overrides, NULL_SHIFT, base.script))
+        return arms
+
+    def reduce(self) -> None:
+        """Make every arm small enough for any CPU: a test that the file works, not of the claim.
+
+        Raises:
+            UserError: the file does not say how.
+
+        """
+        if missing := [name for name in self.setups if name not in self.reduced]:
+            raise UserError(
+                f"evidence/claims/published/{self.id}.yaml gives no reduced size for {missing[0]}; add, for example, "
+                f"reduced: {{{missing[0]}: steps=3 batch_size=2 micro_batch_size=2}}"
+            )
+        for name, text in self.arms.items():
+            small = self.reduced.get(text.split()[0], "")
+            self.arms[name] = " ".join(STAND_INS.get(word, word) for word in f"{text} {small}".split())
+        self.setups = {
+            name: " ".join(STAND_INS.get(word, word) for word in text.split()) for name, text in self.setups.items()
+        }
+        self.repeats, self.needs, self.arms_need = 1, [], {}
+
+
+def lacking(need: str, hardware: Hardware) -> str:
+    """Return what a need asks for, if this machine has not got it; empty otherwise.
+
+    Raises:
+        UserError: no such need.
+
+    """
+    _check_need(need, "needs")
+    if need in NEEDS:
+        has, words = NEEDS[need]
+        return "" if has(hardware) else words
+    # A card sold as one of 80 GB reports 79 GiB.
+    enough = hardware.memory_bytes >= _MEMORY_IS_SOLD_AS * int(need.removesuffix("GiB")) * 2**30
+    return "" if enough else f"{need} of {'GPU ' if hardware.is_gpu else ''}memory"
+
+
+_MEMORY_IS_SOLD_AS = 0.92
+NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
+    "cuda": (lambda here: here.is_gpu, "an NVIDIA GPU"),
+    "cpu": (lambda here: here.device.type == "cpu", "a CPU: type device=cpu"),
+    "tf32": (lambda here: here.support("tf32") != UNAVAILABLE, "TF32 (an NVIDIA GPU from Ampere on)"),
+    "native_bf16": (lambda here: here.support("bf16") not in (EMULATED, UNAVAILABLE), "bf16 in hardware"),
+    "native_fp16": (lambda here: here.support("fp16") not in (EMULATED, UNAVAILABLE), "fp16 in hardware"),
+    "hopper": (lambda here: here.is_gpu and (here.capability or (0, 0)) >= (9, 0), "an NVIDIA GPU from Hopper on"),
+    "torchao": (lambda _: find_spec("torchao") is not None, "torchao: pip install torchao"),
+    "amx": (lambda here: "amx_bf16" in here.cpu_flags, "a CPU with AMX"),
+}
+"""What a claim may need of a machine, beside an amount of memory, and what the user is told where it is not there."""
+
+
+def names() -> list[str]:
+    """Return the ids of all claims."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(name: str, folder: Path = FOLDER) -> Claim:
+    """Read one claim's file.
+
+    Raises:
+        UserError: no such claim, or a file that is not one.
+
+    """
+    path = folder / f"{name}.yaml"
+    known = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in known:
+        raise UserError(
+            f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
+        )
+    text, where = path.read_bytes(), f"evidence/claims/published/{path.name}"
+    content = read(text, where)
+    types = {entry.name: get_type_hints(Claim)[entry.name] for entry in fields(Claim)}
+    check_keys(content, set(types) - {"id", "digest"}, where)
+    for key in ("statement", "source"):
+        if not content.get(key):
+            raise UserError(f"{where} says no {key}")
+    listed = content.pop("criteria", [])
+    if not isinstance(listed, list):
+        raise UserError(f"{where}: criteria is a list; begin each with a dash: - {{measure: speed, arm: bf16, …}}")
+    for key, value in content.items():
+        check_type(key, value, types[key], where)
+    criteria = [_criterion(entry, where) for entry in listed]
+    defaults: dict[str, Any] = {"setups": {}, "arms": {}}
+    return Claim(id=name, criteria=criteria, digest=hashlib.sha256(text).hexdigest(), **(defaults | content))
+
+
+def _criterion(entry: Any, where: str) -> Criterion:
+    if not isinstance(entry, dict):
+        raise UserError(
+            f"{where}: criteria: {entry} is no criterion; "
+            "write - {measure: speed, arm: bf16, over: fp32, at_least: 2}"
+        )
+    types = get_type_hints(Criterion)
+    check_keys(entry, set(types), f"{where}: criteria")
+    for key in ("measure", "arm"):
+        if not entry.get(key):
+            raise UserError(f"{where}: the criterion {entry} says no {key}")
+    for key, value in entry.items():
+        check_type(key, value, types[key], f"{where}: criteria")
+    try:
+        return Criterion(**entry)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _check_need(need: str, where: str) -> None:
+    if need not in NEEDS and not re.fullmatch(r"\d+GiB", need):
+        raise UserError(
+            f"{where}: {need} is not known{nearest(need, NEEDS)} ({', '.join(NEEDS)}, or memory such as 40GiB)"
+        )

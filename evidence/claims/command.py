@@ -1,0 +1,181 @@
+"""The command line of scripts/reproduce.py: which claims, and what is shown of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from evidence.claims import results
+from evidence.claims.claims import Claim, load, names
+from evidence.claims.criteria import NOT_HERE, shown
+from evidence.claims.reproduce import Reproduction, machine, part_facts, save
+from evidence.runs import TRAIN, merged
+from trainer.config.compose import compose
+from trainer.errors import UserError, nearest
+from trainer.hardware import Hardware, detect
+
+DEFAULTS = {
+    "claim": "",
+    "all": "false",
+    "reduced": "false",
+    "pages": "false",
+    "device": "auto",
+    "output_dir": "outputs",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the command line says and return the exit code.
+
+    Raises:
+        UserError: an unknown claim or option, or a claim that needs another machine.
+
+    """
+    options, given = _parsed(arguments)
+    if options["pages"] == "true":
+        print("\n".join(f"written: {path}" for path in results.update()) or "the pages are as they should be")
+        return 0
+    claims = {name: load(name) for name in names()}
+    hardware = detect(options["device"])
+    if not options["claim"] and options["all"] != "true":
+        _list(claims, results.read(), machine(hardware), terminal())
+        return 0
+    wanted = list(claims) if options["all"] == "true" else options["claim"].split(",")
+    asked = {key for name in wanted for key in load(name).asks}
+    if unknown := [override for override in given if override.partition("=")[0] not in asked]:
+        near = nearest(unknown[0].partition("=")[0], DEFAULTS)
+        raise UserError(
+            f"{unknown[0]} is no option here{near}: a claim's file fixes what is run "
+            f"({'asked for: ' + ', '.join(sorted(asked)) if asked else 'these claims ask for nothing'})"
+        )
+    reduced = options["reduced"] == "true"
+    if options["all"] != "true":
+        for name in wanted:
+            _check(load(name), hardware, given, reduced)
+    folder = Path(options["output_dir"]).expanduser().absolute() / "reproduce"
+    reproduction = Reproduction(hardware, folder, given, reduced=reduced)
+    if not reduced:
+        here = results.read().get(machine(hardware), {})
+        known = _known(claims, here)
+        wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
+        reproduction.done |= {name: known[name] for name in known if options["all"] == "true" or name not in wanted}
+    earlier = set(reproduction.done)
+    told = set(earlier)
+    for name in wanted:
+        if name in told:
+            print(f"{name}: {reproduction.done[name]['verdict']}, of {reproduction.done[name]['date']}")
+            continue
+        reproduction.test(name)
+        for each in [name for name in reproduction.done if name not in told]:  # and what it combines
+            _tell(reproduction.done[each], claims[each], reduced)
+            told.add(each)
+            if not reduced:
+                print(f"written to {save(reproduction.done[each], results.RESULTS)}")
+                results.update()
+    return int(any(reproduction.done[name].get("failures") for name in told - earlier))
+
+
+def _check(claim: Claim, hardware: Hardware, given: list[str], reduced: bool) -> None:
+    """Refuse what this machine cannot run, and overrides that train.py would refuse, before anything is run."""
+    if reduced:
+        claim.reduce()
+    if missing := claim.lacking(hardware, given):
+        raise UserError(f"claim={claim.id} is {NOT_HERE}: it needs {', '.join(missing)}")
+    for arm in claim.runs(claim.arms_here(hardware), given, hardware.device.type, memory_ledger=False):
+        if arm.script == TRAIN:
+            try:
+                compose(merged(arm.overrides))
+            except UserError as error:
+                raise UserError(f"evidence/claims/published/{claim.id}.yaml: arm {arm.label}: {error}") from None
+
+
+def _made_anew(claim: Claim | None, wanted: list[str], known: dict[str, dict[str, Any]]) -> bool:
+    """Whether a claim combines one that is to be tested, and nothing that would have to be tested for its sake."""
+    parts = set(claim.combines) if claim else set()
+    return bool(parts & set(wanted)) and parts <= {*wanted, *known}
+
+
+def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the outcomes here that stand: of the claims' files as they are, and without a run that failed."""
+    return {
+        name: record
+        for name, record in outcomes.items()
+        if name in claims
+        and record["claim_sha256"] == claims[name].digest
+        and record["verdict"] != NOT_HERE
+        and not record.get("failures")
+        and record.get("parts", {})
+        == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
+    }
+
+
+def _parsed(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    options = dict(DEFAULTS)
+    given = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not value:
+            raise UserError(f"{argument!r} is not an option; write key=value, such as claim=two_x")
+        if key in ("all", "reduced", "pages") and value not in ("true", "false"):
+            raise UserError(f"{key}={value} must be true or false")
+        if key in options:
+            options[key] = value
+        else:
+            given.append(argument)
+    if options["claim"] and options["all"] == "true":
+        raise UserError("claim=… and all=true exclude each other; drop one")
+    return options, given
+
+
+def terminal() -> Console:
+    """Return the standard output, wide where it is no terminal: a file or a pipe has no edge."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDE)
+
+
+_WIDE = 200
+"""Columns."""
+_NOT_THERE = "NOT TESTABLE THERE"
+
+
+def _list(claims: dict[str, Claim], records: results.Records, here: str, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("claim", "statement and source", "needs"):
+        table.add_column(column, overflow="fold")
+    for name in records:
+        table.add_column(f"{name} ({'this machine' if name == here else 'another machine'})", overflow="fold")
+    for name, claim in claims.items():
+        verdicts = [
+            results.verdict(outcomes.get(name), claim).replace(NOT_HERE, NOT_HERE if place == here else _NOT_THERE)
+            for place, outcomes in records.items()
+        ]
+        words = f"{escape(claim.statement)} [dim]({escape(claim.source)})[/]"
+        needs = ", ".join([*claim.needs, *(f"{key}=…" for key in claim.asks)])
+        table.add_row(name, words, needs or "any", *verdicts)
+    console.print(table)
+    if here not in records:
+        others = "; the verdicts above are of other machines" if records else ""
+        console.print(f"No claim has been tested on this machine yet{others}.")
+    console.print(f"This machine: {here}. Test one claim with claim=…, or all that it can with all=true.")
+
+
+def _tell(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
+    print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
+    if record.get("needs"):
+        print(f"  needs {', '.join(record['needs'])}")
+    for finding in record.get("findings", []):
+        bounds = f"  criterion {finding['bounds']}" if finding["bounds"] else ""
+        published = f"  published {finding['published']}" if finding["published"] else ""
+        judged = "" if reduced else finding["verdict"]
+        print(f"  {finding['quantity']}: {shown(finding)}{bounds}{published}  {judged}".rstrip())
+        if finding["why"] and not reduced:
+            print(f"    {finding['why']}")
+    for sentence in record.get("why", []):
+        print(f"  {sentence}")
+    for failure in record.get("failures", []):
+        print(f"  failed: {failure}")

@@ -1,0 +1,239 @@
+"""Published claims, tested here: from the claim's file to a verdict that says what was measured and why."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evidence.claims.claims import Claim, lacking, load
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, find
+from evidence.claims.why import MOST, explain
+from evidence.intervals import INCONCLUSIVE
+from evidence.measures import MEASURES, measured
+from evidence.runs import DIVERGED, PROJECT, Arm, Outcome, Runner
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.hardware import Hardware
+from trainer.run.provenance import git_facts, versions
+
+
+class Reproduction:
+    """Tests claims on this machine; what was trained before for the same file, commit and machine is kept."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        folder: Path,
+        given: list[str],
+        *,
+        reduced: bool = False,
+        tell: Callable[[str], None] = print,
+        launch: Callable[[list[str], Path], int] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            hardware: of this machine.
+            folder: for the runs.
+            given: overrides that claims ask for.
+            reduced: make everything small; nothing is decided then.
+            tell: shows a line.
+            launch: see ``Runner``.
+
+        """
+        self.hardware = hardware
+        self.folder = folder
+        self.given = given
+        self.reduced = reduced
+        self.tell = tell
+        self.launch = launch
+        self.git = git_facts()
+        self.done: dict[str, dict[str, Any]] = {}
+
+    def test(self, name: str) -> dict[str, Any]:
+        """Test one claim and return the record of it, plain JSON types; a claim is tested once.
+
+        Raises:
+            UserError: no such claim, or a mistake in its file.
+
+        """
+        if name not in self.done:
+            claim = load(name)
+            if self.reduced:
+                claim.reduce()
+            missing = claim.lacking(self.hardware, self.given)
+            if missing:
+                self.done[name] = self._record(claim, NOT_HERE, needs=missing)
+            elif claim.combines:
+                self.done[name] = self._combined(claim)
+            else:
+                self.done[name] = self._tested(claim)
+        return self.done[name]
+
+    def _tested(self, claim: Claim) -> dict[str, Any]:
+        here = claim.arms_here(self.hardware)
+        ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
+        arms = claim.runs(here, self.given, self.hardware.device.type, ledger)
+        seeds = list(range(claim.repeats))
+        runner = Runner(self.folder / self._key(claim), launch=self.launch)
+        self.tell(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, in turns; {runner.runs}")
+        outcomes = runner.run_all(arms, seeds, self._progress)
+        findings = [find(criterion, outcomes) for criterion in claim.criteria]
+        verdict = combine([finding.verdict for finding in findings])
+        why = explain(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
+        left_out = {
+            name: "; ".join(words for need in claim.arms_need[name] if (words := lacking(need, self.hardware)))
+            for name in claim.arms
+            if name not in here
+        }
+        return self._record(
+            claim,
+            verdict,
+            git=self._git(outcomes),
+            findings=[_plain(finding) | {"why": self._public(finding.why)} for finding in findings],
+            why=why,
+            arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
+            left_out=left_out,
+            failures=[
+                self._public(f"{run.arm}, seed {run.seed}: {run.told}")
+                for run in outcomes
+                if run.exit_code not in (0, DIVERGED)
+            ],
+        )
+
+    def _combined(self, claim: Claim) -> dict[str, Any]:
+        parts = [self.test(name) for name in claim.combines]
+        verdicts = [part["verdict"] for part in parts]
+        verdict = combine(verdicts)
+        if verdict == CONFIRMED and NOT_HERE in verdicts:
+            verdict = INCONCLUSIVE
+        return self._record(
+            claim,
+            verdict,
+            parts={part["claim"]: part_facts(part) for part in parts},
+            needs=[need for part in parts for need in part.get("needs", [])],
+            findings=[
+                finding | {"quantity": f"{part['claim']}: {finding['quantity']}"}
+                for part in parts
+                for finding in part.get("findings", [])
+                if finding["bounds"]
+            ],
+            why=[sentence for part in parts for sentence in part.get("why", [])],
+            failures=[failure for part in parts for failure in part.get("failures", [])],
+        )
+
+    def _git(self, outcomes: list[Outcome]) -> dict[str, str]:
+        """Return the commit; ``dirty`` also where a run was of another, which someone may have pulled meanwhile."""
+        told = [run.summary["git"] for run in outcomes if run.summary.get("git")]
+        return self.git | ({"dirty": "true"} if any(git != self.git for git in told) else {})
+
+    def _public(self, text: str) -> str:
+        """Take out of a message what the user typed, and where things lie on this machine."""
+        private = {override.partition("=")[2].strip("'\""): "…" for override in self.given}
+        private |= {str(self.folder): "outputs", str(PROJECT): ".", str(Path.home()): "~"}
+        for place in sorted(private, key=len, reverse=True):
+            text = text.replace(place, private[place]) if len(place) > 1 else text
+        return text
+
+    def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
+        asked = [f"{key}=…" for key in claim.asks]
+        record = {
+            "claim": claim.id,
+            "verdict": "reduced: no verdict" if self.reduced else verdict,
+            "claim_sha256": claim.digest,
+            "git": self.git,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "machine": machine(self.hardware),
+            "hardware": self.hardware.facts(),
+            "versions": versions(),
+            "command": " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *asked]),
+        }
+        return record | measured_here
+
+    def _key(self, claim: Claim) -> str:
+        """Name a folder for what must not be mixed: another file, commit, machine or torch."""
+        torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
+        given = [override for override in self.given if override.partition("=")[0] in claim.asks]
+        parts = [claim.digest, self.git.get("commit"), machine(self.hardware), torch_version, threads, given]
+        digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
+        return f"{claim.id}-{digest[:10]}"
+
+    def _progress(self, number: int, count: int, outcome: Outcome, known: bool) -> None:
+        head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
+        if outcome.exit_code == 0:
+            self.tell(f"{head}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
+        elif outcome.exit_code == DIVERGED:
+            self.tell(f"{head}  turned non-finite")
+        else:
+            self.tell(f"{head}  failed with exit code {outcome.exit_code}: {outcome.failure}")
+
+
+def machine(hardware: Hardware) -> str:
+    """Return a name for folders: the device's, and of a CPU the cores that were used."""
+    name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
+    name = re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"
+    if hardware.is_gpu:
+        return name
+    return f"{name}{'-amx' if 'amx_bf16' in hardware.cpu_flags else ''}-{hardware.cpu_cores}-cores"
+
+
+def part_facts(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what a claim that combines others records of each: it is out of date when one of these changes."""
+    return {key: record[key] for key in ("verdict", "claim_sha256", "git", "date")}
+
+
+def save(record: dict[str, Any], results: Path) -> Path:
+    """Write the outcome to ``results/<machine>/<claim>.json``.
+
+    Raises:
+        UserError: it cannot be written.
+
+    """
+    path = results / record["machine"] / f"{record['claim']}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, record)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from None
+    return path
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    criterion = finding.criterion
+    numbers = {"median": finding.median, "low": finding.low, "high": finding.high}
+    finite = {key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()}
+    return {
+        "quantity": criterion.quantity(),
+        "bounds": criterion.bounds(),
+        "published": criterion.published,
+        "verdict": finding.verdict,
+        **finite,
+        "values": [value if math.isfinite(value) else None for value in finding.values],
+        "note": criterion.note,
+        "criterion": {key: value for key, value in asdict(criterion).items() if value not in (None, [], "")},
+    }
+
+
+def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
+    asked = {key: f"{key}=…" for key in claim.asks}  # a path of the user's is nobody else's business
+    overrides = [asked.get(override.partition("=")[0], override) for override in arm.overrides]
+    mine = [outcome for outcome in outcomes if outcome.arm == arm.label]
+    names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]
+    values = {name: [measured(outcome, name) for outcome in mine] for name in names}
+    return {
+        "script": arm.script,
+        "overrides": overrides,
+        "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
+        "measures": {
+            name: [value if value is not None and math.isfinite(value) else None for value in found]
+            for name, found in values.items()
+            if any(value is not None for value in found)
+        },
+    }

@@ -1,0 +1,205 @@
+"""Why a claim came out as it did, in sentences made of what was measured: operator times, ledgers, the null arm."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evidence.claims.claims import NULL
+from evidence.claims.criteria import Finding, number
+from evidence.measures import MEASURES, measured
+from evidence.runs import Arm, Outcome, Runner
+from trainer.profiling.ledger import MIB, STEADY
+
+_PRODUCTS = re.compile(r"(mm|linear|conv\w*|attention\w*)(_backward)?$|convolution|attention|mm_|scaled_mm")
+"""Operators that the hardware's units for matrix products compute."""
+_PROFILED = (
+    "profiler=torch",
+    "profiler.wait=1",
+    "profiler.warmup=1",
+    "profiler.active=2",
+    "profiler.record_shapes=false",
+    "steps=4",
+)
+_LEDGER = ("profiler=memory", "profiler.at_step=2", "steps=2")
+MOST = 3
+"""Sentences for a claim."""
+
+
+@dataclass
+class _Times:
+    """Operator time of a step in milliseconds."""
+
+    products: float
+    rest: float
+
+
+def explain(
+    findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int = MOST
+) -> list[str]:
+    """Return one sentence for each thing that decided; short extra runs measure what they need.
+
+    Args:
+        findings: of the claim.
+        arms: that were run.
+        outcomes: of their runs.
+        runner: of the extra runs, which are not timed.
+        most: sentences.
+
+    """
+    by_name = {arm.label: arm for arm in arms}
+    told: list[str] = []
+    for finding in findings:
+        criterion = finding.criterion
+        if not criterion.decides or finding.median is None:
+            continue
+        for name, other in zip(criterion.arm, criterion.over or criterion.minus or criterion.arm, strict=True):
+            if len(told) == most:
+                return told
+            one, base = by_name[name], by_name[other]
+            if criterion.measure == "speed":
+                sentence = _time_sentence(one, base, runner)
+            elif criterion.measure == "memory":
+                sentence = _memory_sentence(one, base, runner)
+            elif criterion.measure in ("loss", "best_loss"):
+                null = NULL in by_name and by_name[NULL].overrides == base.overrides
+                sentence = _loss_sentence(name, other, outcomes, criterion.measure, null)
+            else:
+                sentence = _values_sentence(criterion.measure, criterion.arms, outcomes)
+            if sentence and sentence not in told:
+                told.append(sentence)
+    return told
+
+
+def products_and_rest(path: Path) -> _Times:
+    """Split the operator times of ``profile/operators.json`` into matrix products and everything else."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    times = {name.removeprefix("aten::"): us for name, us in record["self_time_us"].items()}
+    products = sum(us for name, us in times.items() if _PRODUCTS.search(name))
+    return _Times(products / record["steps"] / 1e3, (sum(times.values()) - products) / record["steps"] / 1e3)
+
+
+def _time_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
+    compiled = any(_is_compiled(each) for each in (arm, base))
+    one, other = (_profiled(each, runner, compiled) for each in (arm, base))
+    if one is None or other is None or not (one.products > 0 and other.products > 0):
+        return ""
+    if one.rest <= 0 or other.rest <= 0:
+        return ""
+    of = "step" if compiled else "operator"
+    share, base_share = (times.products / (times.products + times.rest) for times in (one, other))
+    return (
+        f"Matrix products, convolutions and attention are {base_share:.0%} of the {of} time of {base.label} and "
+        f"{share:.0%} of {arm.label}'s; in {arm.label} they take {one.products / other.products:.2f}x the time, "
+        f"everything else {one.rest / other.rest:.2f}x."
+    )
+
+
+def _memory_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
+    one, other = (_ledger(each, runner) for each in (arm, base))
+    if one is None or other is None:
+        return ""
+    held = sum(other["at_peak"][name] for name in STEADY) / other["peak_bytes"]
+    kept = sum(one["steady"].values()) / sum(other["steady"].values())
+    activations, copies = (
+        [f"{ledger['highest'][name] / MIB:,.1f}" for ledger in (other, one)]
+        for name in ("activations", "autocast_copies")
+    )
+    return (
+        f"By the ledger {base.label} peaks at {other['peak_bytes'] / MIB:,.0f} MiB, {held:.0%} of it weights, "
+        f"gradients and optimizer state, which come to {kept:.2f}x that in {arm.label}; activations reach "
+        f"{activations[0]} MiB in {base.label} and {activations[1]} in {arm.label}, copies of weights in 16 bits "
+        f"{copies[0]} and {copies[1]}."
+    )
+
+
+def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str, null: bool) -> str:
+    """Return what the runs say; ``null``: the null arm is ``other`` with other seeds."""
+    runs = {(run.arm, run.seed): run for run in outcomes}
+    seeds = sorted({run.seed for run in outcomes})
+
+    def differences(arm: str, base: str) -> list[float]:
+        pairs = [(runs.get((arm, seed)), runs.get((base, seed))) for seed in seeds]
+        found = [(measured(a, measure), measured(b, measure)) for a, b in pairs if a and b]
+        return [abs(a / b - 1) for a, b in found if a is not None and b and math.isfinite(a) and math.isfinite(b)]
+
+    said = []
+    done = [run.summary for run in outcomes if run.arm == name and run.finished]
+    skips, steps = ([summary[key] for summary in done] for key in ("skipped_steps", "step"))
+    broken = sum(measured(run, measure) == math.inf for run in outcomes if run.arm == name)
+    if broken:
+        count = len([run for run in outcomes if run.arm == name])
+        ends = [found[1] for run in outcomes if run.arm == name and (found := re.match(r"step (\d+):", run.failure))]
+        when = f", the first of them in step {min(map(int, ends))}" if ends else ""
+        said.append(f"{broken} of {count} runs of {name} turned non-finite{when}")
+    if sum(skips):
+        said.append(f"{name} skipped {sum(skips)} of {sum(steps)} steps for an overflow")
+    norms = [norm for run in outcomes if run.arm == name for norm in run.series.get("grad_norm", ((), ()))[1]]
+    if zeros := sum(norm == 0 for norm in norms):
+        said.append(f"the gradient of {name} was exactly zero in {zeros} of {len(norms)} logged steps")
+    apart = differences(name, other) if name != other else []
+    noise = differences(NULL, other) if null and name != NULL else []
+    if apart:
+        text = f"run by run {name} and {other} differ by {_mean_percent(apart)} on average"
+        said.append(text + (f", {other} and the same with other seeds by {_mean_percent(noise)}" if noise else ""))
+    if not said:
+        return ""
+    sentence = "; ".join(said) + "."
+    return sentence[0].upper() + sentence[1:] if not sentence.startswith((name, other)) else sentence
+
+
+def _mean_percent(values: list[float]) -> str:
+    mean = 100 * sum(values) / len(values)
+    return f"{mean:,.0f} %" if mean >= 10 else f"{mean:.2g} %"
+
+
+def _values_sentence(measure: str, names: list[str], outcomes: list[Outcome]) -> str:
+    parts = []
+    for name in dict.fromkeys(names):
+        values = [value for run in outcomes if run.arm == name and (value := measured(run, measure)) is not None]
+        if values:
+            parts.append(f"{number(sorted(values)[len(values) // 2])} in {name}")
+    called = MEASURES[measure][1] if measure in MEASURES else measure.replace("_", " ")
+    return f"{called[0].upper()}{called[1:]}: {', '.join(parts)}." if parts else ""
+
+
+def _is_compiled(arm: Arm) -> bool:
+    modes = [text.partition("=")[2] for text in arm.overrides if text.partition("=")[0] in ("compile", "compile.mode")]
+    return modes[-1:] not in ([], ["off"])
+
+
+def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _Times | None:
+    """Return an arm's times; ``compiled``: everything else is the rest of the measured step.
+
+    (What torch.compile fuses is in no operator's time.)
+    """
+    path = _extra(arm, "operators", _PROFILED, runner) / "profile" / "operators.json"
+    if not path.exists():
+        return None
+    times = products_and_rest(path)
+    if not compiled:
+        return times
+    measured_run = runner.done(arm, 0)
+    step_s = measured_run.summary.get("step_time_s") if measured_run else None
+    return None if step_s is None else _Times(times.products, 1e3 * step_s - times.products)
+
+
+def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:
+    done = runner.done(arm, 0)
+    if done and done.ledger:
+        return done.ledger
+    path = _extra(arm, "ledger", _LEDGER, runner) / "profile" / "ledger.json"
+    if not path.exists():
+        return None
+    ledger: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return ledger
+
+
+def _extra(arm: Arm, suffix: str, overrides: tuple[str, ...], runner: Runner) -> Path:
+    """Run an arm shortly under a profiler, and return the run's folder."""
+    short = Arm(f"{arm.label}-{suffix}", (*arm.overrides, *overrides), arm.seed_shift)
+    return (runner.done(short, 0) or runner.run(short, 0)).folder

@@ -1,0 +1,1 @@
+"""Arms and seeds compared: intervals, verdicts, the report."""

@@ -1,0 +1,308 @@
+"""A paired comparison of precisions, or of any sets of overrides, from the command line to the report."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evidence.comparison.judge import ArmResult, judge
+from evidence.measures import LOSS
+from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner, check_labels, merged
+from trainer.config.compose import CONF, compose
+from trainer.config.schema import Config, flatten
+from trainer.errors import UserError, nearest
+from trainer.files import in_use, write_json
+from trainer.formats import loss
+from trainer.hardware import detect
+from trainer.run.provenance import git_facts, versions
+from trainer.tracking.mlflow.store import tracking_uri
+
+PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
+CHOSEN = ("seed", "run_name", "resume")
+"""What the comparison chooses for every run."""
+NULL = "null"
+
+
+@dataclass
+class Comparison:
+    """What is to be compared, and how it is judged."""
+
+    arms: list[Arm]
+    baseline: str
+    """The label of the arm that the others are compared with."""
+    seeds: list[int]
+    margin: float = 0.003
+    """The relative difference in final validation loss that is too small to matter."""
+    common: list[str] = field(default_factory=list)
+    """Overrides of all arms."""
+    output_dir: str = "outputs"
+    name: str = ""
+    """Of the comparison's folder."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the runs and the report are."""
+        return Path(self.output_dir).expanduser().absolute() / "compare" / self.name
+
+
+@dataclass
+class Result:
+    """A comparison that was made."""
+
+    comparison: Comparison
+    arms: list[ArmResult]
+    outcomes: list[Outcome]
+    facts: dict[str, Any]
+    """Recipe, unit, steps, hardware, versions and commit."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a run failed."""
+        return any(arm.failures for arm in self.arms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        about = self.comparison
+        head = {"name": about.name, "baseline": about.baseline, "seeds": about.seeds, "margin": about.margin}
+        return head | self.facts | {"common": about.common, "arms": [asdict(arm) for arm in self.arms]}
+
+
+def parse(arguments: list[str]) -> Comparison:
+    """Read the command line; what is no option of the comparison is an override of all arms.
+
+    Raises:
+        UserError: as the messages say.
+
+    """
+    values: dict[str, str] = {}
+    arms: list[Arm] = []
+    common: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise UserError(f"{argument!r} is not an option; write key=value, such as seeds=5")
+        if key in CHOSEN:
+            raise UserError(f"{key}=… is chosen for every run; use seeds=5, and name=… for the comparison")
+        if key.startswith("arm."):
+            arms.append(Arm(key.removeprefix("arm."), tuple(_unquoted(value).split())))
+        elif key in ("arms", "baseline", "seeds", "margin", "null", "name", "output_dir"):
+            values[key] = value
+        else:
+            common.append(argument)
+    arms = [*map(_arm, _listed(values.get("arms", ""))), *arms]
+    if len(arms) < 2:
+        raise UserError('a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"')
+    if any(arm.label == NULL for arm in arms):
+        raise UserError(f"the label {NULL} is that of the null arm; choose another")
+    check_labels(arms)
+    for arm in arms:
+        if fixed := [text for text in arm.overrides if text.partition("=")[0] in (*CHOSEN, "output_dir")]:
+            raise UserError(f"arm {arm.label}: {fixed[0]} cannot differ between arms; drop it, and use seeds=5")
+    baseline = values.get("baseline", arms[0].label)
+    if baseline not in (labels := [arm.label for arm in arms]):
+        raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
+    arms.sort(key=lambda arm: arm.label != baseline)  # a stable sort: the baseline comes first
+    if _truth("null", values.get("null", "true")):
+        arms.append(Arm(NULL, arms[0].overrides, NULL_SHIFT))
+    return Comparison(
+        arms,
+        baseline,
+        _seeds(values.get("seeds", "5")),
+        _margin(values.get("margin", "0.3%")),
+        common,
+        values.get("output_dir", "outputs"),
+        _folder_name(values.get("name", "")),
+    )
+
+
+def compare(about: Comparison, configs: dict[str, Config], tell: Callable[[str], None] = print) -> Result:
+    """Train what is left to train, judge it, and write ``comparison.json``.
+
+    Args:
+        about: what to compare; gets its name here if it has none.
+        configs: from ``check_arms``.
+        tell: shows a line.
+
+    Raises:
+        UserError: the folder holds another comparison, is worked on by another process, or cannot be written.
+
+    """
+    first = configs[about.baseline]
+    hardware = detect(first.device)
+    common = [*about.common, *_added(about, hardware.is_gpu)]
+    about.name = about.name or "-".join([first.recipe.name, *(arm.label for arm in about.arms if not arm.seed_shift)])
+    facts: dict[str, Any] = {
+        "recipe": first.recipe.name,
+        "unit": first.recipe.unit,
+        "steps": first.steps,
+        "hardware": hardware.facts(),
+        "versions": versions(),
+        "git": git_facts(),
+    }
+    _begin(about, common, facts)
+    tell(f"{len(about.arms)} arms × {len(about.seeds)} seeds, in turns; every run is a fresh process. {about.folder}")
+    with in_use(about.folder):  # a second one would take runs under way for broken off
+        outcomes = Runner(about.folder, common).run_all(about.arms, about.seeds, _teller(tell, first.recipe.unit))
+    result = Result(about, judge(about.arms, about.baseline, outcomes, about.margin), outcomes, facts)
+    write_json(about.folder / RESULT_FILE, result.to_dict())
+    return result
+
+
+def check_arms(about: Comparison) -> dict[str, Config]:
+    """Compose every arm as its runs will, and return the configs, resolved, by label.
+
+    Raises:
+        UserError: an arm that train.py would refuse, or one that equals the baseline.
+
+    """
+    configs: dict[str, Config] = {}
+    for arm in about.arms:
+        try:
+            composed = compose(merged(about.common, arm.overrides))
+            if composed.parallel.kind != "single":
+                raise UserError("arms run on one device; drop parallel=…")
+            plan, _ = composed.resolve(detect(composed.device))
+            if plan.steps <= composed.log_every:
+                raise UserError(
+                    f"steps={plan.steps} leaves no step to measure the speed of: those up to log_every="
+                    f"{composed.log_every} are left out, as they warm up; use steps={4 * composed.log_every}, "
+                    "or a smaller log_every"
+                )
+        except UserError as error:
+            told = str(error).replace("add -m to run one after the other", "give each an arm of its own")
+            raise UserError(f"arm {arm.label}: {told}") from None
+        configs[arm.label] = composed
+    base = _comparable(configs[about.baseline])
+    for arm in about.arms:
+        if arm.label != about.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
+            raise UserError(
+                f"arm {arm.label} is the same as the baseline {about.baseline}; drop it "
+                "(what noise looks like is shown by the null arm)"
+            )
+    return configs
+
+
+def tracking_uri_of(composed: Config) -> str | None:
+    """Return where the runs of a config are tracked; None: nowhere but in their folders."""
+    return tracking_uri(composed.tracking.uri) if composed.tracking.mlflow else None
+
+
+def _comparable(composed: Config) -> dict[str, Any]:
+    return {key: value for key, value in flatten(composed).items() if key != "run_name"}
+
+
+def _added(about: Comparison, is_gpu: bool) -> list[str]:
+    """Return what runs get unless it was typed: no checkpoints, and a ledger where CUDA does not count memory."""
+    typed = {part.partition("=")[0] for part in about.common}
+    added = {"checkpoint": "none", "profiler": "none" if is_gpu else "memory"}
+    return [f"{key}={value}" for key, value in added.items() if key not in typed]
+
+
+def _begin(about: Comparison, common: list[str], facts: dict[str, Any]) -> None:
+    """Write the plan, or check that what is in the folder was planned alike. Seeds may be added.
+
+    Raises:
+        UserError: the folder holds another comparison, or cannot be written.
+
+    """
+    plan = {
+        "common": common,
+        "arms": [[arm.label, list(arm.overrides)] for arm in about.arms],
+        "baseline": about.baseline,
+        "margin": about.margin,
+        "hardware": facts["hardware"]["name"],
+        "number of threads": facts["hardware"]["threads"],
+        "torch": facts["versions"]["torch"],
+        "commit": facts["git"].get("commit"),
+    }
+    path = about.folder / PLAN_FILE
+    try:
+        about.folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if different := [key for key in plan if plan[key] != before.get(key)]:
+                raise UserError(
+                    f"{about.folder} holds a comparison with another {different[0]} "
+                    f"({before.get(different[0])} there, {plan[different[0]]} here); give this one a name=…"
+                )
+        else:
+            write_json(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex})
+    except OSError as error:
+        raise UserError(f"output_dir={about.output_dir} cannot be written ({error.strerror})") from None
+
+
+def _teller(tell: Callable[[str], None], unit: str) -> Callable[[int, int, Outcome, bool], None]:
+    def after(number: int, count: int, outcome: Outcome, known: bool) -> None:
+        head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
+        if not outcome.finished:
+            tell(f"{head}  failed{' before' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}")
+            return
+        score, rate = outcome.summary["final"].get(LOSS), outcome.summary["units_per_s"]
+        shown = f"loss {loss(score)}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
+        tell(f"{head}  {shown}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
+
+    return after
+
+
+def _arm(item: str) -> Arm:
+    if "=" in item:
+        parts = _unquoted(item).split()
+        return Arm(re.sub(r"[^\w.]+", "-", "-".join(part.partition("=")[2] for part in parts)), tuple(parts))
+    known = sorted(path.stem for path in (CONF / "precision").glob("*.yaml"))
+    if item not in known:
+        raise UserError(
+            f"arms: {item} is not a precision ({', '.join(known)}){nearest(item, known)}; "
+            f'other overrides are named: arm.{item}="key=value …"'
+        )
+    return Arm(item, (f"precision={item}",))
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",") if item.strip()]
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(item) for item in _listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
+    except ValueError:
+        raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
+    if len(seeds) < 2:
+        raise UserError(f"seeds={text} gives one pair of runs, and an interval needs two or more; use seeds=5")
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:
+        raise UserError(f"seeds={text} must be different numbers from 0 to {NULL_SHIFT - 1}")
+    return seeds
+
+
+def _margin(text: str) -> float:
+    try:
+        margin = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise UserError(f"margin={text} is not a number; write margin=0.3%") from None
+    if not 0 < margin < 1:
+        raise UserError(
+            f"margin={text} must lie above 0 and below 100 %: it is the difference in validation loss that is too "
+            "small to matter, such as margin=0.3%"
+        )
+    return margin
+
+
+def _folder_name(text: str) -> str:
+    if "/" in text or text in (".", ".."):
+        raise UserError(f"name={text} must be the name of a folder, without a slash")
+    return text
+
+
+def _truth(key: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise UserError(f"{key}={text} must be true or false")
+    return text.lower() == "true"

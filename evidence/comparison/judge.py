@@ -1,0 +1,195 @@
+"""What the runs of a comparison say: speed, memory, energy and quality of each arm against the baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from evidence.intervals import INCONCLUSIVE, WORSE, Equivalence, Interval, family, mean_interval, ratio_interval
+from evidence.measures import LOSS, energy, memory, speed
+from evidence.runs import DIVERGED, Arm, Outcome
+
+
+@dataclass
+class Ratio:
+    """A quantity of an arm, and that of pairs of runs of the same seed over the baseline's."""
+
+    value: Interval | None
+    """Arithmetic mean over the seeds; None: not measured, or fewer than two runs."""
+    values: list[float] = field(default_factory=list)
+    """One per seed."""
+    ratio: Interval | None = None
+    """Geometric mean over the pairs; None for the baseline itself."""
+    ratios: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Quality:
+    """The final validation loss."""
+
+    values: list[float] = field(default_factory=list)
+    differences: list[float] = field(default_factory=list)
+    """(arm − baseline) / |baseline|, one per pair."""
+    verdict: str = ""
+    """Empty for the baseline."""
+    why: str = ""
+    test: Equivalence | None = None
+    separates_at: int | None = None
+    """The first evaluated step at which the arm's validation curves are on average further from the baseline's than
+    any of the null arm's is; None: never, or fewer than two pairs of either."""
+
+
+@dataclass
+class ArmResult:
+    """One arm, judged."""
+
+    label: str
+    overrides: list[str]
+    is_null: bool
+    seeds: list[int]
+    """Of the runs that finished."""
+    failures: dict[int, str]
+    """What the others said, by seed."""
+    speed: Ratio
+    """Units per second."""
+    memory: Ratio
+    """Peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
+    energy: Ratio
+    """Joules per unit, evaluation included."""
+    quality: Quality
+    ledger: dict[str, int] | None = None
+    """Bytes at the peak by category, of the first run that recorded them."""
+    skipped_steps: int = 0
+
+
+def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float) -> list[ArmResult]:
+    """Judge every arm, in the order of ``arms``.
+
+    Args:
+        arms: the null arm among them, if there is one.
+        baseline: the label that the others are compared with.
+        outcomes: of all runs, failed ones too.
+        margin: of the equivalence test, a relative difference.
+
+    """
+    by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
+    base = _finished(by_arm[baseline])
+    null = next((arm.label for arm in arms if arm.seed_shift), None)
+    noise = distances(_finished(by_arm[null]), base) if null else {}
+    results = []
+    for arm in arms:
+        runs = by_arm[arm.label]
+        done = _finished(runs)
+        against = None if arm.label == baseline else base
+        result = ArmResult(
+            label=arm.label,
+            overrides=list(arm.overrides),
+            is_null=bool(arm.seed_shift),
+            seeds=list(done),
+            failures={seed: o.told for seed, o in runs.items() if not o.finished},
+            speed=_ratio(speed, done, against),
+            memory=_ratio(memory, done, against),
+            energy=_ratio(energy, done, against),
+            quality=_quality(runs, None if against is None else by_arm[baseline]),
+            ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
+            skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
+        )
+        if against is not None and not arm.seed_shift and noise:
+            result.quality.separates_at = _separation(distances(done, base), noise)
+        results.append(result)
+    others = [result.quality for result in results if result.label != baseline and not result.is_null]
+    _test(others, margin)
+    _test([result.quality for result in results if result.is_null], margin)
+    return results
+
+
+def _test(qualities: list[Quality], margin: float) -> None:
+    """Give the arms that can be tested their verdicts, corrected for the number of all of them."""
+    tested = [quality for quality in qualities if not quality.verdict]
+    differences = [quality.differences for quality in tested]
+    tests = family(differences, margin, untested=len(qualities) - len(tested))
+    for quality, test in zip(tested, tests, strict=True):
+        quality.test, quality.verdict = test, test.verdict
+        if test.pairs_needed:
+            settled = f"about {test.pairs_needed} seeds of this spread would settle it"
+            quality.why = "; ".join(filter(None, [quality.why, settled]))
+
+
+def _finished(runs: dict[int, Outcome]) -> dict[int, Outcome]:
+    return {seed: outcome for seed, outcome in runs.items() if outcome.finished}
+
+
+def _ratio(
+    quantity: Callable[[Outcome], float | None], runs: dict[int, Outcome], base: dict[int, Outcome] | None
+) -> Ratio:
+    values = {seed: value for seed, outcome in runs.items() if (value := quantity(outcome)) is not None}
+    result = Ratio(_interval(list(values.values()), mean_interval), list(values.values()))
+    if base is not None:
+        others = {seed: other for seed, outcome in base.items() if (other := quantity(outcome)) is not None}
+        result.ratios = [value / others[seed] for seed, value in values.items() if others.get(seed)]
+        result.ratio = _interval(result.ratios, ratio_interval)
+    return result
+
+
+def _interval(values: list[float], of: Callable[[list[float]], Interval]) -> Interval | None:
+    return of(values) if len(values) > 1 else None
+
+
+def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None) -> Quality:
+    """Return the losses and the differences; a verdict only where there is nothing to test."""
+    losses = {seed: loss for seed, o in _finished(runs).items() if (loss := _loss(o)) is not None}
+    quality = Quality(list(losses.values()))
+    if base_runs is None:
+        return quality
+    others = {seed: other for seed, o in _finished(base_runs).items() if (other := _loss(o)) is not None}
+    quality.differences = [(loss - others[s]) / abs(others[s]) for s, loss in losses.items() if others.get(s)]
+    diverged = [s for s, o in runs.items() if s in others and _diverged(o)]
+    if diverged:
+        quality.verdict = WORSE
+        quality.why = f"{len(diverged)} of {len(runs)} runs diverged where the baseline's did not"
+    elif len(quality.differences) < 2:
+        quality.verdict = INCONCLUSIVE
+        quality.why = f"{len(quality.differences)} of {len(runs)} pairs finished, and an interval needs two"
+    else:
+        why = []
+        if len(quality.differences) < len(runs):
+            why.append(f"only {len(quality.differences)} of {len(runs)} pairs finished")
+        if worse := [s for s, o in base_runs.items() if _diverged(o) and s in losses]:
+            why.append(f"the baseline diverged in {len(worse)} where this arm did not")
+        quality.why = "; ".join(why)
+    return quality
+
+
+def _diverged(outcome: Outcome) -> bool:
+    return outcome.exit_code == DIVERGED or (outcome.finished and _loss(outcome) is None)
+
+
+def _loss(outcome: Outcome) -> float | None:
+    loss: float | None = outcome.summary["final"].get(LOSS)
+    return loss
+
+
+def distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
+    """Return the absolute distance of every pair's validation losses by step; infinite where one is not finite."""
+    apart: dict[int, list[float]] = {}
+    for seed in runs.keys() & base.keys():
+        one, other = runs[seed].series.get(LOSS), base[seed].series.get(LOSS)
+        if one is None or other is None:
+            continue
+        known = dict(zip(other[0].tolist(), other[1].tolist(), strict=True))
+        for step, value in zip(one[0].tolist(), one[1].tolist(), strict=True):
+            if step in known:
+                distance = abs(value - known[step])
+                apart.setdefault(step, []).append(distance if math.isfinite(distance) else math.inf)
+    return dict(sorted(apart.items()))
+
+
+def _separation(apart: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
+    for step, values in apart.items():
+        null = noise.get(step, [])
+        if min(len(values), len(null)) > 1 and float(np.mean(values)) > max(null):
+            return step
+    return None

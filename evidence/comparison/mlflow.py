@@ -1,0 +1,99 @@
+"""A comparison in MLflow: a parent run with the report, and the runs of its arms below it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from evidence.comparison.compare import PLAN_FILE, Result
+from evidence.runs import Outcome
+from trainer.errors import first_line
+from trainer.tracking.mlflow.delivery import TRACKING_FILE
+from trainer.tracking.mlflow.record import read_record
+from trainer.tracking.mlflow.store import cut, lasting_uri, valid_key
+from trainer.tracking.mlflow.sync import send
+from trainer.tracking.ui import comparison_address, run_address
+
+PORT = 5000
+"""Where ``scripts/ui.py`` shows the runs, unless that port is taken."""
+
+
+def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
+    """Send what MLflow lacks of the comparison; what is there already is not sent twice.
+
+    Args:
+        result: of the comparison.
+        uri: of the tracking store.
+        files: of the report.
+
+    Returns:
+        What to tell the user: the address of MLflow's page, or why there is none; nothing where no run was tracked.
+
+    """
+    told: list[tuple[Outcome, dict[str, Any]]] = []
+    for outcome in result.outcomes:
+        folder = outcome.folder
+        if not (folder / TRACKING_FILE).exists():  # it ended before it had begun
+            continue
+        sent = send(folder, uri)
+        if sent.left_over:
+            missing = f"{folder.name}: {sent.text}"
+            return [
+                f"not all runs are in MLflow, so neither is the comparison ({missing}); the same command tries again"
+            ]
+        if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri):
+            told.append((outcome, record))
+    shown = [record["run_id"] for outcome, record in told if outcome.finished]
+    if not shown:
+        return []
+    try:
+        parent = _parent(result, uri, told, files)
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        return [f"MLflow did not take the comparison ({first_line(error)}); the same command tries again"]
+    base = uri if uri.startswith(("http://", "https://")) else f"http://127.0.0.1:{PORT}"
+    experiment = told[0][1]["experiment_id"]
+    where = "" if base == uri else ", while python scripts/ui.py runs"
+    return [
+        f"in MLflow{where}: {run_address(base, experiment, parent)}",
+        "its runs side by side:",
+        f"  {comparison_address(base, experiment, shown)}",
+    ]
+
+
+def _parent(result: Result, uri: str, told: list[tuple[Outcome, dict[str, Any]]], files: list[Path]) -> str:
+    from trainer.tracking.mlflow.store import connect, create_run
+
+    client = connect(uri)
+    about = result.comparison
+    experiment = client.get_experiment(told[0][1]["experiment_id"]).name
+    plan = json.loads((about.folder / PLAN_FILE).read_text(encoding="utf-8"))
+    run = create_run(client, uri, experiment, f"compare-{about.name}", plan["key"], plan["began_s"])
+    parent = run.info.run_id
+    for outcome, record in told:
+        client.set_tag(record["run_id"], "mlflow.parentRunId", parent)
+        client.set_tag(record["run_id"], "arm", outcome.arm)
+    params = {"arms": ", ".join(arm.label for arm in about.arms), "baseline": about.baseline, "margin": about.margin}
+    for name, value in (params | {"common": " ".join(about.common)}).items():
+        client.log_param(parent, name, cut(str(value), 500))
+    for arm in result.arms:
+        client.set_tag(parent, valid_key(f"quality.{arm.label}"), arm.quality.verdict)
+        for name, value in _numbers(arm).items():
+            key = valid_key(f"{arm.label}/{name}")
+            if run.data.metrics.get(key) != value:  # a point logged twice would be kept twice
+                client.log_metric(parent, key, value, step=len(about.seeds))
+    for file in files:
+        client.log_artifact(parent, str(file))
+    ended = max(client.get_run(record["run_id"]).info.end_time for _, record in told)
+    client.set_terminated(parent, "FINISHED", ended)
+    return str(parent)
+
+
+def _numbers(arm: Any) -> dict[str, float]:
+    found = {
+        "speed_ratio": arm.speed.ratio and arm.speed.ratio.mean,
+        "memory_ratio": arm.memory.ratio and arm.memory.ratio.mean,
+        "energy_ratio": arm.energy.ratio and arm.energy.ratio.mean,
+        "loss_difference": arm.quality.test and arm.quality.test.difference.mean,
+    }
+    return {name: value for name, value in found.items() if value is not None}

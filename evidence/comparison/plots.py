@@ -1,0 +1,219 @@
+"""The plots of a comparison: loss curves, throughput, memory by category, speed against quality."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from evidence.comparison.compare import Result
+from evidence.comparison.judge import ArmResult, distances
+from evidence.measures import LOSS
+from trainer.profiling.ledger import CATEGORIES, MIB
+from trainer.tracking.plots import INK, QUIET
+
+# Told apart by people with any colour vision (Okabe and Ito 2008), the null arm in grey.
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#202124")
+NOISE = "#9aa0a6"
+PARTS = dict(
+    zip(
+        CATEGORIES,
+        ("#0072b2", "#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#d9d9d9", "#d55e00", "#f0b27a"),
+        strict=True,
+    )
+)
+
+
+def figures(result: Result) -> dict[str, tuple[str, Any]]:
+    """Return (title, matplotlib figure) by file name; what was not measured is left out."""
+    drawn = {
+        "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
+        "apart": ("How far the curves are from the baseline's, mean over the seeds", _apart(result)),
+        "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
+        "memory": ("Peak memory of one optimizer step", _memory(result)),
+        "tradeoff": ("Speed against quality, both over the baseline's", _tradeoff(result)),
+    }
+    return {name: (title, figure) for name, (title, figure) in drawn.items() if figure is not None}
+
+
+def svg(figure: Any) -> str:
+    """Return a figure as an SVG element for a page."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    return re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+
+
+def mebibytes(amount: float) -> str:
+    """Return bytes in MiB with three figures or more, so that a small model's are not 0."""
+    size = amount / MIB
+    return f"{size:,.0f}" if size >= 1000 else f"{size:,.1f}" if size >= 10 else f"{size:.3g}"
+
+
+def _color(result: Result, arm: ArmResult) -> str:
+    if arm.is_null:
+        return NOISE
+    labels = [other.label for other in result.arms if not other.is_null]
+    return COLORS[labels.index(arm.label) % len(COLORS)]
+
+
+def _figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.8), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#dadce0")
+    axes.tick_params(colors=QUIET, length=0)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _loss(result: Result) -> Any:
+    figure, axes = _figure()
+    drawn = False
+    for arm in result.arms:
+        runs = [o.series[LOSS] for o in result.outcomes if o.arm == arm.label and o.finished and LOSS in o.series]
+        color = _color(result, arm)
+        for steps, values in runs:
+            axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
+        common = sorted(set.intersection(*(set(steps.tolist()) for steps, _ in runs))) if runs else []
+        if common:
+            at = [dict(zip(steps.tolist(), values.tolist(), strict=True)) for steps, values in runs]
+            means = [float(np.mean([run[step] for run in at])) for step in common]
+            axes.plot(common, means, "--" if arm.is_null else "-", color=color, linewidth=1.8, label=arm.label)
+            drawn = True
+    if not drawn:
+        return None
+    axes.set_xlabel("optimizer step", color=QUIET)
+    axes.set_ylabel("validation loss", color=QUIET)
+    axes.grid(axis="y", color="#e8eaed")
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def _apart(result: Result) -> Any:
+    """Draw what decides where curves part: mean distances, over the largest one of the null arm."""
+    runs = {arm.label: {o.seed: o for o in result.outcomes if o.arm == arm.label and o.finished} for arm in result.arms}
+    base = runs[result.comparison.baseline]
+    figure, axes = _figure()
+    drawn = False
+    for arm in result.arms:
+        apart = distances(runs[arm.label], base) if arm.label != result.comparison.baseline else {}
+        steps = [step for step, values in apart.items() if math.isfinite(max(values)) and max(values) > 0]
+        if arm.is_null and steps:
+            axes.fill_between(
+                steps, [max(apart[step]) for step in steps], color=NOISE, alpha=0.25, label="null, at most"
+            )
+        elif steps:
+            means = [float(np.mean(apart[step])) for step in steps]
+            axes.plot(steps, means, "o-", color=_color(result, arm), linewidth=1.8, markersize=3, label=arm.label)
+            drawn = True
+    if not drawn:
+        return None
+    axes.set_yscale("log")
+    axes.set_xlabel("optimizer step", color=QUIET)
+    axes.set_ylabel("difference in validation loss", color=QUIET)
+    axes.grid(axis="y", color="#e8eaed")
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def _speed(result: Result) -> Any:
+    from matplotlib.ticker import EngFormatter
+
+    arms = [arm for arm in result.arms if arm.speed.values]
+    if not arms:
+        return None
+    figure, axes = _figure()
+    for row, arm in enumerate(arms):
+        values = arm.speed.values
+        middle = float(np.mean(values))
+        axes.barh(row, middle, color=_color(result, arm), height=0.7)
+        if arm.speed.value:
+            half = (arm.speed.value.high - arm.speed.value.low) / 2
+            axes.errorbar(middle, row + 0.18, xerr=half, color=INK, capsize=3, linewidth=1)
+        axes.plot(values, [row + 0.18] * len(values), "o", color="white", markeredgecolor=INK, markersize=4)
+        shown = f"{arm.speed.ratio.mean:.2f}x" if arm.speed.ratio else EngFormatter(places=1)(middle)
+        axes.annotate(
+            shown, (0, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
+        )
+    axes.set_xlim(0, 1.2 * max(max(arm.speed.values) for arm in arms))  # of few seeds the interval may be absurdly wide
+    _rows(axes, arms)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    return figure
+
+
+def _memory(result: Result) -> Any:
+    arms = [arm for arm in result.arms if arm.memory.values and not arm.is_null]
+    if not arms:
+        return None
+    figure, axes = _figure()
+    shown: set[str] = set()
+    for row, arm in enumerate(arms):
+        left = 0.0
+        parts = (
+            {name: arm.ledger[name] for name in CATEGORIES}
+            if arm.ledger
+            else {"allocated": float(np.mean(arm.memory.values))}
+        )
+        for name, amount in parts.items():
+            if not amount:
+                continue
+            color = PARTS.get(name, _color(result, arm))
+            label = None if name in shown or not arm.ledger else name.replace("_", " ")
+            axes.barh(row, amount / MIB, left=left, color=color, height=0.6, label=label)
+            shown.add(name)
+            left += amount / MIB
+        axes.annotate(
+            mebibytes(left * MIB), (left, row), xytext=(4, 0), textcoords="offset points", va="center", color=INK
+        )
+    _rows(axes, arms)
+    axes.margins(x=0.12)
+    axes.set_xlabel("MiB", color=QUIET)
+    if any(arm.ledger for arm in arms):
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
+    return figure
+
+
+def _tradeoff(result: Result) -> Any:
+    arms = [arm for arm in result.arms if arm.speed.ratio and arm.quality.test]
+    if not arms:
+        return None
+    figure, axes = _figure()
+    margin = 100 * result.comparison.margin
+    axes.axhspan(-margin, margin, color="#e6f4ea", label=f"margin ±{margin:g} %")
+    axes.plot(1, 0, "D", color=COLORS[0], label=result.comparison.baseline, zorder=3)
+    for arm in arms:
+        assert arm.speed.ratio
+        assert arm.quality.test
+        x, y = arm.speed.ratio, arm.quality.test.difference
+        color = _color(result, arm)
+        axes.errorbar(
+            x.mean,
+            100 * y.mean,
+            xerr=[[x.mean - x.low], [x.high - x.mean]],
+            yerr=[[100 * (y.mean - y.low)], [100 * (y.high - y.mean)]],
+            fmt="o",
+            color=color,
+            capsize=3,
+            label=arm.label,
+        )
+    axes.set_xlabel("speedup", color=QUIET)
+    axes.set_ylabel("difference in validation loss, %: the interval that decided", color=QUIET, fontsize=8)
+    axes.margins(0.2)
+    axes.legend(frameon=False, labelcolor=INK)
+    return figure
+
+
+def _rows(axes: Any, arms: list[ArmResult]) -> None:
+    axes.set_yticks(range(len(arms)), [arm.label for arm in arms], color=INK)
+    axes.invert_yaxis()
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x", color="#e8eaed")

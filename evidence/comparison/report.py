@@ -1,0 +1,277 @@
+"""A comparison in words and tables: for the terminal, as Markdown, and as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from evidence.comparison import plots as compare_plots
+from evidence.comparison.compare import Result
+from evidence.comparison.judge import ArmResult, Ratio
+from evidence.comparison.plots import mebibytes
+from evidence.intervals import EQUIVALENT, WORSE, Interval, mean_interval
+from trainer.files import write_text
+from trainer.formats import loss
+
+COST = ("throughput", "speedup", "peak memory", "memory ratio")
+ENERGY = "energy"
+QUALITY = ("valid. loss", "difference", "curves diverge at", "quality")
+HEAD = ("arm", *COST, ENERGY, *QUALITY)
+PAGE = (*("arm", "quality", "difference", "speedup", "memory ratio", ENERGY), *("valid. loss", "curves diverge at"))
+"""The columns of the page up to the widest ones, the verdicts first: they are in sight wherever the table ends."""
+
+
+def write_report(result: Result, command: list[str]) -> list[Path]:
+    """Write ``report.md``, ``report.html`` and the plots as PNG beside them; return the files, the page first."""
+    folder = result.comparison.folder
+    figures = compare_plots.figures(result)
+    plots = []
+    for name, (_, figure) in figures.items():
+        plots.append(folder / f"{name}.png")
+        figure.savefig(plots[-1])
+    images = "".join(f"![{title}]({name}.png)\n\n" for name, (title, _) in figures.items())
+    text = markdown(result, command, images)
+    write_text(folder / "report.md", text)
+    write_text(
+        folder / "report.html", page(result, command, {n: (t, compare_plots.svg(f)) for n, (t, f) in figures.items()})
+    )
+    return [folder / "report.html", folder / "report.md", *plots]
+
+
+def rows(result: Result) -> list[tuple[str, ...]]:
+    """Return the table: its head, and a row for each arm. Without energy, where that was not measured at all."""
+    unit = result.facts["unit"]
+    lines = [
+        (
+            f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
+            _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s"),
+            _ratio(result, arm, arm.speed),
+            _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
+            _ratio(result, arm, arm.memory),
+            _ratio(result, arm, arm.energy),
+            _mean(None, arm.quality.values, loss),
+            _difference(arm),
+            _parting(result, arm),
+            "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
+        )
+        for arm in result.arms
+    ]
+    shown = [column for column, name in enumerate(HEAD) if name != ENERGY or _has_energy(result)]
+    return [tuple(line[column] for column in shown) for line in (HEAD, *lines)]
+
+
+def table(result: Result) -> str:
+    """Return two tables for a terminal of 80 columns or little more: what an arm costs, and what comes of it."""
+    lines = rows(result)
+    first = len(lines[0]) - len(QUALITY)
+    blocks = [_aligned([line[:first] for line in lines]), _aligned([(line[0], *line[first:]) for line in lines])]
+    return "\n\n".join([*blocks, *_unmeasured(result)])
+
+
+def _has_energy(result: Result) -> bool:
+    return any(arm.energy.values for arm in result.arms)
+
+
+def _unmeasured(result: Result) -> list[str]:
+    return [] if _has_energy(result) else ["Energy: not measured (it takes an NVIDIA GPU)."]
+
+
+def sentences(result: Result) -> list[str]:
+    """Say in one sentence for each arm what came out, and what failed."""
+    told = []
+    base = result.comparison.baseline
+    for arm in result.arms:
+        told += _failures(arm)
+        if arm.label == base or not (arm.seeds or arm.quality.verdict == WORSE):
+            continue
+        if arm.is_null:
+            told.append(_null_sentence(arm, base))
+            continue
+        parts = []
+        if arm.speed.ratio:
+            parts.append(f"trains {_times(arm.speed.ratio)} as fast as {base}")
+        if arm.memory.ratio:
+            parts.append(f"needs {_times(arm.memory.ratio)} its memory")
+        if arm.energy.ratio:
+            parts.append(f"uses {_times(arm.energy.ratio)} its energy for the same work")
+        if arm.skipped_steps:
+            steps = result.facts["steps"] * len(arm.seeds)
+            parts.append(f"skipped {arm.skipped_steps} of {steps:,} steps for an overflow")
+        quality = f"its validation loss is {arm.quality.verdict}"
+        if arm.quality.test:
+            margin = f"{100 * arm.quality.test.margin:g} %"
+            p = f"p = {arm.quality.test.p_equivalent:.2g}; " if arm.quality.verdict == EQUIVALENT else ""
+            interval = arm.quality.test.difference
+            quality += f" at a margin of {margin} ({p}{_percent(interval)}, {_level(interval)} interval)"
+        if arm.quality.why:
+            quality += f"; {arm.quality.why}"
+        if arm.quality.separates_at is not None:
+            quality += (
+                f"; at step {arm.quality.separates_at} its curves are further from {base}'s than any null curve is"
+            )
+        told.append(f"{arm.label} {', '.join([*parts, 'and ' + quality])}." if parts else f"{arm.label}: {quality}.")
+    return told
+
+
+def _failures(arm: ArmResult) -> list[str]:
+    seeds_of: dict[str, list[str]] = {}
+    for seed, why in arm.failures.items():
+        seeds_of.setdefault(why, []).append(str(seed))
+    return [
+        f"{arm.label}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}, failed: {why}"
+        for why, seeds in seeds_of.items()
+    ]
+
+
+def method(result: Result) -> list[str]:
+    """Say how it was measured."""
+    about, facts = result.comparison, result.facts
+    hardware, git = facts["hardware"], facts["git"]
+    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] == 'true' else ''}" if git else ""
+    memory, warmup = "what CUDA's allocator gave out at most", "first step"
+    if not str(hardware["device"]).startswith("cuda"):
+        memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
+        warmup = "first log interval"
+    where = f"{hardware['name']}, {hardware['device']}, threads {hardware['threads']}"
+    return [
+        f"Machine: {where}; torch {facts['versions']['torch']}{commit}.",
+        f"{facts['steps']} optimizer steps, seeds {', '.join(map(str, about.seeds))}. The arms of a seed have the same "
+        "initial weights and data order, and run one after another, each in a fresh process, in an order that turns "
+        "round from seed to seed.",
+        f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
+        f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
+        "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
+        "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987), so "
+        "that their 90 % interval lies within the margin. WORSE and BETTER: their 95 % interval lies wholly beyond it. "
+        "Of several arms the intervals are wider, by Holm's correction, so that any wrong verdict among them has a "
+        "chance of 5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
+    ]
+
+
+def markdown(result: Result, command: list[str], images: str) -> str:
+    """Return ``report.md``."""
+    lines = [f"# {result.comparison.name}", "", f"    {shlex.join(command)}", ""]
+    lines += [f"- {sentence}" for sentence in sentences(result)]
+    head, *below = rows(result)
+    lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in below]
+    lines += ["", *_unmeasured(result), "", images, "## How it was measured", "", *method(result), ""]
+    return "\n".join(lines)
+
+
+def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) -> str:
+    """Return ``report.html``: styles and plots inside, no script, no address."""
+    name = html.escape(result.comparison.name)
+    names, *below = _for_page(rows(result))
+    cells = "".join(
+        "<tr>" + "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in below
+    )
+    head = "".join(f"<th>{name}</th>" for name in names)
+    note = "".join(f"<p>{sentence}</p>" for sentence in _unmeasured(result))
+    said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences(result))
+    figures = "".join(
+        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in plots.values()
+    )
+    how = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in method(result))
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{name}</title><style>{_STYLE}</style>\n<h1>{name}</h1>\n<pre>{html.escape(shlex.join(command))}</pre>\n"
+        f"<ul>{said}</ul>\n<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table></div>\n"
+        f"{note}<div class=plots>{figures}</div>\n<h2>How it was measured</h2>\n{how}</html>\n"
+    )
+
+
+def _for_page(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    names = lines[0]
+    first = [names.index(name) for name in PAGE if name in names]
+    order = [*first, *(column for column in range(len(names)) if column not in first)]
+    return [tuple(line[column] for column in order) for line in lines]
+
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #202124; max-width: 80rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem }
+pre { background: #f1f3f4; padding: .6rem .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem } .wide { overflow-x: auto }
+th, td { text-align: left; padding: .4rem .7rem .4rem 0; border-bottom: 1px solid #dadce0; white-space: nowrap }
+th { white-space: normal; vertical-align: bottom }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem }
+.plots { margin: 1.5rem 0 }
+figure { margin: 0 } figcaption { color: #5f6368 } svg { width: 100%; height: auto }
+.EQUIVALENT, .BETTER { color: #137333 } .WORSE { color: #c5221f } .INCONCLUSIVE { color: #7a4f00 }
+"""
+
+
+def _class(cell: str) -> str:
+    return f" class={cell}" if cell in ("EQUIVALENT", "BETTER", "WORSE", "INCONCLUSIVE") else ""
+
+
+def _mean(interval: Interval | None, values: list[float], show: Callable[[float], str]) -> str:
+    if not values:
+        return "not measured"
+    middle = show(sum(values) / len(values))
+    if interval is None or min(values) == max(values):
+        return middle
+    half = (interval.high - interval.low) / 2 / interval.mean
+    return f"{middle} ± {100 * half:.1f} %" if half < 1 else f"{middle} ± over 100 %"
+
+
+def _ratio(result: Result, arm: ArmResult, quantity: Ratio) -> str:
+    if quantity.ratio is not None:
+        return _times(quantity.ratio)
+    if quantity.ratios:
+        return f"{quantity.ratios[0]:.2f}x"
+    return "1" if quantity.values and arm.label == result.comparison.baseline else "not measured"
+
+
+def _times(interval: Interval) -> str:
+    if interval.high - interval.low < 0.005:
+        return f"{interval.mean:.3f}x"
+    return f"{interval.mean:.2f}x [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _level(interval: Interval) -> str:
+    return f"{100 * interval.level:.3g} %"
+
+
+def _percent(interval: Interval) -> str:
+    mean, low, high = (f"{100 * value:+.2f}" for value in (interval.mean, interval.low, interval.high))
+    return f"{mean} % [{low}, {high}]"
+
+
+def _parting(result: Result, arm: ArmResult) -> str:
+    if arm.label == result.comparison.baseline or arm.is_null or not any(other.is_null for other in result.arms):
+        return ""
+    step = arm.quality.separates_at
+    return "never" if step is None else f"step {step}"
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _difference(arm: ArmResult) -> str:
+    if not arm.quality.test:
+        return ""
+    interval = _noise(arm) if arm.is_null else arm.quality.test.difference
+    return f"{_percent(interval)} ({_level(interval)})"
+
+
+def _noise(arm: ArmResult) -> Interval:
+    """Return the null arm's differences, of which no test decides anything."""
+    return mean_interval(arm.quality.differences)
+
+
+def _null_sentence(arm: ArmResult, base: str) -> str:
+    parts = []
+    if arm.quality.test:
+        parts.append(f"final losses by {_percent(_noise(arm))}")
+    if arm.speed.ratio:
+        parts.append(f"speed by {_times(arm.speed.ratio)}")
+    differs = " and in ".join(parts) or "nothing that was measured"
+    return f"Noise: {base} with other seeds differs from {base} in {differs}."

@@ -1,0 +1,88 @@
+"""What is measured of a run: numbers by name, from the files that it left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from evidence.runs import DIVERGED, Outcome
+
+LOSS = "valid/loss"
+
+
+def speed(outcome: Outcome) -> float | None:
+    """Return units per second in training, without warm-up, evaluation and checkpoints."""
+    rate: float | None = outcome.summary["units_per_s"]
+    return rate
+
+
+def memory(outcome: Outcome) -> float | None:
+    """Return the peak bytes of one optimizer step: allocated on CUDA, by the ledger elsewhere."""
+    if str(outcome.summary["hardware"]["device"]).startswith("cuda"):
+        return float(outcome.summary["peak_memory_bytes"])
+    return float(outcome.ledger["peak_bytes"]) if outcome.ledger else None
+
+
+def energy(outcome: Outcome) -> float | None:
+    """Return joules per unit, evaluation included."""
+    joules, units = outcome.summary["energy_j"], outcome.summary["units"]
+    return joules / units if joules and units else None
+
+
+def final_loss(outcome: Outcome) -> float | None:
+    """Return the validation loss after the last step, infinite where training diverged."""
+    if outcome.exit_code == DIVERGED:
+        return math.inf
+    loss: float | None = outcome.summary["final"].get(LOSS, math.nan)
+    return math.inf if loss is None else None if math.isnan(loss) else loss  # JSON has no infinity: it is null there
+
+
+def best_loss(outcome: Outcome) -> float | None:
+    """Return the lowest validation loss of the run, infinite where there was none."""
+    if outcome.exit_code == DIVERGED:
+        return math.inf
+    best = outcome.summary["best"]
+    return float(best["value"]) if best else math.inf
+
+
+def minutes(outcome: Outcome) -> float | None:
+    """Return the time of the whole run, evaluation included, from the start of its process."""
+    return outcome.wall_time_s / 60
+
+
+def skipped(outcome: Outcome) -> float | None:
+    """Return how many steps were skipped for an overflow."""
+    return float(outcome.summary["skipped_steps"])
+
+
+MEASURES: dict[str, tuple[Callable[[Outcome], float | None], str]] = {
+    "speed": (speed, "throughput"),
+    "memory": (memory, "peak memory of a step"),
+    "energy": (energy, "energy per unit of work"),
+    "loss": (final_loss, "final validation loss"),
+    "best_loss": (best_loss, "best validation loss"),
+    "minutes": (minutes, "minutes from start to end"),
+    "skipped": (skipped, "skipped steps"),
+}
+"""How to read each off an outcome of training, and its name in a sentence."""
+PROBE_MEASURES = {
+    "gemm": ("tflops", "error"),
+    "clip_order": ("grad_norm", "update_norm"),
+    "max_batch": ("largest_batch", "mib_per_sample", "fixed_mib"),
+}
+"""What each probe measures (evidence/probes.py)."""
+
+
+def measured(outcome: Outcome, name: str) -> float | None:
+    """Return a measure of an outcome; None: not measured, or the run failed before it was.
+
+    A run that turned non-finite has been measured: its loss is infinite.
+    """
+    if outcome.exit_code == DIVERGED and name in ("loss", "best_loss"):
+        return math.inf
+    if not outcome.finished:
+        return None
+    if "measures" in outcome.summary:  # of a probe
+        value: float | None = outcome.summary["measures"].get(name)
+        return value
+    return MEASURES[name][0](outcome) if name in MEASURES else None

@@ -1,0 +1,197 @@
+"""The largest microbatch that fits into a budget of memory, found by trials in fresh processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from evidence.memory.trial import Outcome, trial
+from trainer.config.compose import compose
+from trainer.errors import UserError
+from trainer.hardware import Hardware, available_bytes, detect
+from trainer.profiling.ledger import MIB
+from trainer.run.forecast import forecast, required_bytes
+
+MARGIN = 0.05
+_EXACT_BELOW = 32
+"""Above, the answer is found to within 1/32 of itself."""
+_LARGEST = 2**20
+_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_KEYS = ("micro_batch_size", "batch_size")
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The answer."""
+
+    micro_batch_size: int
+    """The largest that was seen to fit; to within 1/32 above 32."""
+    peak_bytes: int
+    """What its trial took, see ``trial.Outcome``."""
+    batch_size: int
+    """Of the config: what one optimizer step sees."""
+    trials: int
+
+    @property
+    def dividing(self) -> int:
+        """The largest that fits and divides ``batch_size``."""
+        most = min(self.micro_batch_size, self.batch_size)
+        return next(size for size in range(most, 0, -1) if self.batch_size % size == 0)
+
+    @property
+    def overrides(self) -> str:
+        """The answer to paste: the same training, in microbatches that fit."""
+        return f"micro_batch_size={self.dividing} batch_size={self.batch_size}"
+
+
+def largest_micro_batch(
+    overrides: Sequence[str],
+    budget_bytes: int,
+    margin: float = MARGIN,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Largest:
+    """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget.
+
+    Every trial is a fresh process, in which an allocation beyond the budget fails (see ``trial.trial``). A step has two
+    microbatches where ``batch_size`` has more than one: the gradients of the first are there while the second runs. The
+    search starts where the forecast says, goes up or down in steps that double until it has a size that fits and one
+    that does not, and halves the interval.
+
+    Args:
+        overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
+        budget_bytes: for the model and its training; on a CPU the process itself comes on top.
+        margin: the part of the budget that is left free.
+        tell: gets a line about each trial.
+
+    Raises:
+        UserError: the overrides, or a budget in which not even one sample fits.
+
+    """
+    if any(_key(override) == "micro_batch_size" for override in overrides):
+        raise UserError("micro_batch_size is what is looked for; leave it out")
+    limit_bytes = int(budget_bytes * (1 - margin))
+    config = compose(overrides)
+    config.resolve(detect(config.device))
+    batch_size = int(config.batch_size)
+    samples = len(config.recipe.datasets(config.data, config.seed).train)
+    common = [override for override in overrides if _key(override) not in _KEYS]
+
+    def sized(size: int) -> list[str]:
+        return [*common, f"micro_batch_size={size}", f"batch_size={2 * size if size < batch_size else size}"]
+
+    guess = _first_guess(sized, limit_bytes)
+    outcomes: dict[int, Outcome] = {}
+
+    def fits(size: int) -> bool:
+        outcomes[size] = trial(sized(size), limit_bytes)
+        tell(f"micro_batch_size={size} {'fits' if outcomes[size].fits else 'does not fit'}")
+        return outcomes[size].fits
+
+    largest = search(fits, guess, min(_LARGEST, samples))
+    if not largest:
+        raise UserError(
+            f"not even micro_batch_size=1 fits into {_mib(limit_bytes)}; "
+            "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
+        )
+    return Largest(largest, outcomes[largest].peak_bytes, batch_size, len(outcomes))
+
+
+def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:
+    """Return the largest number from 1 on that ``fits``, to within 1/32 above 32; 0 if none does.
+
+    Args:
+        fits: true up to some number, false above; called once for each.
+        guess: where it may lie.
+        most: is not exceeded.
+
+    """
+    low, high = 0, most + 1
+    size = min(guess, most)
+    stride = max(1, size // 8)
+    while low == 0 or high > most:
+        if fits(size):
+            low = size
+            if low == most:
+                return low
+            size = min(most, size + stride)
+        else:
+            high = size
+            if high == 1:
+                return 0
+            size = max(1, size - stride)
+        if low and high <= most:
+            break
+        stride *= 2
+    while high - low > max(1, low // _EXACT_BELOW):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
+    """Return where the straight line through two forecasts meets the limit."""
+    # Not of a single sample: batch norm refuses it where its last feature map is one pixel.
+    two, eight = _needed(sized(2), limit_bytes), _needed(sized(8))
+    slope = max(1.0, (eight - two) / 6)
+    return int(min(_LARGEST, max(1, 8 + (limit_bytes - eight) / slope)))
+
+
+def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:
+    """Return the forecast, see ``required_bytes``.
+
+    Raises:
+        UserError: the weights alone are above the limit.
+
+    """
+    config = compose(overrides)
+    ledger = forecast(config)
+    weights = ledger.highest["weights"]
+    if limit_bytes is not None and weights > limit_bytes:
+        raise UserError(
+            f"the weights alone take {_mib(weights)}, more than the budget leaves ({_mib(limit_bytes)}); "
+            "use a larger budget or a smaller model"
+        )
+    return required_bytes(config, ledger)
+
+
+def _mib(amount: int) -> str:
+    return f"{amount / MIB:.0f} MiB"
+
+
+def parse_budget(text: str, hardware: Hardware) -> int:
+    """Return the bytes of ``8GiB``, ``500MB`` or ``device`` (all of a GPU; what is free now of a machine's memory).
+
+    Raises:
+        UserError: no amount of memory, or more than there is.
+
+    """
+    there = hardware.memory_bytes if hardware.is_gpu else available_bytes(hardware.device)
+    if text == "device":
+        return there
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT]i?B)", text, re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise UserError(f"budget={text} is not an amount of memory; write budget=8GiB, budget=500MiB or budget=device")
+    budget = int(float(found[1]) * _UNITS[found[2].upper()])
+    if budget > there:
+        held = "has" if hardware.is_gpu else "has free now"
+        raise UserError(f"budget={text} is more than {hardware.name} {held}, {_mib(there)}; use budget=device")
+    return budget
+
+
+def parse_margin(text: str) -> float:
+    """Return the part that ``5%`` or ``0.05`` means.
+
+    Raises:
+        UserError: neither.
+
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text)
+    part = float(found[1]) / (100 if found[2] else 1) if found else 1.0
+    if part >= 0.9:
+        raise UserError(f"margin={text} is not a part of the budget; write margin=5%, for example")
+    return part
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]

@@ -1,0 +1,138 @@
+"""Two optimizer steps in a fresh process, and the memory they took: what forecasts and batch sizes are held against."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+
+from trainer.config.compose import compose
+from trainer.config.schema import Config, Plan
+from trainer.errors import RunError, UserError, is_out_of_memory
+from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
+from trainer.profiling.ledger import MemoryLedger, tensors
+from trainer.run.forecast import copies_on_device, meta_model
+from trainer.trainer import Trainer
+
+_WARM_UP = 2**20
+"""Numbers: enough for torch to start its threads, whose stacks are no tensors."""
+
+
+@dataclass
+class Outcome:
+    """What became of the two steps."""
+
+    fits: bool
+    peak_bytes: int = 0
+    """Allocated on a CUDA device, tracked by a ledger, or resident above what the process held before."""
+
+
+def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool = False) -> Outcome:
+    """Train two full optimizer steps in a fresh process.
+
+    Args:
+        overrides: as for scripts/train.py.
+        limit_bytes: of memory for everything from the model on, with the host's copy of a checkpoint where that is
+            the same memory. What asks for more fails, as on a smaller machine: on CUDA by the allocator's limit, on
+            Linux by the kernel's for this process's data; elsewhere a ledger is compared with it.
+        ledger: track the second step with a MemoryLedger, where CUDA does not count.
+
+    Raises:
+        UserError: train.py would refuse these overrides too.
+        RunError: the steps failed for another reason.
+
+    """
+    options = json.dumps({"limit_bytes": limit_bytes, "ledger": ledger})
+    # -P: what lies in the user's folder is no part of it.
+    command = [sys.executable, "-P", "-m", "evidence.memory.trial", options, *overrides]
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if process.returncode == 0:
+        return Outcome(**json.loads(process.stdout.splitlines()[-1]))
+    words = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
+    if process.returncode == UserError.exit_code:
+        raise UserError(words[0])
+    # The kernel kills where memory was promised and is not there; C++ aborts where it cannot raise.
+    if process.returncode == -signal.SIGKILL or (limit_bytes and process.returncode == -signal.SIGABRT):
+        return Outcome(fits=False)
+    raise RunError(f"a trial with {' '.join(overrides)} failed: {words[0]}")
+
+
+def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Outcome:
+    """Take the two steps in this process; the arguments are ``trial``'s."""
+    hardware = detect(config.device)
+    plan, _ = config.resolve(hardware)
+    # Libraries, the data and threads come first: they are there before anything depends on the batch.
+    datasets = config.recipe.datasets(config.data, config.seed)
+    meta_model(config.recipe)
+    torch.ones(_WARM_UP).exp_().sum()
+    reset_peak_memory(hardware.device)
+    before = 0 if hardware.device.type == "cuda" else peak_memory_bytes(hardware.device)
+    enforced = limit_bytes is not None and _limit(hardware, limit_bytes)
+    del datasets  # their place is taken by the trainer's own
+    tracked = hardware.device.type != "cuda" and (ledger or limit_bytes is not None) and not enforced
+    try:
+        tracked_bytes = _two_steps(config, plan, hardware, tracked, copied=limit_bytes is not None)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return Outcome(fits=False)
+        raise
+    peak = peak_memory_bytes(hardware.device) - before if tracked_bytes is None else tracked_bytes
+    return Outcome(limit_bytes is None or enforced or peak <= limit_bytes, peak)
+
+
+def _two_steps(config: Config, plan: Plan, hardware: Hardware, tracked: bool, copied: bool) -> int | None:
+    """Train; return the peak of the second step if it is ``tracked``; ``copied``: beside a checkpoint's copy."""
+    trainer = Trainer(config, plan, hardware)
+    # No overflow: a skipped step would leave the optimizer without its state.
+    trainer.loss_scale.scale.fill_(1.0)
+    trainer.model.train()
+    batches = trainer.batches()
+    trainer.train_step(next(batches))
+    microbatches = next(batches)
+    saved = []
+    if copied and copies_on_device(config):
+        masters = [] if trainer.masters is None else list(trainer.masters.held())
+        saved = [tensor.clone() for tensor in tensors((trainer.model.state_dict(), trainer.optimizer.state, masters))]
+    with MemoryLedger(trainer.model, trainer.optimizer) if tracked else nullcontext() as recording:
+        trainer.train_step(microbatches)
+    del saved
+    if not trainer.optimizer.state:
+        raise RunError("the gradients are not finite, so the optimizer took no step")
+    return None if recording is None else recording.report().peak_bytes
+
+
+def _limit(hardware: Hardware, limit_bytes: int) -> bool:
+    """Make allocations beyond the limit fail; return False where the system cannot do that."""
+    if hardware.device.type == "cuda":
+        fraction = min(1.0, limit_bytes / hardware.memory_bytes)
+        torch.cuda.set_per_process_memory_fraction(fraction, hardware.device)
+        return True
+    if sys.platform != "linux" or hardware.device.type != "cpu":
+        return False
+    import resource
+
+    # Not the address space, of which torch reserves far more than it uses: private writable pages.
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + limit_bytes, resource.RLIM_INFINITY))
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Take the steps and print what became of them as the last line."""
+    try:
+        config = compose(arguments[1:])
+        outcome = measure(config, **json.loads(arguments[0]))
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(asdict(outcome)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

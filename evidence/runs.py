@@ -1,0 +1,227 @@
+"""Arms of an experiment: sets of overrides, trained in turns, each run in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.files import PROJECT, write_json
+from trainer.tracking.mlflow.record import METRICS_FILE, SUMMARY_FILE
+from trainer.tracking.plots import Series, read_series
+
+OUTCOME_FILE = "outcome.json"
+STOP_TIMEOUT_S = 120.0
+TRAIN = "train.py"
+NULL_SHIFT = 1000
+"""What a null arm adds to every seed."""
+DIVERGED = 3
+"""The exit code of training that turned non-finite: an outcome, which the same command would have again."""
+SETTLED = (2, 4)
+"""Exit codes that another seed would not change: a mistake, and too little memory."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison."""
+
+    label: str
+    overrides: tuple[str, ...]
+    seed_shift: int = 0
+    """Added to every seed: a null arm is the baseline with other seeds."""
+    script: str = TRAIN
+    """Of ``scripts/``: what is run."""
+
+
+@dataclass
+class Outcome:
+    """What became of one run."""
+
+    arm: str
+    seed: int
+    """Of the pair; the run's own is shifted by its arm."""
+    folder: Path
+    exit_code: int
+    failure: str = ""
+    """The last lines that a failed run printed."""
+    wall_time_s: float = 0.0
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it trained to its end."""
+        return self.exit_code == 0 and self.summary.get("status") == "FINISHED"
+
+    @property
+    def told(self) -> str:
+        """What is said of a run that failed."""
+        return self.failure or f"exit code {self.exit_code}"
+
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        """The run's metric log, by metric."""
+        path = self.folder / METRICS_FILE
+        return read_series(path) if path.exists() else {}
+
+    @cached_property
+    def ledger(self) -> dict[str, Any] | None:
+        """The memory of one step by category, if it was recorded (``profiler=memory``)."""
+        path = self.folder / "profile" / "ledger.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def turns(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
+    """Yield every run: all arms of a seed before the next, in an order that turns round.
+
+    A machine that slows down, or warms up, then hurts all arms alike, and what is compared lies close in time.
+    """
+    for number, seed in enumerate(seeds):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            yield arm, seed
+
+
+def merged(*groups: Sequence[str]) -> list[str]:
+    """Return overrides of which the last of each key counts. Hydra itself refuses a group that is chosen twice."""
+    return list({text.partition("=")[0].lstrip("+~"): text for group in groups for text in group}.values())
+
+
+class Runner:
+    """Trains arms below a folder; what was done before is kept, what was broken off is done again from the start."""
+
+    def __init__(
+        self, folder: Path, common: Sequence[str] = (), launch: Callable[[list[str], Path], int] | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            folder: runs go to ``folder/runs/<arm>-s<seed>``.
+            common: overrides of all arms, which an arm's own may change.
+            launch: runs a command line, writes what it prints to a file, and returns its exit code; None: as a
+                process of its own.
+
+        """
+        self.runs = folder / "runs"
+        self.common = common
+        self.launch = launch or in_a_process
+
+    def command(self, arm: Arm, seed: int) -> list[str]:
+        """Return the command line of one run."""
+        own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={_quoted(self.runs)}"]
+        script = str(PROJECT / "scripts" / arm.script)
+        return [sys.executable, script, *merged(self.common, arm.overrides, own)]
+
+    def done(self, arm: Arm, seed: int) -> Outcome | None:
+        """Return the outcome of a run that came to its end before, or diverged."""
+        folder = self.runs / _name(arm, seed)
+        try:
+            known = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
+            outcome = Outcome(arm.label, seed, folder, **known)
+        except (OSError, ValueError, TypeError):
+            return None
+        return outcome if outcome.finished or outcome.exit_code == DIVERGED else None
+
+    def run(self, arm: Arm, seed: int) -> Outcome:
+        """Train once, in a fresh process, and write down what became of it.
+
+        Raises:
+            KeyboardInterrupt: the run was interrupted.
+
+        """
+        folder = self.runs / _name(arm, seed)
+        if folder.exists():
+            shutil.rmtree(folder)  # broken off or failed: half a run's speed is not that of a whole one
+        self.runs.mkdir(parents=True, exist_ok=True)
+        log = self.runs / f"{folder.name}.log"
+        began = time.monotonic()
+        code = self.launch(self.command(arm, seed), log)
+        if code in (130, 143):
+            raise KeyboardInterrupt
+        summary = folder / SUMMARY_FILE
+        found = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+        failure = "" if code == 0 else _last_words(log)
+        outcome = Outcome(arm.label, seed, folder, code, failure, time.monotonic() - began, found)
+        if folder.exists():
+            record = {"exit_code": code, "failure": failure, "wall_time_s": outcome.wall_time_s, "summary": found}
+            write_json(folder / OUTCOME_FILE, record)
+        return outcome
+
+    def run_all(
+        self, arms: list[Arm], seeds: list[int], tell: Callable[[int, int, Outcome, bool], None]
+    ) -> list[Outcome]:
+        """Train what is left to train.
+
+        Args:
+            arms: of one comparison.
+            seeds: one pair of runs each.
+            tell: called after every run with its number, their count, its outcome, and whether it was there before.
+
+        """
+        plan = list(turns(arms, seeds))
+        outcomes: list[Outcome] = []
+        settled: dict[str, Outcome] = {}
+        for number, (arm, seed) in enumerate(plan, 1):
+            if arm.label in settled:  # it would fail alike
+                continue
+            known = self.done(arm, seed)
+            outcome = known or self.run(arm, seed)
+            outcomes.append(outcome)
+            if outcome.exit_code in SETTLED:
+                settled[arm.label] = outcome
+            tell(number, len(plan), outcome, known is not None)
+        return outcomes
+
+
+def check_labels(arms: list[Arm]) -> None:
+    """Refuse labels that are used twice or cannot name a folder.
+
+    Raises:
+        UserError: as said.
+
+    """
+    labels = [arm.label for arm in arms]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f'the arm {label} is there twice; give each a name: arm.<name>="precision={label} …"')
+        if not label.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
+
+
+def in_a_process(command: list[str], log: Path) -> int:
+    """Run a command, its output going to a file, and return its exit code; end it if this process is to end."""
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            return process.wait()
+        except BaseException:  # Ctrl-C reaches the run too; a signal to this process alone does not
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+
+
+def _last_words(log: Path) -> str:
+    """Return the last error told, wherever in a line it begins: what was still buffered may stand before it."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    _, told, after = text.rpartition("error: ")
+    if told:
+        return after.splitlines()[0] if after.strip() else ""
+    return " / ".join([line for line in text.splitlines() if line.strip()][-3:])
+
+
+def _name(arm: Arm, seed: int) -> str:
+    return f"{arm.label}-s{seed}"
+
+
+def _quoted(path: Path) -> str:
+    """Return a value that Hydra's grammar takes as it stands, whatever is in the path."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

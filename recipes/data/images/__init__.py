@@ -1,0 +1,1 @@
+"""Labelled images: sources, squares of pixels, augmentation."""

@@ -1,0 +1,167 @@
+"""Image data in memory, ``data=digits`` and ``data=idx``; and by name, the rest of what gives images."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from recipes.data.images.augment import Augment
+from recipes.data.images.folder import ImageFolder
+from recipes.data.images.pixels import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ArrayImages,
+    check_fraction,
+    check_path,
+    grey_statistics,
+    held_out,
+    scale,
+)
+from recipes.data.images.source import ImageData, ImageSource
+from trainer.errors import UserError
+
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Digits", "Idx", "ImageFolder"]
+
+IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+
+
+@dataclass
+class Digits(ImageSource):
+    """Scikit-learn's handwritten digits: 1,797 images of 8 × 8, part of the installation."""
+
+    kind: ClassVar[str] = "digits"
+    valid_fraction: float = 0.2
+    """Of each class; the same images every time."""
+
+    def __post_init__(self) -> None:
+        check_fraction(self.valid_fraction)
+
+    def images(self, image_size: int | None) -> ImageData:
+        """Return the digits, scaled up once to ``image_size`` (32 unless told otherwise)."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        size = image_size or 32
+        pixels = torch.from_numpy(np.rint(digits.images[:, None] * (255 / 16)).astype(np.uint8))
+        images = scale(pixels, size).numpy()
+        labels = digits.target.astype(np.int64)
+        valid = held_out(labels, self.valid_fraction)
+        augment = self.choose_augment(8)
+        return _image_data("digits", images[~valid], labels[~valid], images[valid], labels[valid], size, augment)
+
+
+@dataclass
+class Idx(ImageSource):
+    """Files in MNIST's format, compressed by gzip or not, held in memory."""
+
+    kind: ClassVar[str] = "idx"
+    path: str = ""
+    """The folder of ``train-images-idx3-ubyte`` and its kin."""
+    images_file: str | None = None
+    """The images within ``path``, where they have another name; a part of them is kept for validation."""
+    labels_file: str | None = None
+    """The labels that belong to ``images_file``."""
+    valid_fraction: float = 0.1
+    """Of each class, where only one pair of files exists."""
+
+    def __post_init__(self) -> None:
+        check_fraction(self.valid_fraction)
+        check_path(self.path, "the folder of the MNIST-format files")
+        if (self.images_file is None) != (self.labels_file is None):
+            raise UserError("data.images_file and data.labels_file belong together: give both or neither")
+
+    def images(self, image_size: int | None) -> ImageData:
+        """Read the files; in their own size, or scaled as they are asked for.
+
+        Raises:
+            UserError: no such files, a file of another format, fewer than two classes.
+
+        """
+        pairs = [_read_pair(*names) for names in self._files()]
+        images, labels = pairs[0]
+        if len(pairs) == 2:
+            valid_images, valid_labels = pairs[1]
+        else:
+            valid = held_out(labels, self.valid_fraction)
+            valid_images, valid_labels = images[valid], labels[valid]
+            images, labels = images[~valid], labels[~valid]
+        if not len(labels) or not len(valid_labels):
+            raise UserError(f"data.path={self.path} has too few images to train on and to validate")
+        if len(np.unique(labels)) < 2:
+            raise UserError(f"data.path={self.path} has images of one class only; two are needed")
+        size = image_size or max(images.shape[2:])
+        augment = self.choose_augment(min(images.shape[2:]))
+        return _image_data("idx", images, labels, valid_images, valid_labels, size, augment)
+
+    def _files(self) -> list[tuple[Path, Path]]:
+        """Return the pairs of images and labels: to train on, and to validate on where there are two."""
+        folder = Path(self.path).expanduser()
+        if self.images_file is not None and self.labels_file is not None:
+            return [(folder / self.images_file, folder / self.labels_file)]
+        pairs = []
+        for part in ("train", "t10k"):
+            images = sorted(folder.glob(f"{part}-images[-.]idx3-ubyte*"))
+            labels = sorted(folder.glob(f"{part}-labels[-.]idx1-ubyte*"))
+            if images and not labels:
+                raise UserError(f"data.path={self.path} has {images[0].name} but not {part}-labels-idx1-ubyte[.gz]")
+            if images:
+                pairs.append((images[0], labels[0]))
+        if not pairs:
+            raise UserError(
+                f"data.path={self.path} has no train-images-idx3-ubyte[.gz] or t10k-images-idx3-ubyte[.gz]; "
+                "name other files with data.images_file and data.labels_file"
+            )
+        return pairs
+
+
+def _read_pair(images_file: Path, labels_file: Path) -> tuple[np.ndarray, np.ndarray]:
+    images = _read_idx(images_file, IMAGES_MAGIC, "images")
+    labels = _read_idx(labels_file, LABELS_MAGIC, "labels")
+    if len(images) != len(labels):
+        raise UserError(f"{images_file} has {len(images)} images, but {labels_file} has {len(labels)} labels")
+    return images[:, None], labels.astype(np.int64)
+
+
+def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
+    """Read a file of bytes: magic number and dimensions as big-endian 32-bit words, then the data."""
+    try:
+        content = path.read_bytes()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    dimensions = magic & 0xFF
+    start = 4 + 4 * dimensions
+    found = int.from_bytes(content[:4], "big")
+    if len(content) < start or found != magic:
+        raise UserError(f"{path} is no MNIST-format file of {what}: expected magic number {magic}, found {found}")
+    shape = [int(length) for length in np.frombuffer(content, ">u4", dimensions, 4)]
+    if len(content) - start != np.prod(shape):
+        raise UserError(f"{path} is damaged: its header promises {shape} bytes, {len(content) - start} follow")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
+
+
+def _image_data(
+    kind: str,
+    train_images: np.ndarray,
+    train_labels: np.ndarray,
+    valid_images: np.ndarray,
+    valid_labels: np.ndarray,
+    size: int,
+    augment: Augment,
+) -> ImageData:
+    classes = [str(label) for label in range(max(train_labels.max(), valid_labels.max()) + 1)]
+    counts = f"{len(train_labels):,} training and {len(valid_labels):,} validation images"
+    description = f"{kind}: {counts}, {len(classes)} classes, {size} × {size}"
+    mean, std = grey_statistics(train_images)
+    train, valid = (
+        ArrayImages(train_images, train_labels, size, augment),
+        ArrayImages(valid_images, valid_labels, size, augment),
+    )
+    return ImageData(train, valid, classes, size, description, mean, std, augment=augment)

@@ -1,0 +1,199 @@
+"""The ``augment`` config group: what training changes about an image at random, and which part of it is evaluated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from trainer.errors import UserError
+
+SMALL = 64
+"""Pixels. Images with a shorter side below this are not cropped unless the user asks for it: they hold little else
+than what they show, and digits must not be mirrored.
+"""
+
+
+class View(NamedTuple):
+    """What becomes of one image: a part of it is scaled to a square, which is then mirrored and shifted."""
+
+    box: tuple[float, float, float, float] | None = None
+    """Left, upper, right and lower edge in pixels. None: the whole image, or the middle square of an oblong one."""
+    flip: bool = False
+    """Whether left and right change places."""
+    shift: tuple[float, float] = (0.0, 0.0)
+    """To the right and downwards, as fractions of the square's side. Its edge pixels fill what is left empty."""
+
+
+@dataclass
+class Augment:
+    """The ``augment`` config group; this base is ``augment=none``: the whole image, in training and in evaluation.
+
+    A choice is a pure function of the sample's seed. It does not know the pixels: ``pixels.py`` cuts them.
+    """
+
+    kind: ClassVar[str] = "none"
+
+    def choose(self, shorter_side: int | None) -> Augment:
+        """Return what is done to images of this size (see ``AutomaticAugment``): this very choice.
+
+        Args:
+            shorter_side: of a typical image as it is stored, in pixels; None: the images are made up.
+
+        """
+        return self
+
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Return what becomes of an image of ``width`` × ``height`` pixels.
+
+        Args:
+            width: of the stored image.
+            height: of the stored image.
+            seed: of the sample, from which alone everything random is drawn; None: evaluation.
+            size: of the side of the square that the model takes, in pixels.
+
+        """
+        return View()
+
+    def evaluated_part(self) -> float:
+        """Return the side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
+        return 1.0
+
+
+@dataclass
+class Light(Augment):
+    """``augment=light``: training shifts the image a little, and mirrors it if asked; evaluation takes it whole."""
+
+    kind: ClassVar[str] = "light"
+    shift: float = 0.125
+    """Largest shift in each direction, as a fraction of the side: 4 pixels of 32, as is usual for CIFAR-10."""
+    flip: bool = False
+    """Mirror half of the images. Right for most photos, wrong for digits and letters."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shift <= 0.5:
+            raise UserError(f"augment.shift={self.shift} must lie between 0 and 0.5, such as 0.125")
+
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Draw a shift, evenly in both directions, and perhaps a flip."""
+        if seed is None:
+            return View()
+        random = np.random.default_rng(seed)
+        right, down = random.uniform(-self.shift, self.shift, 2).tolist()
+        return View(flip=self.flip and random.random() < 0.5, shift=(right, down))
+
+
+@dataclass
+class ImageNet(Augment):
+    """``augment=imagenet``: the random crops and flips of Szegedy et al. 2015; evaluation on the middle of the image.
+
+    Sides of the crop are between 3:4 and 4:3.
+    """
+
+    kind: ClassVar[str] = "imagenet"
+    min_area: float = 0.08
+    """Of a crop, as a fraction of the image's area; the largest is the whole image."""
+    flip: bool = True
+    """Mirror half of the images."""
+    evaluated: float = 0.875
+    """The middle square that evaluation takes, as a fraction of the shorter side: 224 of 256, as published. A square
+    image of the model's own size is taken whole."""
+
+    def __post_init__(self) -> None:
+        for key, value in (("min_area", self.min_area), ("evaluated", self.evaluated)):
+            if not 0 < value <= 1:
+                raise UserError(f"augment.{key}={value} must be above 0 and at most 1")
+
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Draw a crop and a flip; without a seed, return the middle square."""
+        if seed is None:
+            if self.evaluated == 1 or width == height == size:  # it was cut for the model already
+                return View()
+            side = min(width, height) * self.evaluated
+            return View(_placed(width, height, side, side, 0.5, 0.5))
+        random = np.random.default_rng(seed)
+        box_width, box_height = self._random_box(width, height, random)
+        flip, x, y = random.random() < 0.5, random.random(), random.random()
+        return View(_placed(width, height, box_width, box_height, x, y), self.flip and flip)
+
+    def evaluated_part(self) -> float:
+        """Return ``evaluated``."""
+        return self.evaluated
+
+    def _random_box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float]:
+        for _ in range(10):
+            area = width * height * random.uniform(self.min_area, 1.0)
+            ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+            box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
+            if box_width <= width and box_height <= height:
+                return box_width, box_height
+        # A very long image, where no try fits: the largest box of an allowed shape.
+        return min(width, height * 4 / 3), min(height, width * 4 / 3)
+
+
+@dataclass
+class AutomaticAugment(Augment):
+    """``augment=auto``: ``none`` for images below 64 pixels and made-up ones, ``imagenet`` for all others."""
+
+    kind: ClassVar[str] = "auto"
+
+    def choose(self, shorter_side: int | None) -> Augment:
+        """Return the choice for images of this size."""
+        return Augment() if shorter_side is None or shorter_side < SMALL else ImageNet()
+
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Raise: which part is taken depends on all of the images."""
+        raise AssertionError("choose() comes first")
+
+
+CHOICES: dict[str, type[Augment]] = {cls.kind: cls for cls in (AutomaticAugment, Augment, Light, ImageNet)}
+
+REASONS = {
+    Augment.kind: f"images below {SMALL} pixels, or made up, stay whole; augment=light shifts them in training",
+    ImageNet.kind: f"images of {SMALL} pixels or more: random crops of 8 to 100 %, flips, evaluation on the middle "
+    "87.5 %; augment=none keeps them whole",
+}
+"""What the user is shown about what ``auto`` became."""
+
+
+def recorded(config: Mapping[str, Any], reads_images: bool) -> dict[str, Any]:
+    """Return the ``augment`` entries of a run's config.json: ``augment`` and ``augment.<option>``.
+
+    Args:
+        config: the file's content. Runs of versions without this group did what it calls ``imagenet`` to images that
+            are read one by one, and nothing to those that are held in memory.
+        reads_images: whether the recipe reads images (``data=hub`` has text, too).
+
+    """
+    found = {key: value for key, value in config.items() if key.partition(".")[0] == "augment"}
+    if found:
+        return found
+    then: Augment = ImageNet() if reads_images and config.get("data") in ("imagefolder", "hub") else Augment()
+    return {"augment": then.kind} | {f"augment.{key}": value for key, value in vars(then).items()}
+
+
+def from_record(entries: Mapping[str, Any]) -> Augment:
+    """Return the choice that ``recorded`` describes.
+
+    Raises:
+        UserError: there is no such choice, or it has other options.
+
+    """
+    options = {key.removeprefix("augment."): value for key, value in entries.items() if key != "augment"}
+    try:
+        return CHOICES[entries["augment"]](**options)
+    except (KeyError, TypeError):
+        shown = ", ".join(f"{key}={value}" for key, value in entries.items())
+        raise UserError(f"resume: this version has no {shown} (from config.json); start a new run") from None
+
+
+def _placed(
+    width: int, height: int, box_width: float, box_height: float, x: float, y: float
+) -> tuple[float, float, float, float]:
+    """Return a box within the image; ``x`` and ``y`` from 0 to 1 say where between its edges."""
+    left, top = x * (width - box_width), y * (height - box_height)
+    # Rounding may carry the far edge a hair outside the image, which Pillow refuses.
+    return left, top, min(left + box_width, width), min(top + box_height, height)

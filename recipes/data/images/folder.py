@@ -1,0 +1,221 @@
+"""``data=imagefolder``: one folder per class, decoded as training goes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+
+from recipes.data.images.augment import Augment
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, check_fraction, check_path, square
+from recipes.data.images.source import ImageData, ImageSource
+from trainer.data.contract import Batch, SampleId
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+HEADERS_CHECKED = 20_000
+WANTED = "a folder with one folder of images per class, or with train/ and val/ holding those"
+REMEDY = "repair or delete it, or leave such files out with data.skip_corrupt=true"
+
+
+@dataclass
+class ImageFolder(ImageSource):
+    """Images in one folder per class."""
+
+    kind: ClassVar[str] = "imagefolder"
+    path: str = ""
+    """Holds the class folders, or ``train/`` and ``val/`` which hold them."""
+    valid_fraction: float = 0.1
+    """Of each class, where there is no ``val/``; which files, is decided by a hash of their names."""
+    skip_corrupt: bool = False
+    """Leave out images that cannot be decoded; to find them, every file is decoded once at the start."""
+
+    def __post_init__(self) -> None:
+        check_fraction(self.valid_fraction)
+        check_path(self.path, WANTED)
+
+    def images(self, image_size: int | None) -> ImageData:
+        """Find the images, and check that they open; squares of 224 pixels unless told otherwise.
+
+        Raises:
+            UserError: no images, fewer than two classes, a file that is no image.
+
+        """
+        train_folder, valid_folder = _split_folders(Path(self.path).expanduser())
+        train = self._readable(_find(train_folder))
+        classes = sorted(train)
+        if len(classes) < 2:
+            raise UserError(f"data.path={self.path} has images of one class only ({classes[0]}); two are needed")
+        if valid_folder:
+            valid = self._readable(_find(valid_folder))
+        else:
+            train, valid = _split(train, self.valid_fraction)
+        if unknown := sorted(set(valid) - set(classes)):
+            raise UserError(f"{valid_folder} has the class {unknown[0]}, which {train_folder} has not")
+        size = image_size or 224
+        augment = self.choose_augment(_shorter_side([file for files in train.values() for file in files]))
+        train_set, valid_set = (FolderImages(part, classes, size, augment) for part in (train, valid))
+        if not len(valid_set):
+            raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
+        text = f"{len(train_set):,} training and {len(valid_set):,} validation images, {len(classes)} classes"
+        description = f"imagefolder: {text}, {size} × {size}"
+        return ImageData(
+            train_set, valid_set, classes, size, description, IMAGENET_MEAN, IMAGENET_STD, decodes=True, augment=augment
+        )
+
+    def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Leave out what cannot be decoded, or refuse what is no image at all."""
+        files = [file for members in classes.values() for file in members]
+        if not self.skip_corrupt:
+            spread = files[:: -(-len(files) // HEADERS_CHECKED)]
+            for file, reason in _failures(_open, spread):
+                raise UserError(f"{file} cannot be read as an image ({reason}); {REMEDY}")
+            return classes
+        corrupt = {file for file, _ in _failures(_decode, files)}
+        if corrupt:
+            message = "data.skip_corrupt: left out %d of %d images that cannot be decoded, such as %s"
+            logging.getLogger("mantissa").warning(message, len(corrupt), len(files), min(corrupt))
+        left = {name: [file for file in members if file not in corrupt] for name, members in classes.items()}
+        if len(corrupt) == len(files):
+            raise UserError(f"data.path={self.path}: not one of {len(files)} images can be decoded")
+        return {name: members for name, members in left.items() if members}
+
+
+class FolderImages:
+    """A dataset of image files, decoded when asked for."""
+
+    def __init__(self, files: dict[str, list[str]], classes: list[str], image_size: int, augment: Augment) -> None:
+        # One array of bytes, not a list of strings: worker processes share it without copying.
+        self.files = np.array([os.fsencode(file) for name in classes for file in files.get(name, [])])
+        self.labels = torch.tensor(
+            [label for label, name in enumerate(classes) for _ in files.get(name, [])], dtype=torch.int64
+        )
+        self.image_size = image_size
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B).
+
+        Raises:
+            UserError: a file that cannot be decoded, named.
+
+        """
+        images = []
+        for sample in samples:
+            image = self._image(sample.index)
+            view = self.augment.view(*image.size, sample.seed, self.image_size)
+            images.append(square(image, self.image_size, view))
+        rows = torch.tensor([sample.index for sample in samples])
+        return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]}
+
+    def _image(self, index: int) -> Image.Image:
+        file = os.fsdecode(self.files[index])
+        try:
+            return _decode(file)
+        except _unreadable() as error:
+            raise UserError(f"{file} cannot be decoded ({error}); {REMEDY}") from error
+
+
+def _shorter_side(files: list[str]) -> int | None:
+    """Return the median of the shorter sides of up to 100 images, in pixels."""
+    from PIL import Image
+
+    sides = []
+    for file in files[:: -(-len(files) // 100)]:
+        with suppress(*_unreadable()), Image.open(file) as image:
+            sides.append(min(image.size))
+    return sorted(sides)[len(sides) // 2] if sides else None
+
+
+def _open(file: str) -> None:
+    from PIL import Image
+
+    Image.open(file).close()
+
+
+def _decode(file: str) -> Image.Image:
+    from PIL import Image
+
+    with Image.open(file) as image:
+        image.load()
+        return image
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """Return what Pillow raises for a damaged file."""
+    from PIL import Image
+
+    return OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError
+
+
+def _failures(attempt: Callable[[str], object], files: list[str]) -> Iterator[tuple[str, Exception]]:
+    """Try every file in a pool of threads (decoding releases the GIL); yield those that fail, in order."""
+    from PIL import Image
+
+    Image.init()  # loads every format now, before threads would do so at once
+    damage = _unreadable()
+
+    def failure(file: str) -> Exception | None:
+        try:
+            attempt(file)
+        except damage as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for file, error in zip(files, pool.map(failure, files), strict=True):
+            if error:
+                yield file, error
+
+
+def _split_folders(root: Path) -> tuple[Path, Path | None]:
+    """Return the folders to train and to validate on. A class of trains is not a training split."""
+    train = root / "train"
+    if not train.is_dir() or not any(entry.is_dir() for entry in train.iterdir()):
+        return root, None
+    names = ("val", "valid", "validation")
+    return train, next((root / name for name in names if (root / name).is_dir()), None)
+
+
+def _find(root: Path) -> dict[str, list[str]]:
+    """Return each class folder's images, sorted; a class folder may have folders of its own."""
+    classes = {}
+    for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
+        walk = os.walk(folder, followlinks=True)
+        files = sorted(os.path.join(place, name) for place, _, names in walk for name in names if _named_image(name))
+        if files:
+            classes[folder.name] = files
+    if not classes:
+        if any(_named_image(entry.name) for entry in root.iterdir()):
+            raise UserError(f"{root} has its images side by side; needed is {WANTED}")
+        raise UserError(f"data.path: no images in {root} (looked for {', '.join(EXTENSIONS)}); needed is {WANTED}")
+    return classes
+
+
+def _named_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+
+
+def _split(classes: dict[str, list[str]], fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Keep a part of each class for validation: at least one image, never the last one."""
+    train, valid = {}, {}
+    for name, files in classes.items():
+        ranked = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(os.path.basename(file))).digest())
+        count = min(max(round(len(files) * fraction), 1), len(files) - 1)
+        valid[name], train[name] = sorted(ranked[:count]), sorted(ranked[count:])
+    return train, valid

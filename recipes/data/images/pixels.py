@@ -1,0 +1,155 @@
+"""What all image data shares: cutting squares, arrays of images in memory, and splitting off a validation set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recipes.data.images.augment import Augment, View
+from trainer.data.contract import Batch, SampleId
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+"""Of ImageNet's training images, red, green, blue, in units of 0 to 1."""
+
+
+def square(image: Image.Image, size: int, view: View) -> np.ndarray:
+    """Cut a view out of an image and scale it: uint8, 3 × ``size`` × ``size``.
+
+    The whole of a square image of that size comes back as it is.
+    """
+    from PIL import Image
+
+    image = _rgb(image)
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = view.box or (left, top, left + side, top + side)
+    pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box)).transpose(2, 0, 1)
+    return np.ascontiguousarray(_moved(pixels, view))
+
+
+def _moved(pixels: np.ndarray, view: View) -> np.ndarray:
+    """Mirror and shift a square of C × S × S, by whole pixels."""
+    if view.flip:
+        pixels = pixels[:, :, ::-1]
+    size = pixels.shape[-1]
+    right, down = (round(part * size) for part in view.shift)
+    if not right and not down:
+        return pixels
+    rows, columns = np.arange(size) - down, np.arange(size) - right
+    return pixels[:, rows.clip(0, size - 1)[:, None], columns.clip(0, size - 1)]
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Return 8-bit RGB; 16-bit greys are scaled, where Pillow's own conversion would clip them."""
+    from PIL import Image
+
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
+        image = Image.fromarray(grey.astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # straight to RGB, Pillow warns and guesses
+    return image.convert("RGB")
+
+
+class ArrayImages:
+    """A dataset of images in memory: uint8, N × (1 or 3) × H × W, and their int64 labels."""
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, image_size: int, augment: Augment, length: int | None = None
+    ) -> None:
+        self.images = torch.from_numpy(images)
+        self.labels = torch.from_numpy(labels)
+        self.image_size = image_size
+        self.augment = augment
+        self.length = len(labels) if length is None else length
+        """May exceed the number of images, which are then repeated."""
+
+    def __len__(self) -> int:
+        return self.length
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B)."""
+        rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
+        images = self.images[rows]
+        return {"image": self._squares(images, samples).contiguous(), "label": self.labels[rows]}
+
+    def _squares(self, images: Tensor, samples: Sequence[SampleId]) -> Tensor:
+        if self.augment.kind == Augment.kind:  # no loop over the samples
+            return scale(images, self.image_size).expand(-1, 3, -1, -1)
+        height, width = images.shape[-2:]
+        views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
+        if any(view.box for view in views):
+            pictures = map(_picture, images)
+            cut = [square(image, self.image_size, view) for image, view in zip(pictures, views, strict=True)]
+        else:
+            whole = scale(images, self.image_size).numpy()
+            cut = [_moved(image, view) for image, view in zip(whole, views, strict=True)]
+        return torch.from_numpy(np.stack(cut)).expand(-1, 3, -1, -1)
+
+
+def _picture(pixels: Tensor) -> Image.Image:
+    from PIL import Image
+
+    return Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
+
+
+def scale(images: Tensor, size: int) -> Tensor:
+    """Scale uint8 images (N × C × H × W) to squares, bilinearly; those of that size come back as they are."""
+    if images.shape[-2:] == (size, size):
+        return images
+    return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
+
+
+def grey_statistics(images: np.ndarray) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Return mean and standard deviation of uint8 images after division by 255, the same for each channel."""
+    some = images[:10_000]  # enough for three digits, without a float copy of a whole data set
+    mean, deviation = float(some.mean() / 255), max(float(some.std() / 255), 1 / 255)
+    return (mean, mean, mean), (deviation, deviation, deviation)
+
+
+def held_out(labels: np.ndarray, fraction: float) -> np.ndarray:
+    """Return a mask of the samples to validate on: every so many-th of each class.
+
+    A class of two samples or more has at least one on each side; one of a single sample is trained on.
+
+    Args:
+        labels: int, one for each sample.
+        fraction: of each class, above 0 and below 1; rounded down.
+
+    """
+    mask = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        marks = np.floor(np.arange(len(members) + 1) * fraction)
+        mask[members] = marks[1:] > marks[:-1]
+        if len(members) > 1 and not mask[members].any():
+            mask[members[-1]] = True
+    return mask
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a ``data.valid_fraction`` that leaves one side empty."""
+    if not 0 < fraction < 1:
+        raise UserError(f"data.valid_fraction={fraction} must lie between 0 and 1, such as 0.1")
+
+
+def check_path(path: str, what: str) -> None:
+    """Refuse a ``data.path`` that is not a folder."""
+    from pathlib import Path
+
+    if not path:
+        raise UserError(f"data.path is missing: name {what}, as in data.path=/folder")
+    if not Path(path).expanduser().is_dir():
+        raise UserError(f"data.path={path} is not a folder; name {what}")

@@ -1,0 +1,142 @@
+"""``data=synthetic``: made-up data for every recipe, which costs next to nothing and can be learnt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.data.images.pixels import ArrayImages
+from recipes.data.images.source import ImageData, ImageSource
+from recipes.data.text.source import TextSource, TokenData
+from recipes.data.text.tokenizers import write_fast_tokenizer
+from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.errors import UserError
+
+TRAIN_TOKENS, VALID_TOKENS = 2**20, 2**16
+IMAGE_POOL = 256
+PATTERN_CELLS = 4
+TEACHER_RANK = 8
+
+
+@dataclass
+class Synthetic(TextSource, ImageSource):
+    """Tokens, images or vectors, whichever the recipe asks for; always the same ones."""
+
+    kind: ClassVar[str] = "synthetic"
+    vocab_size: int = 50257
+    """Of the tokens."""
+    classes: int = 1000
+    """Of the images; the first 256 of them occur."""
+    samples: int = 8192
+    """In an epoch of images or vectors."""
+
+    def __post_init__(self) -> None:
+        for key, value, least in (
+            ("vocab_size", self.vocab_size, 2),
+            ("classes", self.classes, 2),
+            ("samples", self.samples, 8),
+        ):
+            if value < least:
+                raise UserError(f"data.{key}={value} must be at least {least}")
+
+    def tokens(self, tokenizer: str | None) -> TokenData:
+        """Return pairs of tokens: the first drawn, rare ones seldom; the second a function of the first.
+
+        Ids lie below ``vocab_size`` whatever the tokenizer is, which is not opened.
+        """
+        self.refuse_augment()
+        kind = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+
+        def draw(seed: int, count: int) -> np.ndarray:
+            skewed = np.random.default_rng(seed).random(count // 2) ** 4
+            first = (skewed * self.vocab_size).astype(np.int64)
+            return np.stack([first, (7 * first + 3) % self.vocab_size], axis=1).reshape(-1).astype(kind)
+
+        description = f"synthetic: {TRAIN_TOKENS:,} tokens, vocabulary {self.vocab_size:,}"
+        words = NumberTokenizer(self.vocab_size)
+        return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), words, description)
+
+    def images(self, image_size: int | None) -> ImageData:
+        """Return noise over a coarse pattern that tells the class; 224 pixels square unless told otherwise.
+
+        An epoch repeats a pool of 256 images, so a batch costs one copy.
+        """
+        size = image_size or 224
+        augment = self.choose_augment(None)
+        pattern = np.random.default_rng(0).integers(0, 128, (self.classes, 3, PATTERN_CELLS, PATTERN_CELLS), np.uint8)
+        cells = np.arange(size) * PATTERN_CELLS // size
+
+        def pool(seed: int, count: int, length: int) -> ArrayImages:
+            labels = np.arange(count) % self.classes
+            images = np.random.default_rng(seed).integers(0, 128, (count, 3, size, size), np.uint8)
+            images += pattern[labels][:, :, cells[:, None], cells]
+            return ArrayImages(images, labels, size, augment, length)
+
+        half, spread = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
+        description = f"synthetic: {self.samples:,} images of {size} × {size}, {self.classes} classes"
+        train = pool(1, IMAGE_POOL, self.samples)
+        valid = pool(2, IMAGE_POOL // 4, max(self.samples // 8, 1))
+        names = [str(label) for label in range(self.classes)]
+        return ImageData(train, valid, names, size, description, half, spread, augment=augment)
+
+    def vectors(self, width: int) -> Datasets:
+        """Return normal inputs ``x`` and a smooth low-rank teacher's targets ``y``: float32, B × width."""
+        self.refuse_augment()
+        teacher = torch.Generator().manual_seed(0)
+        inward = torch.randn(width, TEACHER_RANK, generator=teacher) / width**0.5
+        outward = torch.randn(TEACHER_RANK, width, generator=teacher) / TEACHER_RANK**0.5
+        level = torch.randn(width, generator=teacher)
+
+        def pool(seed: int, count: int) -> Vectors:
+            x = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+            return Vectors(x, torch.tanh(x @ inward) @ outward + level)
+
+        description = f"synthetic: {self.samples:,} vectors of width {width:,}"
+        return Datasets(pool(1, self.samples), pool(2, max(self.samples // 8, 1)), description)
+
+
+class Vectors:
+    """A dataset of vectors in memory and their targets, both N × width."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return ``x`` and ``y``, float32, B × width."""
+        rows = torch.tensor([sample.index for sample in samples])
+        return {"x": self.x[rows], "y": self.y[rows]}
+
+
+class NumberTokenizer:
+    """Tokens without a text of their own: ``<123>`` stands for 123."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers in angle brackets that are in the vocabulary; other text has no tokens."""
+        return [number for word in re.findall(r"<(\d+)>", text) if (number := int(word)) < self.vocab_size]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return each id in angle brackets; ids beyond the vocabulary are left out."""
+        return "".join(f"<{number}>" for number in ids if 0 <= number < self.vocab_size)
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that AutoTokenizer opens: ``<123>`` is 123, an error for any other text."""
+        import tokenizers
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+
+        tokenizer = tokenizers.Tokenizer(models.WordLevel({f"<{id}>": id for id in range(self.vocab_size)}))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        write_fast_tokenizer(tokenizer, folder)

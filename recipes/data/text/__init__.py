@@ -1,0 +1,1 @@
+"""Text: sources, splits, tokenizers, the cache of token ids."""

@@ -1,0 +1,171 @@
+"""From text to token ids on disk: a cache that is never half-written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recipes.data.text.split import Split
+from recipes.data.text.tokenizers import CorpusTokenizer
+from trainer.errors import UserError
+from trainer.files import locked
+
+FORMAT = 1
+"""Part of every cache key: raise it when the same text would become other tokens."""
+
+_PIECE = 2**16
+_CHARACTERS_AT_ONCE = 2**22
+_BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
+_BEFORE_LINE_END = re.compile(r"(?=\n\S)")
+
+log = logging.getLogger("mantissa")
+
+
+class Plan(NamedTuple):
+    """How the tokenizer of a corpus comes about."""
+
+    identity: Any
+    """JSON of what its ids depend on beside the text."""
+    task: str
+    """What is told while the user waits, such as ``training a BPE of 4096``."""
+    make: Callable[[], CorpusTokenizer]
+    load: Callable[[Path], CorpusTokenizer]
+    """Opens the folder that the tokenizer's ``save`` wrote to."""
+
+
+def open_or_build(
+    cache_dir: str, name: str, train: Split, valid: Split, plan: Plan
+) -> tuple[np.ndarray, np.ndarray, CorpusTokenizer]:
+    """Return the token ids of both splits as memory maps, and the tokenizer.
+
+    They are built on the first call and opened on later ones. Processes that come at the same time wait
+    for the first; one that is killed leaves nothing that looks finished; what is damaged is built again.
+    ``name`` begins the folder's name.
+
+    Raises:
+        UserError: the cache folder cannot be written, or a split has no tokens.
+
+    """
+    key = json.dumps([FORMAT, train.identity, valid.identity, plan.identity], sort_keys=True)
+    parent = Path(cache_dir).expanduser() / "text"
+    folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if not _complete(folder):
+        with _lock(parent / f".{folder.name}.lock", cache_dir):
+            if not _complete(folder):  # another process may have built it while this one waited
+                log.info("preparing %s: %s; later runs open it from %s", name, plan.task, folder)
+                _build(folder, {"train": train, "valid": valid}, plan)
+    meta = json.loads((folder / "meta.json").read_text())
+    train_ids, valid_ids = (
+        np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in ("train", "valid")
+    )
+    return train_ids, valid_ids, plan.load(folder)
+
+
+@contextmanager
+def _lock(path: Path, cache_dir: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(path))
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir={cache_dir} cannot be written ({error.strerror}); name another folder there, "
+                "or in the environment variable MANTISSA_CACHE"
+            ) from None
+        yield
+
+
+def _build(folder: Path, splits: dict[str, Split], plan: Plan) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+    try:
+        tokenizer = plan.make()
+        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+        tokenizer.save(partial)
+        for part, documents in splits.items():
+            with (partial / f"{part}.bin").open("wb") as file:
+                for ids in _encoded(documents, tokenizer):
+                    ids.astype(dtype).tofile(file)
+                if not file.tell():
+                    share = "training" if part == "train" else "validation"
+                    raise UserError(
+                        f"the text leaves nothing for {share}: give more text, or another data.valid_fraction"
+                    )
+        files = {path.name: _check(path) for path in sorted(partial.iterdir())}
+        (partial / "meta.json").write_text(json.dumps({"dtype": dtype.name, "files": files}))
+        for path in partial.iterdir():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would not be built again
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / "meta.json").read_text())["files"]
+        damaged = [name for name, check in files.items() if _check(folder / name) != check]
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (ValueError, KeyError, TypeError):
+        damaged = ["meta.json"]
+    if damaged:
+        log.info("%s is damaged (%s) and is built again", folder, ", ".join(damaged))
+    return not damaged
+
+
+def _check(path: Path) -> int | str:
+    """Return the size of token ids (which may be gigabytes), the hash of anything else."""
+    return path.stat().st_size if path.suffix == ".bin" else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _encoded(documents: Iterable[str], tokenizer: CorpusTokenizer) -> Iterator[np.ndarray]:
+    """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time."""
+    separator = np.array(tokenizer.separator, dtype=np.uint32)
+    pieces: list[str] = []
+    separated: list[bool] = []
+    waiting = 0
+
+    def encode() -> np.ndarray:
+        parts = []
+        for begins, ids in zip(separated, tokenizer.encode_many(pieces), strict=True):
+            parts += [separator, np.asarray(ids)] if begins else [np.asarray(ids)]
+        return np.concatenate(parts)
+
+    for number, document in enumerate(documents):
+        for position, piece in enumerate(_pieces(document)):
+            pieces.append(piece)
+            separated.append(number > 0 and position == 0)
+            waiting += len(piece)
+            if waiting >= _CHARACTERS_AT_ONCE:
+                yield encode()
+                pieces, separated, waiting = [], [], 0
+    if pieces:
+        yield encode()
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """Cut a long document where tokenizers cut anyway, so that all cores encode it and memory stays small.
+
+    That is between two lines, but not at a blank or indented one: runs of white space are tokens. In a long
+    stretch without such a place, before a line end: there GPT-2 and our own BPE cut too, others may not.
+    """
+    start = 0
+    while start < len(document):
+        found = _BETWEEN_LINES.search(document, start + _PIECE, start + 16 * _PIECE)
+        found = found or _BEFORE_LINE_END.search(document, start + _PIECE)
+        end = found.end() if found else len(document)
+        yield document[start:end]
+        start = end

@@ -1,0 +1,178 @@
+"""Text for language models: the standard library's sources, own files, and what all text has in common."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from itertools import chain
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from recipes.data.text.cache import Plan, open_or_build
+from recipes.data.text.pretrained import Pretrained
+from recipes.data.text.source import TextSource, TokenData
+from recipes.data.text.split import Corpus, Split, split
+from recipes.data.text.tokenizers import OWN_BPE, BytePairs, Bytes, Characters
+from trainer.errors import UserError
+
+
+@dataclass
+class TokenizedText(TextSource):
+    """What every source of text shares: how it is tokenised, split and cached. Subclasses tell ``splits``."""
+
+    tokenizer: str = OWN_BPE
+    """bpe (trained on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
+    vocab_size: int = 4096
+    """Of the own BPE; a small text gives fewer."""
+    valid_fraction: float = 0.1
+    """Of the text, set aside for validation."""
+    cache_dir: str = field(default_factory=lambda: os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa")
+    """Where tokenised text is kept."""
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer:
+            raise UserError("data.tokenizer is empty; use bpe, chars, bytes, or a hub id or folder")
+        if self.tokenizer == OWN_BPE and not 257 <= self.vocab_size <= 2**31:
+            raise UserError(
+                f"data.vocab_size={self.vocab_size}: a BPE has 256 bytes and an end-of-text token before it "
+                "learns anything; use 1024 or more, or data.tokenizer=bytes"
+            )
+        if not 0 < self.valid_fraction <= 0.5:
+            raise UserError(f"data.valid_fraction={self.valid_fraction} must be above 0 and at most 0.5, such as 0.1")
+
+    def splits(self) -> tuple[Split, Split]:
+        """Return the text to train on and the text to be judged by. Raises UserError if there is none."""
+        raise NotImplementedError
+
+    def title(self) -> str:
+        """Return what the text is called in the start block."""
+        return self.kind
+
+    def tokens(self, tokenizer: str | None) -> TokenData:
+        """Tokenise the text, or open it from the cache (see ``TextSource``)."""
+        train, valid = self.splits()
+        plan = self._plan(tokenizer, train, valid)
+        train_ids, valid_ids, opened = open_or_build(self.cache_dir, self.kind, train, valid, plan)
+        counts = f"{_short(len(train_ids))} tokens and {_short(len(valid_ids))} for validation ({valid.origin})"
+        return TokenData(train_ids, valid_ids, opened, f"{self.title()}: {counts}, {opened.label}")
+
+    def _plan(self, override: str | None, train: Split, valid: Split) -> Plan:
+        if override is None and self.tokenizer == OWN_BPE:
+            from tokenizers import __version__
+
+            identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
+            return Plan(identity, task, lambda: BytePairs.train(train, self.vocab_size), BytePairs.load)
+        if override is None and self.tokenizer == "chars":
+            task = "collecting its characters"
+            return Plan("chars", task, lambda: Characters.collect(chain(train, valid)), Characters.load)
+        if override is None and self.tokenizer == "bytes":
+            return Plan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
+        name = override or self.tokenizer
+        opened = Pretrained.open(name, f"recipe.pretrained={name}" if override else f"data.tokenizer={name}")
+        return Plan(opened.identity(), f"encoding with {opened.label}", lambda: opened, lambda folder: opened)
+
+
+@dataclass
+class PythonDocs(TokenizedText):
+    """The sources of the running interpreter's standard library, docstrings and all: always there."""
+
+    kind: ClassVar[str] = "python_docs"
+
+    def splits(self) -> tuple[Split, Split]:
+        """Divide the modules, without tests, bundled applications and generated tables."""
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = []
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if name not in _NOISE]
+            paths += [Path(folder, name) for name in names if name.endswith(".py")]
+        paths = sorted(path for path in paths if path.is_file())
+        if not paths:
+            raise UserError(
+                f"data=python_docs: this Python has no sources of its standard library in {root}; "
+                "use data=text data.path=<file or folder>"
+            )
+        return split(_files(paths, "data=python_docs"), self.valid_fraction)
+
+
+@dataclass
+class TextFiles(TokenizedText):
+    """A text file, or the text files of a folder."""
+
+    kind: ClassVar[str] = "text"
+    path: str = ""
+    """A UTF-8 file, or a folder of them."""
+    pattern: str = "*.txt"
+    """Which names count in a folder and the folders below it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise UserError("data.path is missing: name a text file or a folder, as in data.path=notes.txt")
+        path = Path(self.path).expanduser()
+        if not path.exists():
+            raise UserError(f"data.path={self.path}: there is no such file or folder")
+        if path.suffix.lower() in _TABLES and path.is_file():
+            raise UserError(
+                f"data.path={self.path} is a file of rows, not plain text; use data=hub data.name={self.path}, "
+                "which reads its column of text"
+            )
+
+    def title(self) -> str:
+        """Return the name of the file or folder."""
+        return Path(self.path).expanduser().resolve().name
+
+    def splits(self) -> tuple[Split, Split]:
+        """Divide the file, or the files of the folder."""
+        path = Path(self.path).expanduser().resolve()
+        paths = [path]
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            paths = [file for file in files if fnmatch(file.name, self.pattern)]
+            if not paths:
+                found = Counter(f"*{file.suffix}" for file in files).most_common(3)
+                there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
+                raise UserError(f"data.path={self.path}: no file in it matches data.pattern={self.pattern} ({there})")
+        corpus = _files(paths, f"data.path={self.path}")
+        if not corpus.sizes.sum():
+            raise UserError(f"data.path={self.path} is empty")
+        return split(corpus, self.valid_fraction)
+
+
+_TABLES = (".json", ".jsonl", ".csv", ".parquet")
+
+_NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
+
+
+def _files(paths: list[Path], key: str) -> Corpus:
+    stats = [path.stat() for path in paths]
+    return Corpus(
+        sizes=np.array([stat.st_size for stat in stats], dtype=np.int64),
+        read=lambda rows: (_read(paths[row], key) for row in rows),
+        identity=[[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)],
+    )
+
+
+def _read(path: Path, key: str) -> str:
+    """Return a UTF-8 file's text as it is, line ends included, without a byte order mark."""
+    try:
+        content = path.read_bytes()
+        if (offset := content.find(0)) >= 0:
+            raise UserError(f"{key}: {path} is not text: it has a zero byte at offset {offset}")
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: {path} is not UTF-8 text: the byte at offset {error.start} does not decode") from None
+    except OSError as error:
+        raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
+
+
+def _short(count: int) -> str:
+    """Write a count with two or three digits: 5.1M, 380k, 97."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.{1 if count < 100 * unit else 0}f}{name}"
+    return str(count)

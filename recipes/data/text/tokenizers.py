@@ -1,0 +1,203 @@
+"""Tokenizers of the text data: characters, bytes, and an own byte-pair encoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from recipes.data.text.source import Tokenizer
+from trainer.errors import UserError
+
+OWN_BPE = "bpe"
+"""What ``data.tokenizer`` says unless it is set."""
+
+END = "<|endoftext|>"
+"""What GPT-2 puts between two documents."""
+
+_BPE_TRAINING_CHARACTERS = 200_000_000
+"""More text than this costs memory and minutes, and hardly changes the merges."""
+
+
+class CorpusTokenizer(Tokenizer, Protocol):
+    """A tokenizer as the preparation of a corpus needs it."""
+
+    label: str
+    """For the start block, such as ``own BPE of 4096``."""
+    separator: list[int]
+    """What stands between two documents."""
+
+    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
+        """Return the ids of each text: a list or one-dimensional array of integers."""
+        ...
+
+
+class Bytes:
+    """The 256 bytes of UTF-8."""
+
+    vocab_size = 256
+    label = "256 bytes"
+    separator = list(b"\n")  # noqa: RUF012 - nothing changes it
+
+    def encode(self, text: str) -> list[int]:
+        """Return the UTF-8 bytes."""
+        return list(text.encode())
+
+    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
+        """Return the UTF-8 bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(id for id in ids if 0 <= id < 256).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that AutoTokenizer opens, with the same ids."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        # A byte-level BPE that merges nothing: each byte has a printable character that stands for it.
+        tokenizer = tokenizers.Tokenizer(models.BPE({name: byte for byte, name in enumerate(_byte_names())}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        write_fast_tokenizer(tokenizer, folder)
+
+
+def _byte_names() -> list[str]:
+    """Return what stands for each byte in a byte-level BPE: itself where Latin-1 prints it, else the next from 256 on.
+
+    As in GPT-2's ``bytes_to_unicode`` (Radford et al. 2019).
+    """
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
+
+
+class Characters:
+    """Every character that the corpus uses, and the line end, in code point order (as nanoGPT does)."""
+
+    def __init__(self, characters: str) -> None:
+        self.characters = characters
+        self.vocab_size = len(characters)
+        self.label = f"{self.vocab_size} characters"
+        self._ids = {character: id for id, character in enumerate(characters)}
+        self._table = np.zeros(max(map(ord, characters)) + 1, dtype=np.uint32)
+        self._table[[ord(character) for character in characters]] = np.arange(self.vocab_size)
+        self.separator = [self._ids["\n"]]
+
+    @classmethod
+    def collect(cls, texts: Iterable[str]) -> Characters:
+        """Collect the characters of all texts, and the line end, which separates documents."""
+        found = {"\n"}
+        for text in texts:
+            found |= set(text)
+        return cls("".join(sorted(found)))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids. Raises UserError for a character that the corpus does not have."""
+        unknown = set(text) - set(self.characters)
+        if unknown:
+            raise UserError(f"the character {min(unknown)!r} is not among the {self.label} of the training text")
+        return [self._ids[character] for character in text]
+
+    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
+        """Return the ids of each text, whose characters must be known."""
+        return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids that exist."""
+        return "".join(self.characters[id] for id in ids if 0 <= id < self.vocab_size)
+
+    def save(self, folder: Path) -> None:
+        """Write ``characters.json``, and what AutoTokenizer opens: the same ids, an error for any other character."""
+        import tokenizers
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+
+        (folder / "characters.json").write_text(json.dumps(self.characters))
+        tokenizer = tokenizers.Tokenizer(models.WordLevel(dict(self._ids)))  # without an id for what is unknown
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()  # no spaces between the tokens
+        write_fast_tokenizer(tokenizer, folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> Characters:
+        """Open what ``save`` wrote."""
+        return cls(json.loads((folder / "characters.json").read_text()))
+
+
+class BytePairs:
+    """A byte-level BPE like GPT-2's, of the corpus's own: any text survives encoding and decoding."""
+
+    def __init__(self, tokenizer: Any) -> None:  # tokenizers.Tokenizer, which has no type stubs
+        self._tokenizer = tokenizer
+        self.vocab_size: int = tokenizer.get_vocab_size()
+        self.label = f"own BPE of {self.vocab_size}"
+        self.separator = [tokenizer.token_to_id(END)]
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BytePairs:
+        """Learn at most ``vocab_size`` tokens: 256 bytes, the end of a document, and what was seen twice."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(_at_most(texts, _BPE_TRAINING_CHARACTERS), trainer)
+        return cls(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids; a literal ``<|endoftext|>`` becomes the end of a document."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
+        """Return the ids of each text, encoded on all cores."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids that exist, the ends of documents shown."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that AutoTokenizer opens."""
+        write_fast_tokenizer(self._tokenizer, folder, eos_token=END, bos_token=END)
+
+    @classmethod
+    def load(cls, folder: Path) -> BytePairs:
+        """Open what ``save`` wrote."""
+        import tokenizers
+
+        return cls(tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8")))
+
+
+def _at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text[:characters]
+        characters -= len(text)
+
+
+def write_fast_tokenizer(backend: Any, folder: Path, **settings: Any) -> None:
+    """Write a ``tokenizers.Tokenizer`` as a folder that AutoTokenizer opens; ``settings`` such as ``eos_token``."""
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,  # it would take spaces before punctuation away
+        # Some versions add token_type_ids, for which GPT-2 would look up embeddings.
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | settings, indent=2))

@@ -1,0 +1,134 @@
+"""The real command line, in this process (fast) or in one of its own (signals, exit codes, imports)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import forks
+from trainer.tracking.mlflow.store import connect
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Result:
+    """What a command left behind, besides files."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, an environment of its own, and caches that tests share with nobody else."""
+    for name in ("MLFLOW_TRACKING_URI", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    current = tmp_path / "here"
+    current.mkdir()
+    monkeypatch.chdir(current)
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
+    # The machine may be busy with other tests, and two threads that wait for each other then take seconds.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return current
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow store that has been through its migrations, which take seconds, to be copied."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    with warnings.catch_warnings():
+        _bear_with_mlflow()
+        connect(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_search() -> Iterator[None]:
+    """Every run ends with a garbage collection, which takes the longer the more was imported before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that do not look at the curves: drawing them takes longer than such small runs do."""
+    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *_: [])
+
+
+@pytest.fixture
+def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+    """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda *overrides: _command(*overrides)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    logger = logging.getLogger("mantissa")  # the terminal took it over
+    logger.handlers.clear()
+    logger.propagate = True
+
+
+def _bear_with_mlflow() -> None:
+    # SQLAlchemy 2.1 deprecates an option of MLflow's models.
+    warnings.filterwarnings("ignore", "The ``noload`` loader strategy", DeprecationWarning)
+
+
+def _command(*overrides: str) -> Result:
+    from trainer.cli import main
+    from trainer.run.shortage import out_of_memory
+
+    out, err = io.StringIO(), io.StringIO()
+    argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            _bear_with_mlflow()
+            code = main(out_of_memory)
+    finally:
+        sys.argv = argv
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``start("precision=bf16", …)``: scripts/train.py as a process of its own.
+
+    A fork, see ``tests.forks``, unless ``fresh``: then it imports everything anew, from the script's own project.
+    """
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(
+        *overrides: str, script: Path = PROJECT / "scripts" / "train.py", fresh: bool = False
+    ) -> subprocess.Popen[str]:
+        environment = os.environ | {"PYTHONPATH": str(script.parents[1])}
+        process = (subprocess.Popen if fresh else forks.Popen)(
+            [sys.executable, str(script), *overrides],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        begun.append(process)
+        return process
+
+    yield begin
+    for process in begun:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

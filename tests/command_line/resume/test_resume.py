@@ -1,0 +1,434 @@
+"""Stopped, killed and resumed through real processes: the result is that of a run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import forks
+from tests.helpers import PROJECT
+from trainer.run.run import Run
+
+# Steps of some ten milliseconds, with dropout and accumulation, and log lines that a stop falls between.
+RUN = [
+    "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.dropout=0.1", "data=synthetic",
+    "data.vocab_size=300", "batch_size=2", "micro_batch_size=1", "eval_samples=4", "steps=60", "eval_every=10",
+    "checkpoint.every=5", "log_every=3", "deterministic=true",
+]  # fmt: skip
+LOCAL = "tracking=local"
+NAME = "gpt2-fp32-s0"
+MEASURED = {"time", "step_time_s", "tokens_per_s", "memory_bytes", "checkpoint_stall_s"}
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    """The metric log without what a clock or the machine decides."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    points = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{key: value for key, value in point.items() if key not in MEASURED} for point in points]
+
+
+def wait_for(happened: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while not happened():
+        assert process.poll() is None, process.communicate(timeout=300)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_step(step: int, run: Path, process: subprocess.Popen[str]) -> None:
+    wait_for(lambda: any(point["step"] >= step for point in logged(run)), process)
+
+
+def newest_checkpoint(run: Path) -> dict[str, bytes]:
+    folder = max((run / "checkpoints").glob("step-*"))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Weights, optimizer, generators and progress byte for byte; every logged number; the best weights."""
+    assert logged(one) == logged(other)
+    assert newest_checkpoint(one) == newest_checkpoint(other)
+    assert {path.name for path in (one / "checkpoints").iterdir()} == {
+        path.name for path in (other / "checkpoints").iterdir()
+    }
+    weights = "best/model.safetensors"
+    assert (one / weights).read_bytes() == (other / weights).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("never_stopped")
+    command = [sys.executable, str(Path(__file__).resolve().parents[3] / "scripts/train.py"), *RUN, LOCAL]
+    forks.run(command, cwd=folder, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    return folder / "outputs" / NAME
+
+
+@pytest.fixture
+def store(folder: Path, empty_store: Path) -> Path:
+    return Path(shutil.copy(empty_store, folder / "mlflow.db"))
+
+
+def query(store: Path, sql: str) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(store)) as database:
+        return database.execute(sql).fetchall()
+
+
+def runs_and_doubles(store: Path) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    runs = query(store, "select run_uuid, name, status from runs")
+    doubles = query(
+        store,
+        "select key, step, count(*) from metrics where key not like 'system/%' group by key, step having count(*) > 1",
+    )
+    return runs, doubles
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_printed_command_goes_on(
+    number: signal.Signals,
+    code: int,
+    start: Callable[..., subprocess.Popen[str]],
+    folder: Path,
+    never_stopped: Path,
+) -> None:
+    run = folder / "outputs" / NAME
+    process = start(*RUN, LOCAL)
+    wait_for_step(12, run, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    stopped, command = err.splitlines()
+    step = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step-"))
+    assert 12 <= step < 60
+    assert stopped == f"stopped by {number.name} after step {step}, saved. Go on with:"
+    assert "summary\n" not in out
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("KILLED", step)
+
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    done = forks.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{NAME}, resumed after step {step}\n" in done.stdout
+    assert_same_run(run, never_stopped)
+    assert json.loads((run / "summary.json").read_text())["status"] == "FINISHED"
+    assert [path.name for path in (folder / "outputs").iterdir()] == [NAME]
+
+
+def test_killed_and_resumed_is_the_same_run_in_mlflow_too(
+    start: Callable[..., subprocess.Popen[str]], train: Callable[..., Any], folder: Path, store: Path
+) -> None:
+    run = folder / "outputs" / "bignet-fp32-s0"
+    job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=64", "batch_size=4", "eval_samples=4"]
+    job += [
+        "schedule=constant",
+        "schedule.warmup_steps=0",
+        "log_every=3",
+        "eval_every=100",
+        "checkpoint.every=5",
+        "profiler=none",
+    ]
+    process = start(*job, "steps=1000000", "tracking.flush_every_s=0.1")
+    wait_for(lambda: query(store, "select count(*) from metrics")[0][0] > 20, process)
+    process.kill()
+    process.wait()
+    saved = int(max(path.name for path in (run / "checkpoints").glob("step-*")).removeprefix("step-"))
+    run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
+
+    done = train(*job, f"steps={saved + 20}", "resume=auto")
+    assert done.code == 0, done.err
+    assert f"resumed after step {saved}\n" in done.out
+    runs, doubles = runs_and_doubles(store)
+    assert runs == [(run_id, run.name, "FINISHED")]
+    assert doubles == []
+    losses = query(store, "select step, value from metrics where key = 'loss' order by step")
+    assert losses == [(point["step"], point["loss"]) for point in logged(run) if "loss" in point]
+
+
+@pytest.mark.parametrize("moment", [1, 45])  # after the second the best is not beaten any more
+def test_killed_at_other_moments(
+    moment: int,
+    start: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., Any],
+    folder: Path,
+    never_stopped: Path,
+) -> None:
+    run = folder / "outputs" / NAME
+    process = start(*RUN, LOCAL)
+    wait_for_step(moment, run, process)
+    process.kill()
+    process.wait()
+    done = train(*RUN, LOCAL, "resume=auto")
+    assert done.code == 0, done.err
+    if not (run / "summary.json").exists():  # killed before the first checkpoint: a new run, in a folder of its own
+        run = run.with_name(f"{NAME}-2")
+    assert_same_run(run, never_stopped)
+
+
+def test_resume_auto_without_an_earlier_run_starts_one(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*RUN, LOCAL, "steps=2", "resume=auto")
+    assert done.code == 0, done.err
+    assert "resumed" not in done.out
+    assert [path.name for path in (folder / "outputs").iterdir()] == [NAME]
+
+
+def test_resume_auto_takes_the_newest_run_of_that_name(train: Callable[..., Any], folder: Path) -> None:
+    for _ in range(2):
+        assert train(*RUN, LOCAL, "steps=2").code == 0
+    assert train(*RUN, LOCAL, "steps=2", "seed=1").code == 0
+    done = train(*RUN, LOCAL, "steps=3", "resume=auto")
+    assert f"{NAME}-2, resumed after step 2\n" in done.out
+    assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-fp32-s1"]
+
+
+def test_a_finished_run_says_so(train: Callable[..., Any], folder: Path) -> None:
+    assert train(*RUN, LOCAL, "steps=2").code == 0
+    run = folder / "outputs" / NAME
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for resume in ("auto", f"outputs/{NAME}"):
+        done = train(*RUN, LOCAL, "steps=2", f"resume={resume}")
+        assert (done.code, done.err) == (0, "")
+        assert done.out == f"outputs/{NAME} has done its 2 steps; steps=4 would go on\n"
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    done = train(*RUN, LOCAL, "steps=4", "resume=auto")
+    assert done.code == 0, done.err
+    assert [point["step"] for point in logged(run) if "loss" in point] == [1, 2, 3, 4]
+
+
+def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(
+    train: Callable[..., Any], folder: Path, never_stopped: Path
+) -> None:
+    run = folder / "outputs" / NAME
+    shutil.copytree(never_stopped, run)
+    shutil.rmtree(run / "best")
+    (run / "summary.json").unlink()
+    done = train(*RUN, LOCAL, "resume=auto")
+    assert done.code == 0, done.err
+    assert "resumed after step 60" in done.out
+    assert_same_run(run, never_stopped)
+    summary = json.loads((run / "summary.json").read_text())
+    before = json.loads((never_stopped / "summary.json").read_text())
+    assert summary["status"] == "FINISHED"
+    assert [summary[key] for key in ("final", "best", "step")] == [before[key] for key in ("final", "best", "step")]
+    assert "has done its 60 steps" in train(*RUN, LOCAL, "resume=auto").out
+
+
+def test_a_signal_that_comes_too_late_for_a_step_is_answered_after_the_next(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the ranks have agreed on for a step stands; what comes meanwhile is neither lost nor half obeyed."""
+    evaluate = Run._evaluate
+
+    def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
+        if step == 4:  # after the agreement
+            signal.raise_signal(signal.SIGTERM)
+        score, _ = evaluate(run, step)
+        return score, False
+
+    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    done = train(*RUN, LOCAL, "eval_every=4", "checkpoint.every=100")
+    assert done.code == 143
+    assert done.err.startswith("stopped by SIGTERM after step 5, saved. Go on with:")
+    assert [path.name for path in (folder / "outputs" / NAME / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, close = Run._evaluate, Run._close
+
+    def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(run, step)
+
+    def interrupted_again(run: Run, status: str) -> None:
+        monkeypatch.setattr(run.saver, "finish", lambda: signal.raise_signal(signal.SIGINT))
+        close(run, status)
+
+    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    monkeypatch.setattr(Run, "_close", interrupted_again)
+    done = train(*RUN, LOCAL, "eval_every=4")
+    assert done.code == 130
+    assert done.err.startswith("stopped by SIGINT after step 5, saved. Go on with:")
+    assert json.loads((folder / "outputs" / NAME / "summary.json").read_text())["status"] == "KILLED"
+
+
+@pytest.mark.parametrize("loader", ["plain", "pinned"])
+def test_signals_to_the_whole_process_group_spare_the_loading_processes(
+    loader: str, start: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
+    run = folder / "outputs" / NAME
+    process = start(
+        *RUN, LOCAL, f"loader={loader}", "loader.workers=2", "checkpoint.save_on_signal=[USR1]", "eval_every=20",
+        "checkpoint.every=100000", "steps=100000", "schedule=constant", "checkpoint.keep=100",
+    )  # fmt: skip
+    wait_for_step(3, run, process)
+
+    def signal_all(number: signal.Signals) -> None:
+        helpers = psutil.Process(process.pid).children(recursive=True)
+        assert len(helpers) >= 4  # the server, Python's tracker of shared memory, and the workers
+        for child in helpers:
+            child.send_signal(number)
+        process.send_signal(number)
+
+    signal_all(signal.SIGUSR1)
+    wait_for(lambda: list((run / "checkpoints").glob("step-*/manifest.json")), process)
+    saved = logged(run)[-1]["step"]
+    wait_for_step(int(saved) + 25, run, process)  # over an evaluation, which starts workers of its own
+    signal_all(signal.SIGTERM)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 143, err
+    assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved\. Go on with:\n.*\n", err)
+
+
+def test_a_killed_run_leaves_no_loading_processes_behind(
+    start: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
+    process = start(*RUN, LOCAL, "loader=pinned", "loader.workers=2", "steps=100000", "schedule=constant")
+    wait_for_step(3, folder / "outputs" / NAME, process)
+    helpers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=300)  # they would hold its output open
+    assert not psutil.wait_procs(helpers, timeout=300)[1]
+
+
+# scripts/train.py whose second step never ends; it says when that has begun, and when a signal has come.
+ENDLESS_STEP = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(PROJECT)!r})
+from trainer.trainer import Trainer
+from trainer.run.signals import Requests
+take_step, receive = Trainer.train_step, Requests._receive_stop
+def endless(self, microbatches):
+    record = take_step(self, microbatches)
+    if self.step == 2:
+        print("in the second step", flush=True)
+        while True:
+            time.sleep(0.01)
+    return record
+def told(self, number, frame):
+    receive(self, number, frame)
+    print("a signal came", flush=True)
+Trainer.train_step, Requests._receive_stop = endless, told
+runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
+"""
+
+
+def wait_for_line(text: str, process: subprocess.Popen[str]) -> None:
+    assert process.stdout
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(process.communicate(timeout=300))
+
+
+def test_a_second_interrupt_leaves_at_once(
+    start: Callable[..., subprocess.Popen[str]], folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "endless_step.py"
+    script.write_text(ENDLESS_STEP)
+    process = start("recipe=bignet", "recipe.width=8", "eval_samples=2", "profiler=none", LOCAL, script=script)
+    run = folder / "outputs" / "bignet-fp32-s0"
+    wait_for_line("in the second step", process)
+    process.send_signal(signal.SIGINT)
+    wait_for_line("a signal came", process)
+    assert process.poll() is None  # the first one waits for the end of the step
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert err == "a second signal: left at once, without saving\n"
+    assert not (run / "checkpoints").exists()
+    assert not (run / "summary.json").exists()
+
+
+def test_without_checkpoints_no_resume_is_promised(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+    process = start(*RUN, LOCAL, "checkpoint=none", "steps=100000", "schedule=constant")
+    wait_for_step(4, folder / "outputs" / NAME, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert err.endswith("; nothing was saved (checkpoint=none)\n")
+
+
+# scripts/train.py that trains its tokenizer for ever.
+ENDLESS_PREPARATION = f"""
+import runpy, sys
+sys.path.insert(0, {str(PROJECT)!r})
+import recipes.data.text.cache as cache
+build = cache._build
+def endless(*arguments):
+    print("prepares again and again", flush=True)
+    while True:
+        build(*arguments)
+cache._build = endless
+runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
+"""
+
+
+def test_an_interrupt_before_training_leaves_no_traceback(
+    start: Callable[..., subprocess.Popen[str]], folder: Path, tmp_path: Path
+) -> None:
+    text = folder / "large.txt"
+    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(2000)))
+    script = tmp_path / "endless_preparation.py"
+    script.write_text(ENDLESS_PREPARATION)
+    process = start("recipe=gpt2", "data=text", f"data.path={text}", LOCAL, script=script)
+    assert process.stdout
+    shown = [process.stdout.readline() for _ in range(2)]
+    assert shown == ["loading torch and the recipes …\n", "opening the data …\n"]
+    wait_for_line("prepares again and again", process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert err.strip() == "interrupted outside of training; what was saved before is untouched"
+    assert not (folder / "outputs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("delay_s", [0, 0.5, 1.5])
+def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(
+    number: signal.Signals, delay_s: float, start: Callable[..., subprocess.Popen[str]], folder: Path
+) -> None:
+    """From the first line on, whatever is being imported after a while."""
+    process = start(*RUN, LOCAL, "steps=100000", "schedule=constant", fresh=True)
+    assert process.stdout
+    assert process.stdout.readline() == "loading torch and the recipes …\n"
+    time.sleep(delay_s)  # where exactly it is then does not matter
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    if not (folder / "outputs").exists():
+        assert err == "interrupted outside of training; what was saved before is untouched\n"
+
+
+def test_a_process_that_is_told_to_end_at_once_leaves_no_traceback(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(*RUN, LOCAL, fresh=True)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)  # the first while Python itself is starting
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
+def test_what_is_printed_to_be_read_by_itself_has_no_notes(
+    arguments: list[str], start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    out, err = start(*arguments).communicate(timeout=120)
+    assert "loading torch" not in out
+    assert err == ""

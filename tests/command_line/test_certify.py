@@ -1,0 +1,64 @@
+"""scripts/certify.py with real processes: a healthy job, and one whose resume is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evidence.certificate.certify import certify
+from tests import forks
+from tests.command_line.conftest import PROJECT, Result
+
+SMALL = ["recipe.context=8", "steps=20"]
+
+
+@pytest.fixture
+def command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command in this process; what it trains and kills has processes of its own."""
+    monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)
+    main = runpy.run_path(str(PROJECT / "scripts" / "certify.py"))["main"]
+    return lambda *arguments: Result(main(list(arguments)), *capsys.readouterr())
+
+
+def test_a_healthy_job_is_bitwise(folder: Path, command: Callable[..., Result]) -> None:
+    """In fp16, so that it is also killed after a skipped step: every kind of kill once."""
+    job = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "precision=fp16", "kills=7", "steps=20")
+    done = command(*job)
+    assert done.code == 0, done.out + done.err
+    assert "BITWISE" in done.out
+    found = json.loads((folder / "outputs/certificate-bignet-fp16/certificate.json").read_text())
+    assert (found["verdict"], len(found["kills"]), found["comparison"]["differences"]) == ("BITWISE", 7, [])
+    assert len({kill["killed"] for kill in found["kills"]}) == 7
+    assert found["skipped_steps"] > 0
+    assert found["resumes"] >= 6
+    assert found["comparison"]["repeated_steps"] > 0
+    assert (folder / "outputs/certificate-bignet-fp16/certificate.md").read_text() in done.out
+    done = command(*job)
+    assert (done.code, "exists; remove it" in done.err) == (2, True)
+
+
+def test_a_forgotten_generator_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)
+    child = "tests.command_line.broken_child"
+    result = certify(["recipe=gpt2", *SMALL], folder / "outputs", kills=2, seed=2, child=child)
+    assert result.exit_code == 6
+    assert result.verdict.startswith("DIVERGED AT step ")
+    assert 3 < int(result.verdict.split()[-1]) <= 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipe=gpt2", "kills=0"], "kills=0 must be at least 1"),
+        (["recipe=gpt2", "kills=many"], "kills=many is not a number"),
+        (["gpt2"], "'gpt2' is not an option; write key=value"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, command: Callable[..., Result]) -> None:
+    done = command(*arguments)
+    assert done.code == 2
+    assert message in done.err

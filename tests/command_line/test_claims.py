@@ -1,0 +1,92 @@
+"""Every claim's file runs end to end at its reduced size, through the real command lines, and decides nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evidence import probes
+from evidence.claims.claims import load, names
+from evidence.claims.reproduce import Reproduction
+from trainer.hardware import detect
+
+STAND_INS = {"recipe.arch=shufflenet_v2_x0_5": "recipe.arch=squeezenet1_1"}
+Trained = dict[frozenset[tuple[str, str]], tuple[Path, str, int]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """By overrides: the run folder, what was printed and the exit code of what some arm has trained already."""
+    return {}
+
+
+@pytest.fixture
+def launch(train: Callable[..., Any], trained: Trained, no_plots: None) -> Callable[[list[str], Path], int]:
+    """What a Runner calls in place of a process of its own: the same command line, in this process.
+
+    Arms that differ only in their names are trained once; at the reduced size there are many. SqueezeNet stands for
+    ShuffleNet: where 16 bits are emulated, ShuffleNet's grouped convolutions give a profile of 110,000 events.
+    """
+
+    def run(command: list[str], log: Path) -> int:
+        script, *arguments = [STAND_INS.get(argument, argument) for argument in command[1:]]
+        if script.endswith("probe.py"):
+            probes.run(arguments)
+            return 0
+        given = dict(argument.partition("=")[::2] for argument in arguments)
+        folder = Path(given.pop("output_dir").strip("'")) / given.pop("run_name")
+        what = frozenset(given.items())
+        if what not in trained:
+            done = train(*arguments)
+            trained[what] = (folder, done.out + done.err, int(done.code))
+        ran, printed, code = trained[what]
+        if ran != folder:
+            shutil.copytree(ran, folder, dirs_exist_ok=True)
+        log.write_text(printed)
+        return code
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of tokens: the same text for all claims."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("To be, or not to be, that is the question.\n" * 40)
+    return f"data.path={path}"
+
+
+@pytest.mark.parametrize("name", [name for name in names() if not load(name).combines])
+def test_every_claim_runs_reduced(
+    name: str,
+    launch: Callable[[list[str], Path], int],
+    text: str,
+    folder: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MANTISSA_CACHE", str(cache))
+    told: list[str] = []
+    reproduction = Reproduction(detect("cpu"), folder / "runs", [text], reduced=True, tell=told.append, launch=launch)
+    record = reproduction.test(name)
+    assert record["verdict"] == "reduced: no verdict"
+    assert record["failures"] == []
+    assert record["left_out"] == {}
+    claim = load(name)
+    assert set(record["arms"]) - {"null_arm"} == set(claim.arms)
+    for finding, criterion in zip(record["findings"], claim.criteria, strict=True):
+        assert finding["bounds"] == criterion.bounds()
+        assert finding["median"] is not None or criterion.measure in ("speed", "energy"), finding
+    json.dumps(record, allow_nan=False)
+    assert "To be" not in json.dumps(record)
+    assert str(folder) not in json.dumps(record["arms"])

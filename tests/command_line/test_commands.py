@@ -1,0 +1,292 @@
+"""Everything that can be composed from conf/ runs through the real command line, two steps at a tiny size."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.precision import convolution
+
+PROJECT = Path(__file__).resolve().parents[2]
+CHOICES = sorted(
+    f"{path.parent.name}/{path.stem}" for path in (PROJECT / "conf").rglob("*.yaml") if path.stem != "config"
+)
+SHORT = ("steps=2", "batch_size=4", "eval_samples=4", "tracking=local")
+TINY = {
+    "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=300"),
+    "resnet": ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5"),
+    "bignet": ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "data.samples=16"),
+}
+TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16")
+IMAGES = ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "loader.workers=0")
+
+# What a choice needs besides itself. A new YAML that is not here has to run with bignet as it is.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "recipe/gpt2": TINY["gpt2"],
+    "recipe/bert": ("recipe=bert", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/llama": ("recipe=llama", "recipe.layers=1", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/t5": ("recipe=t5", "recipe.context=16", "data=synthetic", "data.vocab_size=90"),
+    "recipe/resnet": TINY["resnet"],
+    "augment/imagenet": IMAGES,
+    "augment/light": IMAGES,
+    "data/digits": IMAGES,
+    "data/hub": (*TEXT, "data.name=texts", "data.tokenizer=bytes"),
+    "data/idx": (*IMAGES, "data.path=idx"),
+    "data/imagefolder": (*IMAGES, "data.path=images"),
+    "data/own": ("recipe=bignet",),
+    "data/python_docs": (*TEXT, "data.tokenizer=bytes"),
+    "data/text": (*TEXT, "data.path=texts/0.txt", "data.vocab_size=300"),
+    "experiment/gpt2_124m": (
+        *TEXT, "data.name=texts", "data.tokenizer=bytes", "data.valid_fraction=0.5", "micro_batch_size=2",
+        "compile=off",
+    ),
+    "experiment/resnet50_imagenet": (*IMAGES, "data.path=images"),
+    "experiment/shakespeare_cpu": (*TEXT, "data.path=texts/0.txt"),
+    "optimizer/rmsprop": ("optimizer.weight_decay=0.01",),
+    "precision/fp16": ("scaler.init=1024",),
+    "profiler/torch": ("profiler.wait=0", "profiler.warmup=1", "profiler.active=1"),
+    "scaler/dynamic": ("precision=fp16",),
+    "scaler/static": ("precision=fp16",),
+}  # fmt: skip
+
+REFUSED = {
+    "precision/tf32": "precision=tf32 is not available",
+    "precision/fp8": "fp8 needs an NVIDIA GPU of compute capability 8.9 or later",
+    "parallel/ddp": "start them with torchrun",  # see tests/parallel
+    "parallel/fsdp": "start them with torchrun",
+    "data/own": "recipe=bignet cannot read data=own",  # no recipe here brings its own; see test_own_recipe.py
+}
+
+
+def tiny(choice: str) -> list[str]:
+    base = [] if choice in NEEDS and NEEDS[choice][0].startswith("recipe=") else TINY["bignet"]
+    group, name = choice.split("/")
+    return [*base, *([] if group == "recipe" else [f"{group}={name}"]), *NEEDS.get(choice, ()), *SHORT]
+
+
+@pytest.fixture
+def user_data(folder: Path) -> None:
+    """texts/ with text files, images/ with a folder per class, idx/ with files like MNIST's."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    (folder / "texts").mkdir()
+    for number in range(4):
+        (folder / "texts" / f"{number}.txt").write_text(f"{number}: the quick brown fox jumps over the dog.\n" * 40)
+    for index in range(12):
+        path = folder / "images" / f"class{index % 2}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).save(path)
+    (folder / "idx").mkdir()
+    for part in ("train", "t10k"):
+        images, labels = rng.integers(0, 256, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
+        header = struct.pack(">IIII", 0x803, *images.shape)
+        (folder / "idx" / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = struct.pack(">II", 0x801, len(labels))
+        (folder / "idx" / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = (folder / "outputs").iterdir()
+    return run
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.usefixtures("user_data", "no_plots")
+@pytest.mark.parametrize("choice", [name for name in CHOICES if not name.startswith("compile/")])
+def test_every_choice_runs_two_steps(choice: str, train: Callable[..., Any], folder: Path) -> None:
+    done = train(*tiny(choice))
+    if choice in REFUSED:
+        assert done.code == 2
+        assert REFUSED[choice] in done.err
+        assert not (folder / "outputs").exists()
+        return
+    assert done.code == 0, done.err
+    summary = read(only_run(folder) / "summary.json")
+    assert (summary["status"], summary["step"]) == ("FINISHED", 2)
+    assert math.isfinite(summary["final"]["valid/loss"])
+
+
+def test_compile_off_and_default_agree(train: Callable[..., Any], folder: Path) -> None:
+    """The one test that compiles for real: about ten seconds, most of them in g++."""
+    if not shutil.which("g++"):
+        pytest.skip("torch.compile on a CPU needs a C++ compiler")
+    for mode in ("off", "default"):
+        done = train(*tiny(f"compile/{mode}"), "profiler=none", f"run_name={mode}")
+        assert done.code == 0, done.err
+    losses = [read(folder / "outputs" / mode / "summary.json")["final"]["valid/loss"] for mode in ("off", "default")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("mode", [name.partition("/")[2] for name in CHOICES if name.startswith("compile/")])
+def test_compile_on_a_cpu_needs_a_compiler(
+    mode: str, train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    done = train(*tiny(f"compile/{mode}"))
+    if mode == "off":
+        assert done.code == 0
+        return
+    assert done.code == 2
+    assert f"compile={mode} on a CPU needs a C++ compiler" in done.err
+    assert not (folder / "outputs").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("recipe", TINY)
+def test_recipes_run_in_every_precision_a_cpu_has(
+    recipe: str, precision: str, train: Callable[..., Any], folder: Path
+) -> None:
+    done = train(*TINY[recipe], f"precision={precision}", *SHORT, "scaler.init=1024")
+    assert done.code == 0, done.err
+    run = only_run(folder)
+    assert run.name == f"{recipe}-{precision}-s0"
+    manifest = read(run / "precision.json")
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    assert manifest["requested"]["mode"] == precision
+    assert manifest["effective"]["matmul_dtype"] == dtype
+    assert manifest["effective"]["fp32_in_mkldnn_matmul"] == "ieee"
+    assert manifest["support"] in ("native", "emulated")
+    assert f"asked for {precision}; products run in {dtype}" in done.out
+    assert ("no fp16 instructions" in done.out) == (manifest["support"] == "emulated" and precision == "fp16")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    unit = read(run / "summary.json")["unit"]
+    wanted = {"loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "step_time_s", "memory_bytes", f"{unit}_per_s"}
+    assert wanted <= lines[0].keys()
+    assert lines[0]["loss_scale"] == (1024 if precision == "fp16" else 1)
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_recipes_refuse_tf32_on_a_cpu(recipe: str, train: Callable[..., Any], folder: Path) -> None:
+    done = train(*TINY[recipe], "precision=tf32", *SHORT)
+    assert done.code == 2
+    assert "Use precision=fp32 or precision=bf16" in done.err
+    assert not list(folder.iterdir())
+
+
+def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*TINY["gpt2"], "precision=bf16", "steps=8", "batch_size=4", "micro_batch_size=2", "eval_samples=4",
+                 "tracking=local", "profiler=torch", "precision.fp32_modules=[ln_f]")  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.err == ""
+    run = only_run(folder)
+    assert {path.name for path in run.iterdir()} == {
+        "config.json", "config.yaml", "precision.json", "metrics.jsonl", "summary.json", "checkpoints", "best", "plots",
+        "profile", "tracking.json", ".lock",
+    }  # fmt: skip
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000008"}
+    assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "plots" / "throughput.png").stat().st_size > 1000
+    assert read(run / "profile" / "trace.json")["traceEvents"]
+    assert "aten::" in (run / "profile" / "operators.txt").read_text()
+    config = read(run / "config.json")
+    assert (config["recipe"], config["recipe.size"], config["eval_every"]) == ("gpt2", "nano", 8)
+    assert "auto" not in (config["steps"], config["batch_size"], config["micro_batch_size"])
+    assert read(run / "precision.json")["effective"]["fp32_modules"] == ["gpt2.transformer.ln_f"]
+    assert {path.suffix for path in (run / "best").iterdir()} == {".json", ".safetensors"}
+
+
+def test_convolutions_with_wrong_gradients_are_named_and_computed_in_fp32(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution, "computed_by_onednn", lambda dtype: True)
+    monkeypatch.setattr(convolution, "written_whole", lambda layer, shape, *rest: shape[1] != 3)
+    done = train(*TINY["resnet"], *SHORT, "precision=bf16")
+    assert done.code == 0, done.err
+    assert "compute in fp32" in done.out + done.err
+    assert "docs/onednn-conv-gradients.md): conv1.0\n" in done.out + done.err
+    assert read(only_run(folder) / "precision.json")["effective"]["conv_in_fp32"] == ["conv1.0"]
+
+
+def test_best_weights_of_gpt2_open_with_transformers(train: Callable[..., Any], folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert train(*TINY["gpt2"], *SHORT).code == 0
+    run = only_run(folder)
+    model = AutoModelForCausalLM.from_pretrained(run / "best")
+    tokens = torch.arange(8)[None]
+    assert model(tokens).logits.shape == (1, 8, 300)  # without the padding
+    done = train("recipe=gpt2", f"recipe.pretrained={run / 'best'}", "recipe.context=16", "data=synthetic",
+                 "data.vocab_size=300", *SHORT, "run_name=again", "optimizer.lr=1e-9")  # fmt: skip
+    assert done.code == 0, done.err
+    before, after = (read(path / "summary.json")["final"]["valid/loss"] for path in (run, folder / "outputs/again"))
+    assert after == pytest.approx(before, abs=1e-4)
+
+
+def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[..., Any]) -> None:
+    done = train(*TINY["gpt2"], *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=bf16")
+    before, _, after = done.out.partition("summary\n")
+    for words in (
+        "gpt2-bf16-s0\n",
+        "gpt2 (size nano), 836k parameters",
+        "synthetic: 1,048,576 tokens",
+        "asked for bf16; products run in bfloat16",
+        "4 samples a step = 2 × 2; 30 steps",
+        "AdamW, lr 0.001, schedule cosine, clip norm, scaler auto, compile off",
+        "outputs/gpt2-bf16-s0",
+        "eval_every=25",  # chosen, and shown as the override that changes it
+        "step  1/30  loss ",
+        "step 30/30  loss ",
+    ):
+        assert words in before
+    for words in (
+        "loss (validation) ",
+        "perplexity (validation) ",
+        "tokens/s",
+        " ms\n",
+        "resident in memory",
+        "a sample after",
+    ):
+        assert words in after
+    assert "run folder outputs/gpt2-bf16-s0; compare runs with: python scripts/ui.py" in after
+    assert done.err == ""
+    assert not [line for line in done.out.splitlines() if line != line.rstrip()]
+
+
+def test_bignet_ends_with_the_ledger(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*TINY["bignet"], "recipe.width=64", "steps=4", *SHORT[1:], "precision=bf16")
+    after = done.out.partition("summary\n")[2]
+    for category in ("weights", "gradients", "optimizer", "autocast_copies", "activations", "temporary"):
+        assert f"\n{category} " in after
+    ledger = read(only_run(folder) / "profile" / "ledger.json")
+    assert ledger["step"] == 3  # counted from 1, as in metrics.jsonl
+    assert " of the peak of " in after
+
+
+def test_help_tells_every_choice(train: Callable[..., Any], folder: Path) -> None:
+    done = train("--help")
+    assert (done.code, done.err) == (0, "")
+    for choice in CHOICES:
+        assert f"\n  {choice.partition('/')[2]} " in done.out
+    assert "_schema" not in done.out
+    assert not list(folder.iterdir())
+
+
+def test_loss_scale_and_skips_are_shown(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*TINY["gpt2"], *SHORT[1:], "steps=4", "precision=fp16", "scaler.init=1e30", "log_every=1")
+    assert done.code == 0, done.err
+    assert "skipped 4" in done.out
+    assert read(only_run(folder) / "summary.json")["skipped_steps"] == 4
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_yaml_opens_with_what_it_is(choice: str) -> None:
+    lines = (PROJECT / "conf" / f"{choice}.yaml").read_text().splitlines()
+    assert any(line.startswith("# ") for line in lines[:2])
+    if choice.startswith(("recipe/", "experiment/")):
+        assert lines[0] == "# @package _global_"
+        assert any(line.startswith("#   python scripts/train.py") for line in lines)

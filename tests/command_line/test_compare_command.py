@@ -1,0 +1,111 @@
+"""scripts/compare.py as a user runs it: interrupted, gone on with, and with an arm that diverges."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+from tests.command_line.conftest import PROJECT, Result
+from trainer.tracking.mlflow.store import connect
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+SCRIPT = PROJECT / "scripts" / "compare.py"
+TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
+COMMAND = [
+    *(*TINY, "steps=12", "log_every=3", "eval_every=3", "tracking.system_metrics=false"),
+    *("arms=fp32", "arm.hot=optimizer.lr=1e30", "seeds=2", "null=false", "name=it"),
+]
+
+
+def finish(process: subprocess.Popen[str]) -> Result:
+    out, err = process.communicate(timeout=300)
+    return Result(process.returncode, out, err)
+
+
+@pytest.fixture
+def compare(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Result]]:
+    """The command in this process, where torch and MLflow are loaded; what it trains has processes of its own."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+    monkeypatch.setattr("evidence.runs.subprocess", forks)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> Result:
+        code = main(list(arguments))
+        return Result(code, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
+    folder: Path, empty_store: Path, start: Callable[..., subprocess.Popen[str]], compare: Callable[..., Result]
+) -> None:
+    shutil.copy(empty_store, folder / "mlflow.db")
+    first = start(*COMMAND, script=SCRIPT)
+    assert first.stdout
+    assert first.stdout.readline().startswith("2 arms × 2 seeds, in turns")
+    assert first.stdout.readline().split()[:3] == ["1/4", "fp32", "s0"]  # told at once, though into a pipe
+    first.send_signal(signal.SIGTERM)
+    out, err = first.communicate(timeout=300)
+    assert (first.returncode, "the same command goes on from here" in err) == (130, True), out + err
+
+    second = compare(*COMMAND)
+    assert second.code == 1, second.out + second.err
+    lines = second.out.splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
+    assert lines[1].endswith("done before")
+    assert "hot s0  failed with exit code 3: step 2: the gradients are not finite" in lines[2]
+    root = folder / "outputs" / "compare" / "it"
+    assert f"report {root}/report.html" in second.out
+    assert "2 of 2 runs diverged where the baseline's did not" in (root / "report.md").read_text()
+    found = json.loads((root / "comparison.json").read_text())
+    assert [(arm["label"], arm["seeds"], arm["quality"]["verdict"]) for arm in found["arms"]] == [
+        ("fp32", [0, 1], ""),
+        ("hot", [], "WORSE"),
+    ]
+    assert found["arms"][0]["memory"]["values"][0] > 0
+
+    third = compare(*COMMAND)
+    assert third.code == 1
+    assert third.out.count("done before") == third.out.count("failed before") == 2
+    assert third.out.splitlines()[-1] == second.out.splitlines()[-1]  # the address in MLflow
+    client = connect(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("bignet").experiment_id
+    runs = client.search_runs([experiment])
+    (parent,) = [run for run in runs if run.info.run_name == "compare-it"]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert sorted((run.info.run_name, run.info.status) for run in children) == [
+        *(("fp32-s0", "FINISHED"), ("fp32-s1", "FINISHED"), ("hot-s0", "FAILED"), ("hot-s1", "FAILED"))
+    ]
+    assert [run.data.tags["arm"] for run in children] == [run.info.run_name.partition("-")[0] for run in children]
+    told = third.out.splitlines()
+    assert f"/runs/{parent.info.run_id}?" in told[-3]
+    assert [run.info.run_id in told[-1] for run in children] == [run.info.status == "FINISHED" for run in children]
+    assert parent.info.run_id not in told[-1]
+    assert parent.data.tags["quality.hot"] == "WORSE"
+    assert parent.data.params["arms"] == "fp32, hot"
+    assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
+
+
+def test_a_mistake_is_told_and_nothing_is_written(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    done = finish(start(*TINY, "arms=[fp32,bf61]", script=SCRIPT))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: arms: bf61 is not a precision")
+    assert not list(folder.iterdir())
+
+
+def test_help(start: Callable[..., subprocess.Popen[str]]) -> None:
+    done = finish(start("--help", script=SCRIPT))
+    assert (done.code, done.err) == (0, "")
+    assert all(word in done.out for word in ("arms=fp32,bf16", "arm.<name>=", "margin=0.3%", "Exit code"))

@@ -1,0 +1,117 @@
+"""What scripts/memory.py and scripts/max_batch.py answer, and what a run that ran out of memory says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evidence.memory.trial import Outcome, trial
+from scripts import max_batch, memory
+from tests import forks
+
+JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+
+
+def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = [*JOB, "batch_size=2048", "compile=default"]
+    assert memory.main([*job, "precision=fp32,bf16"]) == 0
+    both = rows(capsys.readouterr().out)
+    assert both["MiB"] == ["fp32", "bf16"]
+    assert both["weights"] == ["1.0", "1.0"]
+    assert "measured" not in both
+    assert memory.main([*job, "precision=bf16", "check=true"]) == 0
+    one = rows(capsys.readouterr().out)
+    assert one["peak"] == both["peak"][1:]
+    assert one["autocast_copies"] == ["0.4"]
+    assert float(one["measured"][0]) > 10
+    assert abs(float(one["error"][0].rstrip("%"))) <= 5
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("precision=bf16,bf61",), "precision=bf61 is not a choice; did you mean 'bf16'?"),
+        (("check=maybe",), "check=maybe must be check=true or check=false"),
+        (("micro_batch_size=3", "batch_size=8"), "use micro_batch_size=2 or 4"),
+        (("parallel=fsdp",), "memory is forecast and measured for one process"),
+    ],
+)
+def test_memory_tells_mistakes(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main([*JOB, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert says in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_a_trial_fails_where_its_limit_is_reached() -> None:
+    job = [*JOB, "checkpoint=none"]
+    assert trial([*job, "batch_size=512", "micro_batch_size=512"], 60 * 2**20).fits
+    assert not trial(
+        [*job, "batch_size=16384", "micro_batch_size=16384"], 60 * 2**20
+    ).fits  # activations alone: 4 × 256 × 16384 × 4 bytes
+
+
+def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretended(overrides: list[str], limit_bytes: int) -> Outcome:
+        return Outcome(int(overrides[-2].split("=")[1]) <= 1000)
+
+    monkeypatch.setattr("evidence.memory.max_batch.trial", pretended)
+    many = "data.samples=4096"  # larger microbatches than the data has are not tried
+    assert max_batch.main([*JOB, many, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split(" ", 1)[1] for line in lines[:-4]} == {"fits", "does not fit"}
+    size = re.match(r"largest micro_batch_size in 100MiB, 10% of it left free: (\d+) ", lines[-3])
+    assert size
+    assert 968 <= int(size[1]) <= 1000
+    assert lines[-1] == "micro_batch_size=768 batch_size=3072"
+    assert max_batch.main([*JOB, "budget=1MiB"]) == 2
+    assert "the weights alone take 1 MiB" in capsys.readouterr().err
+
+
+LIMITED = """
+import ctypes, resource, sys
+import torch
+from trainer.cli import main
+from trainer.hardware import held_bytes
+from trainer.run.shortage import out_of_memory
+ctypes.CDLL(None).mallopt(-3, 131072)  # a mapping for each tensor: the heap wastes as much again on a few MiB
+torch.ones(2**20).exp_()  # starts torch's threads
+resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 400 * 2**20, resource.RLIM_INFINITY))
+sys.exit(main(out_of_memory))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
+def test_a_run_out_of_memory_says_what_fits_and_that_fits(folder: Path) -> None:
+    def train(*overrides: str) -> subprocess.CompletedProcess[str]:
+        job = ["recipe=bignet", "recipe.width=64", "recipe.layers=32", "data.samples=512", "device=cpu"]
+        common = [*job, "batch_size=65536", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]
+        return forks.run(
+            [sys.executable, "-c", LIMITED, *common, *overrides],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    failed = train("micro_batch_size=65536")
+    assert failed.returncode == 4, failed.stderr
+    assert "error: out of memory (tried to allocate " in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert rows(failed.stderr)["weights"][0] == "0.5"
+    summary = json.loads((folder / "outputs" / "bignet-fp32-s0" / "summary.json").read_text())
+    assert summary["status"] == "FAILED"
+    fitting = [line.strip() for line in failed.stderr.splitlines() if line.startswith("  ")]
+    assert fitting[0].startswith("micro_batch_size=")
+    done = train(fitting[0])
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,76 @@
+"""The recipe of the README, put into a copy of the project as a reader would do it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def blocks() -> dict[str, str]:
+    """The page's two files of a recipe by their path, as their first comments name it."""
+    page = (PROJECT / "README.md").read_text()
+    found = {}
+    for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        path = re.search(r"^# ((?:recipes|conf)/\S+\.(?:py|yaml))", block, re.MULTILINE)
+        if path:
+            found[path[1]] = block
+    return found
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The project as it is tracked, and the two files."""
+    root = tmp_path / "project"
+    for name in ("trainer", "recipes", "conf", "scripts"):
+        shutil.copytree(PROJECT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, text in blocks().items():
+        assert not (root / path).exists()
+        (root / path).write_text(text)
+    return root
+
+
+def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
+    assert {Path(path).suffix for path in blocks()} == {".py", ".yaml"}
+    assert len(blocks()) == 2
+    assert sum(text.count("\n") for text in blocks().values()) < 60
+
+
+def test_runs_and_learns_as_the_page_says(
+    copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    page = (PROJECT / "README.md").read_text()
+    said = re.search(r"After 200 steps it is right about (\d+) of 100", page)
+    assert said
+    sweep = ("-m", "recipe=tumour", "precision=bf16", "recipe.width=32,64", "tracking=local")
+    process = start(*sweep, script=copy / "scripts" / "train.py", fresh=True)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "569 tumours, 30 numbers each" in out
+    runs = sorted((folder / "outputs").iterdir())
+    for run, width in zip(runs, (32, 64), strict=True):
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["step"] == 200
+        assert summary["final"]["valid/accuracy"] > 0.94
+        assert 0.05 < summary["final"]["valid/loss"] < 0.3  # a mean over the microbatch would be divided twice
+        assert (run / "best" / "model.safetensors").exists()
+        config = json.loads((run / "config.json").read_text())
+        assert (config["recipe"], config["recipe.width"], config["data"]) == ("tumour", width, "own")
+    assert 100 * summary["final"]["valid/accuracy"] == pytest.approx(int(said[1]), abs=2)  # of the default width
+
+
+def test_its_options_are_checked_like_all_others(
+    copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start("recipe=tumour", "recipe.widht=32", script=copy / "scripts" / "train.py", fresh=True)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "did you mean 'recipe.width'?" in err
+    assert not list(folder.iterdir())

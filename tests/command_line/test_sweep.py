@@ -1,0 +1,197 @@
+"""Several runs from one command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sqlite3
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.run import run as run_module
+from trainer.run import start as start_module
+from trainer.trainer import Trainer
+
+BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
+NAMES = ["bignet-bf16-s0", "bignet-bf16-s1", "bignet-fp32-s0", "bignet-fp32-s1"]
+
+
+@pytest.fixture
+def store(folder: Path, empty_store: Path) -> Path:
+    return Path(shutil.copy(empty_store, folder / "mlflow.db"))
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "scratch"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
+def mlflow_runs(store: Path) -> list[tuple[str, str, str]]:
+    query = """select experiments.name, runs.name, runs.status from runs
+        join experiments on runs.experiment_id = experiments.experiment_id order by runs.name"""
+    with closing(sqlite3.connect(store)) as database:
+        return database.execute(query).fetchall()
+
+
+def outputs(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "outputs").iterdir())
+
+
+def test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each(
+    train: Callable[..., Any], folder: Path, store: Path, scratch: Path
+) -> None:
+    done = train("-m", *BIGNET, "precision=fp32,bf16", "seed=0,1", "steps=2", "profiler=none")
+    assert done.code == 0, done.err
+    assert done.err == ""
+    assert outputs(folder) == NAMES
+    assert mlflow_runs(store) == [("bignet", name, "FINISHED") for name in NAMES]
+    for name in NAMES:
+        _, precision, seed = name.split("-")
+        config = json.loads((folder / "outputs" / name / "config.json").read_text())
+        assert (config["precision.mode"], f"s{config['seed']}") == (precision, seed)
+        assert done.out.count(f"{name}\n") == 2  # the title and the start block's last line
+    with closing(sqlite3.connect(store)) as database:
+        losses = database.execute("select run_uuid from metrics where key = 'valid/loss'").fetchall()
+    assert len(set(losses)) == 4
+    # What Hydra writes about a sweep is gone, and nothing of it is in the current folder.
+    assert not list(scratch.glob("mantissa*"))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "mlartifacts",
+        "mlflow.db",
+        "mlflow.db-init.lock",
+        "outputs",
+    ]
+
+
+def test_a_failing_run_does_not_lose_the_others(train: Callable[..., Any], folder: Path, store: Path) -> None:
+    diverges = ["optimizer=sgd", "schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01,30", "steps=60"]
+    done = train("-m", *BIGNET, *diverges, "profiler=none")
+    assert done.code == 3
+    assert "Traceback" not in done.out + done.err
+    assert "the gradients are not finite" in done.err
+    assert outputs(folder) == ["bignet-fp32-s0-lr_0.01", "bignet-fp32-s0-lr_30"]
+    assert [run[1:] for run in mlflow_runs(store)] == [
+        ("bignet-fp32-s0-lr_0.01", "FINISHED"),
+        ("bignet-fp32-s0-lr_30", "FAILED"),
+    ]
+    heading, first, last = done.out.splitlines()[-3:]
+    assert heading.split()[:3] == ["run", "optimizer.lr", "best"]
+    assert first.split()[:2] == ["bignet-fp32-s0-lr_0.01", "0.01"]
+    assert first.split()[-1] == "finished"
+    assert last.split() == ["bignet-fp32-s0-lr_30", "30", "failed"]
+
+
+def test_a_refused_run_does_not_lose_the_others(train: Callable[..., Any], folder: Path) -> None:
+    done = train("-m", *BIGNET, "precision=tf32,bf16", "steps=2", "tracking=local")
+    assert done.code == 2
+    assert "precision=tf32 is not available" in done.err
+    assert done.err.count("\n") == 1
+    assert outputs(folder) == ["bignet-bf16-s0"]
+
+
+def test_each_run_is_freed_before_the_next_begins(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Trainer]] = []
+    alive: list[int] = []
+
+    class Watched(Trainer):
+        def __init__(self, *arguments: Any) -> None:
+            alive.append(sum(trainer() is not None for trainer in made))
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(start_module, "Trainer", Watched)
+    assert train("-m", *BIGNET, "seed=0,1,2", "steps=2", "tracking=local").code == 0
+    assert alive == [0, 0, 0]  # a run that stays counts as the next one's memory
+
+
+def test_a_crash_of_one_run_is_not_hidden(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipes.bignet import BigNet
+
+    build = BigNet.build_model
+
+    def breaks(self: BigNet) -> Any:
+        if self.width == 8:
+            raise ZeroDivisionError("a bug")
+        return build(self)
+
+    monkeypatch.setattr(BigNet, "build_model", breaks)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        train("-m", *BIGNET, "recipe.width=8,9", "steps=2", "tracking=local")
+    assert outputs(folder) == ["bignet-fp32-s0-width_9"]
+
+
+def test_a_sweep_begun_again_finds_its_runs_by_their_names(train: Callable[..., Any], folder: Path) -> None:
+    command = ("-m", *BIGNET, "recipe.width=9,8", "optimizer=adamw,sgd", "steps=2", "tracking=local", "profiler=none")
+    first = train(*command)
+    assert first.code == 0, first.err
+    names = outputs(folder)
+    assert names == [f"bignet-fp32-s0-width_{width}-{name}" for width in (8, 9) for name in ("adamw", "sgd")]
+    again = train(*command, "resume=auto")
+    assert again.code == 0, again.err
+    assert outputs(folder) == names
+    table, repeated = first.out.splitlines()[-5:], again.out.splitlines()[-5:]
+    assert table == repeated
+    best = [float(line.split()[3]) for line in table[1:]]
+    assert best == sorted(best)
+
+
+def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish_model = run_module.Run._finish_model
+
+    def interrupted(run: run_module.Run) -> str | None:
+        signal.raise_signal(signal.SIGINT)
+        return finish_model(run)
+
+    monkeypatch.setattr(run_module.Run, "_finish_model", interrupted)
+    done = train("-m", *BIGNET, "seed=0,1", "steps=2", "tracking=local")
+    assert done.code == 130
+    assert done.err == "SIGINT came at the end of the run, which is finished\n"
+    assert outputs(folder) == [NAMES[2]]
+    assert json.loads((folder / "outputs" / NAMES[2] / "summary.json").read_text())["status"] == "FINISHED"
+
+
+def test_a_run_whose_export_fails_is_told_and_can_be_finished(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(run_module.Run, "_finish_model", lambda run: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            train(*BIGNET, "steps=2", "tracking=local")
+    summary = folder / "outputs" / NAMES[2] / "summary.json"
+    assert json.loads(summary.read_text())["status"] == "FAILED"
+    assert train(*BIGNET, "steps=2", "tracking=local", "resume=auto").code == 0
+    assert json.loads(summary.read_text())["status"] == "FINISHED"
+
+
+def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+    process = start("-m", *BIGNET, "seed=0,1,2", "steps=1000000", "tracking=local")
+    log = folder / "outputs" / NAMES[2] / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (log.exists() and log.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert "Go on with:" in err
+    assert " -m " not in err
+    assert f"resume=outputs/{NAMES[2]}" in err
+    assert outputs(folder) == [NAMES[2]]

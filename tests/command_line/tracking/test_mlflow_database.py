@@ -1,0 +1,169 @@
+"""MLflow's SQLite file, whose set-up is killed, or was killed by an earlier version, or is of another MLflow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.tracking.mlflow.store import connect
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+PROJECT = Path(__file__).resolve().parents[3]
+
+KILLED = """
+import os, signal, sys, warnings
+from trainer.tracking.mlflow.store import connect, import_mlflow
+uri = sys.argv[1]
+import_mlflow(uri)
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+def child(moment):
+    def die(connection, cursor, statement, *_):
+        if statement.strip().startswith(moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+    event.listen(Engine, "after_cursor_execute", die)
+    connect(uri)
+    os._exit(0)
+
+for moment in sys.argv[2:]:
+    pid = os.fork()
+    if not pid:
+        child(moment)
+    print(moment, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+connect(uri)
+"""
+
+
+def test_a_set_up_that_was_killed_is_done_anew(tmp_path: Path) -> None:
+    """Within a migration, and after all of them. What is killed are forks of one process, for speed."""
+    moments = ["DROP TABLE metrics", "INSERT INTO experiments"]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, f"sqlite:///{tmp_path}/a folder/mlflow.db", *moments],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{moment} -9" for moment in moments]
+    files = sorted(path.name for path in (tmp_path / "a folder").iterdir())
+    assert files == ["mlflow.db", "mlflow.db-init.lock"]
+    assert integrity(tmp_path / "a folder" / "mlflow.db") == "ok"
+
+
+def integrity(database: Path) -> str:
+    with closing(sqlite3.connect(database)) as connection:
+        return str(connection.execute("pragma integrity_check").fetchone()[0])
+
+
+def change(database: Path, *statements: str, age_s: float = 60) -> bytes:
+    """Change a database, so long ago that nobody is at work on it; return what it then holds."""
+    with closing(sqlite3.connect(database)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+    changed_s = database.stat().st_mtime - age_s
+    os.utime(database, (changed_s, changed_s))
+    return database.read_bytes()
+
+
+@pytest.fixture
+def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store without runs; setting up another takes no time."""
+    monkeypatch.setattr("trainer.tracking.mlflow.database._create", lambda path: shutil.copy(empty_store, path))
+    return Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
+
+
+OLDER = "update alembic_version set version_num = '451aebb31d03'"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ["drop table alembic_version", "delete from experiments", "drop table logged_models"],
+        [OLDER, "delete from experiments"],
+    ],
+    ids=["before the first migration", "between two"],
+)
+def test_a_database_that_a_kill_left_half_made_is_set_aside(
+    database: Path, statements: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = change(database, *statements)
+    for name in ("mlflow.db.half-made", "mlflow.db.half-made-2"):
+        if name.endswith("2"):
+            database.write_bytes(before)
+            os.utime(database, (0, 0))
+        connect(f"sqlite:///{database}")
+        assert (database.parent / name).read_bytes() == before
+        assert integrity(database) == "ok"
+        assert f"it is now {name}, and a new one is created" in caplog.text
+
+
+def test_a_half_made_database_that_still_changes_is_waited_for(
+    database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An `mlflow server` that the user has started on a fresh file does not have our lock."""
+    whole = database.read_bytes()
+    change(database, OLDER, "delete from experiments", age_s=0)
+
+    def finished(_: float) -> None:
+        database.write_bytes(whole)
+
+    monkeypatch.setattr("trainer.tracking.mlflow.database.time.sleep", finished)
+    connect(f"sqlite:///{database}")
+    assert database.read_bytes() == whole
+    assert not caplog.text
+
+
+def test_a_database_without_tables_is_no_database_yet(database: Path) -> None:
+    database.write_bytes(b"")
+    connect(f"sqlite:///{database}")
+    assert integrity(database) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("statements", "message"),
+    [
+        ([OLDER, "drop table logged_models"], "an older MLflow .*: mlflow db upgrade sqlite:////.*/mlflow.db$"),
+        (["drop table alembic_version"], "an older MLflow .* mlflow db upgrade"),
+        (["update alembic_version set version_num = 'ffff'"], "a newer MLflow .*; upgrade the mlflow package"),
+    ],
+)
+def test_what_another_mlflow_has_filled_is_not_touched(database: Path, statements: list[str], message: str) -> None:
+    before = change(database, *statements)
+    with pytest.raises(UserError, match=message):
+        connect(f"sqlite:///{database}")
+    assert database.read_bytes() == before
+    assert {path.name for path in database.parent.iterdir()} == {"mlflow.db", "mlflow.db-init.lock"}
+
+
+def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
+    database = tmp_path / "optuna.db"
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("create table studies (name text)")
+        connection.execute("create table alembic_version (version_num text)")
+        connection.execute("insert into alembic_version values ('v3.2.0.a')")
+        connection.commit()
+    os.utime(database, (0, 0))
+    before = database.read_bytes()
+    with pytest.raises(UserError, match=r"optuna\.db is a database of another program; set tracking\.uri="):
+        connect(f"sqlite:///{database}")
+    assert database.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"optuna.db", "optuna.db-init.lock"}
+
+
+def test_a_file_that_is_no_database_is_named(database: Path) -> None:
+    database.write_bytes(b"notes" * 1000)
+    with pytest.raises(UserError, match=r"mlflow\.db is not an SQLite database; move it away"):
+        connect(f"sqlite:///{database}")
+    assert database.read_bytes() == b"notes" * 1000

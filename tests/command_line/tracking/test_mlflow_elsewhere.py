@@ -1,0 +1,154 @@
+"""A run that was continued in another folder: what is behind neither deletes nor relabels what is ahead in MLflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from trainer.files import write_json
+from trainer.tracking.mlflow.checkpoints import CheckpointSender
+from trainer.tracking.mlflow.sync import send
+from trainer.tracking.tracker import Tracker, Tracking
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+
+@pytest.fixture
+def store(folder: Path, empty_store: Path) -> str:
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def tracker_of(path: Path, resume_step: int | None = None) -> Tracker:
+    path.mkdir(parents=True, exist_ok=True)
+    config = Tracking(system_metrics=False, flush_every_s=0.05, patience_s=300.0, checkpoints="last")
+    described: dict[str, Any] = {"experiment": "e", "params": {"seed": 0}, "tags": {"precision": "bf16"}}
+    return Tracker(config, path, run_name=path.name, resume_step=resume_step, **described)
+
+
+def checkpoint_of(path: Path, step: int) -> Path:
+    """A folder that is as good as one to what sends it."""
+    import hashlib
+
+    folder = path / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(f'{{"step": {step}}}')
+    digest = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
+    manifest = {"format": 2, "step": step, "score": None, "sha256": {"state.json": digest}}
+    write_json(folder / "manifest.json", manifest)
+    write_json(path / "config.json", {"steps": step})
+    return folder
+
+
+def trained(path: Path, first: int, last: int, resume_step: int | None = None) -> None:
+    tracker = tracker_of(path, resume_step)
+    for step in range(first, last + 1):
+        tracker.log(step, {"loss": 1.0 / step})
+    checkpoint_of(path, last)
+    tracker.close("FINISHED" if last == 20 else "KILLED", {})
+
+
+def record(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((path / "mlflow.json").read_text())
+    return content
+
+
+def killed(path: Path) -> None:
+    """As if it was killed before it could end."""
+    write_json(path / "mlflow.json", {key: value for key, value in record(path).items() if key != "delivered"})
+    (path / "summary.json").unlink()
+
+
+@pytest.fixture
+def behind(folder: Path, store: str) -> Path:
+    """Machine A's folder, at step 7 of a run that machine B has finished, at step 20."""
+    ours, theirs = folder / "a/run", folder / "b/run"
+    trained(ours, 1, 7)
+    shutil.copytree(ours, theirs)
+    killed(ours)
+    trained(theirs, 8, 20, resume_step=7)
+    write_json(ours / "config.json", {"stale": True})
+    return ours
+
+
+def state(client: MlflowClient, run_id: str) -> tuple[Any, ...]:
+    run = client.get_run(run_id)
+    tags = dict(run.data.tags)
+    artifacts = {item.path for item in client.list_artifacts(run_id)}
+    kept = {item.path for item in client.list_artifacts(run_id, "checkpoints")}
+    return run.info.status, run.info.end_time, tags, artifacts, kept, run.data.metrics
+
+
+def test_a_folder_that_is_behind_changes_nothing_in_mlflow(store: str, behind: Path) -> None:
+    client, run_id = MlflowClient(store), record(behind)["run_id"]
+    before = state(client, run_id)
+    assert before[0] == "FINISHED"
+    assert "checkpoints/step-00000020" in before[4]
+    outcome = send(behind)
+    assert outcome.text.startswith("continued elsewhere (MLflow has step 20)")
+    assert not outcome.left_over
+    assert state(client, run_id) == before
+    assert "stale" not in Path(client.download_artifacts(run_id, "config.json")).read_text()
+    assert send(behind).text == "already complete"
+
+
+def test_nor_where_its_training_goes_on(store: str, behind: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client, run_id = MlflowClient(store), record(behind)["run_id"]
+    before = state(client, run_id)
+    with caplog.at_level(logging.WARNING):
+        trained(behind, 8, 9, resume_step=7)
+    assert state(client, run_id) == before
+    (said,) = [line for line in caplog.messages if "continued elsewhere" in line]
+    assert f"use resume=mlflow:{run_id} and another output_dir" in said
+
+
+def test_a_run_continued_here_from_an_earlier_checkpoint_is_not_taken_for_one_continued_elsewhere(
+    folder: Path, store: str
+) -> None:
+    path = folder / "a/run"
+    trained(path, 1, 7)
+    shutil.rmtree(path / "checkpoints")
+    tracker = tracker_of(path, resume_step=4)
+    tracker.log(5, {"loss": 1.0})
+    tracker.close("FAILED", {})  # where MLflow has step 7
+    client, run_id = MlflowClient(store), record(path)["run_id"]
+    assert client.get_run(run_id).info.status == "FAILED"
+    assert "continued_elsewhere" not in record(path)["delivered"]
+
+
+def test_no_checkpoint_of_a_later_step_is_removed(folder: Path, store: str) -> None:
+    path = folder / "a/run"
+    trained(path, 1, 7)
+    client = MlflowClient(store)
+    run = client.get_run(record(path)["run_id"])
+    for step in (3, 9):
+        client.log_text(run.info.run_id, "{}", f"checkpoints/step-{step:08d}/manifest.json")
+    CheckpointSender(path, "last").send(client, run, lambda size: None)
+    kept = {item.path.rpartition("-")[2] for item in client.list_artifacts(run.info.run_id, "checkpoints")}
+    assert kept == {"00000007", "00000009"}
+
+
+def test_what_is_refused_for_good_keeps_no_checkpoint_back(
+    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: MlflowClient, *arguments: Any) -> None:
+        raise PermissionError("no model may be registered")
+
+    monkeypatch.setattr("trainer.tracking.mlflow.feed.LAST_ATTEMPTS", 1)
+    monkeypatch.setattr(MlflowClient, "log_artifacts", refuse)
+    path = folder / "a/run"
+    trained(path, 1, 7)
+    client = MlflowClient(store)
+    assert "delivered" not in record(path)
+    (kept,) = client.list_artifacts(record(path)["run_id"], "checkpoints")
+    assert kept.path == "checkpoints/step-00000007"
+    assert client.get_run(record(path)["run_id"]).info.status == "KILLED"
+    outcome = send(path)
+    assert outcome.left_over
+    assert outcome.text.endswith("lacks the artifacts plots (no model may be registered)")

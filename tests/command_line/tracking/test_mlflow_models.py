@@ -1,0 +1,224 @@
+"""The best weights of a run are a model of MLflow, which others load, ask, rank and register."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from trainer.tracking.mlflow.record import RECORD_FILE
+from trainer.tracking.mlflow.store import connect
+from trainer.tracking.mlflow.sync import send
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+]
+SMALL = ("steps=2", "batch_size=2", "eval_samples=2", "tracking.system_metrics=false", "tracking.flush_every_s=0.1")
+TEXT = ("data=text", "data.path=text.txt", "data.cache_dir=cache", "data.tokenizer=chars", "recipe.context=32")
+JOBS = {
+    "gpt2": ("recipe=gpt2", "recipe.size=nano", *TEXT, "tracking.register=writer"),
+    "bert": ("recipe=bert", *TEXT),
+    "t5": ("recipe=t5", *TEXT),
+    "resnet": ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5"),
+    "bignet": ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=8"),
+}
+ELSEWHERE = """
+import importlib.util, json, sys
+from pathlib import Path
+import mlflow, numpy as np
+sys.path[:] = [each for each in sys.path if not Path(each, "trainer").is_dir()]
+assert not any(importlib.util.find_spec(name) for name in ("trainer", "recipes"))
+mlflow.set_tracking_uri(sys.argv[1])
+answers = {}
+for name, model_id in json.loads(sys.argv[2]).items():
+    model = mlflow.pyfunc.load_model(f"models:/{model_id}")
+    assert model.metadata.signature.inputs and model.metadata.signature.outputs
+    answer = model.predict(model.input_example)
+    answers[name] = answer.to_dict("list") if hasattr(answer, "to_dict") else np.asarray(answer).tolist()
+pipeline = mlflow.transformers.load_model(f"models:/{json.loads(sys.argv[2])['gpt2']}")
+answers["pipeline"] = pipeline("the fox", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+writer = mlflow.pyfunc.load_model("models:/writer/1")
+answers["continued"] = writer.predict(["the fox"], params={"max_new_tokens": 4})[0]
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture
+def store(folder: Path, empty_store: Path) -> str:
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def models_of(uri: str) -> dict[str, Any]:
+    """The models of a store by the recipe that they are of."""
+    client = connect(uri)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    models = client.search_logged_models(experiments)
+    assert len({model.model_type for model in models}) == len(models)
+    return {model.model_type: model for model in models}
+
+
+def elsewhere(uri: str, models: dict[str, Any], folder: Path, script: str = ELSEWHERE) -> Any:
+    ids = json.dumps({name: model.model_id for name, model in models.items()})
+    done = subprocess.run([sys.executable, "-P", "-c", script, uri, ids], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_recipe_is_answered_for_without_this_project(train: Callable[..., Any], folder: Path, store: str) -> None:
+    for overrides in JOBS.values():
+        done = train(*SMALL, *overrides)
+        assert done.code == 0, done.err
+        assert "MLflow" not in done.out.partition("run folder")[0], done.out
+    models = models_of(store)
+    assert models.keys() == JOBS.keys()
+    assert {model.status for model in models.values()} == {"READY"}
+    files = [path for path in (folder / "mlartifacts").rglob("*") if path.is_file()]
+    assert not [path for path in files if path.suffix in (".pkl", ".pickle", ".bin", ".pt", ".pth")]
+    described = [path.read_text() for path in files if path.name == "MLmodel"]
+    assert len(described) == len(JOBS)
+    assert not [text for text in described if str(folder / "outputs") in text or "/trainer/" in text]
+
+    answers = elsewhere(store, models, folder)
+    assert len(answers["gpt2"]) == len(answers["t5"]) == 1
+    assert answers["continued"].startswith("the fox")
+    assert answers["continued"] == answers["pipeline"]
+    assert set(answers["bert"]) == {"answer", "score"}
+    assert answers["bert"]["answer"][0] in "the quick brown fox jumps over the lazy dog. " * 2
+    (label,), (probability,) = answers["resnet"]["label"], answers["resnet"]["probability"]
+    assert label in map(str, range(10))
+    assert 0.1 <= probability <= 1
+
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    run = folder / "outputs" / "bignet-fp32-s0"
+    weights, x = load_file(run / "best" / "model.safetensors"), load_file(run / "serving" / "example.safetensors")
+    for name in sorted({name.rpartition(".")[0] for name in weights}):
+        (value,) = x.values()
+        x = {"": np.maximum(value, 0) if name != "0.0" else value}
+        x = {"": x[""] @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]}
+    assert np.allclose(answers["bignet"], x[""], atol=1e-5)
+
+
+def test_models_are_ranked_by_their_scores_on_a_dataset(train: Callable[..., Any], store: str) -> None:
+    for seed in (0, 1):
+        done = train(*SMALL, *JOBS["bignet"], f"seed={seed}", "steps=6", "eval_every=2")
+        assert done.code == 0, done.err
+    client = connect(store)
+    experiment = client.get_experiment_by_name("bignet")
+    assert experiment
+    runs = {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}
+    ranked = client.search_logged_models(
+        [experiment.experiment_id], order_by=[{"field_name": "metrics.valid/loss", "ascending": True}]
+    )
+    best = []
+    for model in ranked:
+        run = runs[model.source_run_id]
+        summary = json.loads(Path(f"outputs/{run.info.run_name}/summary.json").read_text())
+        (score,) = [metric for metric in model.metrics if metric.key == "valid/loss"]
+        assert (score.step, score.value) == (summary["best"]["step"], summary["best"]["value"])
+        data = {entry.tags[0].value: entry.dataset for entry in run.inputs.dataset_inputs}
+        assert set(data) == {"training", "validation"}
+        assert (score.dataset_name, score.dataset_digest) == (data["validation"].name, data["validation"].digest)
+        assert json.loads(data["training"].profile)["num_rows"] == 8
+        assert [(output.model_id, output.step) for output in run.outputs.model_outputs] == [
+            (model.model_id, score.step)
+        ]
+        history = [point.step for point in client.get_metric_history(run.info.run_id, "valid/loss")]
+        assert history == [2, 4, 6]  # linking the score to the model adds no second point
+        best.append(score.value)
+        note = run.data.tags["mlflow.note.content"]
+        assert "finished at step 6 of 6" in note
+        assert f"| best loss | **{score.value:.4g}** at step {score.step} |" in note
+        assert f"get-artifact?path=plots%2Floss.png&run_uuid={run.info.run_id}" in note
+        assert f"models:/{model.model_id}" in note
+        assert f"resume=mlflow:{run.info.run_id}" in note
+    assert len(best) == 2
+    assert best == sorted(best)
+
+
+def test_sent_again_or_resumed_it_is_the_same_model(
+    train: Callable[..., Any], folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = (*SMALL, *JOBS["bignet"], "tracking.register=net", "run_name=run")
+    real = MlflowClient.log_model_artifacts
+    broken: Iterator[None] = iter([None])
+
+    def fail_once(self: MlflowClient, *given: Any, **options: Any) -> None:
+        for _ in broken:
+            raise ConnectionError("the line is down")
+        real(self, *given, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_model_artifacts", fail_once)
+    assert train(*job).code == 0
+    (first,) = models_of(store).values()
+    client = connect(store)
+    client.set_tag(first.source_run_id, "mlflow.note.content", "in the user's own words")
+    record = folder / "outputs" / "run" / RECORD_FILE
+    record.unlink()  # what was sent is forgotten
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert send(folder / "outputs" / "run").text.startswith("sent to")
+    (again,) = models_of(store).values()
+    assert (again.model_id, again.status) == (first.model_id, "READY")
+    assert client.get_run(first.source_run_id).data.tags["mlflow.note.content"] == "in the user's own words"
+    versions = client.search_model_versions("name = 'net'")
+    assert [(version.version, version.source) for version in versions] == [(1, f"models:/{first.model_id}")]
+    assert json.loads(again.tags["mlflow.modelVersions"]) == [{"name": "net", "version": 1}]
+    assert not list((folder / "outputs" / "run").glob(".mlflow-model-*"))
+
+
+def test_a_store_without_models_gets_the_weights_as_files(
+    train: Callable[..., Any], store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.exceptions import RestException
+
+    real = MlflowClient.search_logged_models
+
+    def unknown(*given: Any, **options: Any) -> None:
+        raise RestException({"error_code": "ENDPOINT_NOT_FOUND", "message": "no such endpoint"})
+
+    monkeypatch.setattr(MlflowClient, "search_logged_models", unknown)
+    assert train(*SMALL, *JOBS["bignet"]).code == 0
+    monkeypatch.setattr(MlflowClient, "search_logged_models", real)
+    client = connect(store)
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert "best/model.safetensors" in [item.path for item in client.list_artifacts(run.info.run_id, "best")]
+
+
+def test_a_recipe_that_cannot_be_watched_is_sent_as_files(
+    train: Callable[..., Any], store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.tracking.mlflow.servable._watch", lambda *given: 1 / 0)
+    done = train(*SMALL, *JOBS["bignet"])
+    assert done.code == 0
+    assert "MLflow gets the best weights as files" in done.out
+    client = connect(store)
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert client.list_artifacts(run.info.run_id, "best")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tracking.register=a/b", "tracking.register=a/b must be a name without slash and colon"),
+        ("tracking.register=", "must be a name"),
+    ],
+)
+def test_a_name_that_cannot_be_registered_is_refused(train: Callable[..., Any], override: str, said: str) -> None:
+    done = train("recipe=bignet", override)
+    assert done.code == 2
+    assert said in done.err
+    both = train("recipe=bignet", "tracking=local", "tracking.register=net")
+    assert both.code == 2
+    assert "tracking.register has no effect with tracking=local" in both.err

@@ -1,0 +1,105 @@
+"""``scripts/ui.py`` as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainer.errors import UserError
+from trainer.tracking.mlflow.store import tracking_uri
+from trainer.tracking.tracker import Tracker, Tracking
+from trainer.tracking.ui import answers, newest_runs
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+PROJECT = Path(__file__).resolve().parents[3]
+COMMAND = [sys.executable, str(PROJECT / "scripts" / "ui.py")]
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return os.environ | {"PYTHONUNBUFFERED": "1"}
+
+
+def ui(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_before_the_first_run_it_says_how_to_make_one(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = ui(environment)
+    assert done.returncode == 2
+    assert "no runs yet in" in done.stderr
+    assert "python scripts/train.py recipe=gpt2 precision=bf16" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_does_not_answer_is_named(environment: dict[str, str]) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = ui(environment | {"MLFLOW_TRACKING_URI": address})
+    assert done.returncode == 2
+    assert f"no MLflow can be read at {address}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environment: dict[str, str]) -> None:
+    run_ids = []
+    for name in ("bignet-fp32-s0", "bignet-bf16-s0"):
+        (tmp_path / name).mkdir()
+        tracker = Tracker(
+            Tracking(flush_every_s=0.1, patience_s=300, system_metrics=False),
+            tmp_path / name,
+            experiment="bignet",
+            run_name=name,
+            params={},
+            tags={},
+        )
+        tracker.log(1, {"loss": 1.0})
+        tracker.close("FINISHED", {})
+        run_ids.append(tracker.run_id)
+    with pytest.raises(UserError, match="there are: Default, bignet"):
+        newest_runs(tracking_uri(), "gpt2", 6)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = subprocess.Popen([*COMMAND, f"port={port}"], env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        printed = "".join(lines)
+        children = psutil.Process(process.pid).children(recursive=True)
+        try:
+            assert f"port {port} is taken" in printed
+            address = re.search(r"experiment bignet: (http://127\.0\.0\.1:\d+)/#/experiments/1/runs", printed)
+            assert address, printed
+            assert f":{port}/" not in address[0]
+            assert answers(address[1])
+            assert f"runs=%5B%22{run_ids[1]}%22%2C%22{run_ids[0]}%22%5D&experiments=%5B%221%22%5D" in printed
+            assert "compare bignet-bf16-s0, bignet-fp32-s0:" in printed
+            assert "viewStateShareKey=mantissa\n" in printed
+            assert "viewStateShareKey=mantissa-compare&compareRunsMode=CHART\n" in printed
+            assert children
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=300)[0]
+    assert process.returncode == 0
+    assert "stopped" in rest
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not answers(address[1])

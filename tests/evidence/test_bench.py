@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from evidence.bench import arms as bench_arms
+from evidence.bench import bench
+from evidence.bench.arms import BareLoop, Framework, Material
+from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
+from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch, threads
+from trainer.errors import RunError
+from trainer.hardware import Hardware, detect
+from trainer.trainer import Trainer
+
+CPU = torch.device("cpu")
+SMALL = Job(
+    "small",
+    ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=64", "profiler=none", "batch_size=4"),
+    steps=2,
+    rounds=3,
+)
+
+
+class FakeClock:
+    """Time passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds_a_step: float) -> Callable[[int], float]:
+        def block(steps: int) -> float:
+            self.now += steps * seconds_a_step
+            return steps * seconds_a_step
+
+        return block
+
+
+@pytest.fixture
+def gpu() -> Hardware:
+    return Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
+
+
+def test_blocks_take_turns_and_the_first_repeat_is_not_kept() -> None:
+    calls: list[str] = []
+    seconds = {"a": iter([9.0, 1.0, 2.0]), "b": iter([7.0, 3.0, 5.0])}
+
+    def block(name: str) -> Callable[[], float]:
+        def run() -> float:
+            calls.append(name)
+            return next(seconds[name])
+
+        return run
+
+    times = interleave({"a": block("a"), "b": block("b")}, repeats=2)
+    assert times == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
+    assert calls == ["a", "b", "b", "a", "a", "b"]  # neither is always the one that runs second
+    assert ratios(times, "b", "a") == [3.0, 2.5]
+
+
+def test_without_warm_up_every_repeat_is_kept() -> None:
+    seconds = iter([4.0, 6.0])
+    assert interleave({"a": lambda: next(seconds)}, repeats=2, warm_up=0) == {"a": [4.0, 6.0]}
+
+
+def test_a_stopwatch_tells_the_time_of_its_own_steps_only() -> None:
+    clock = FakeClock()
+    block = stopwatch(clock.work(0.5), CPU, clock)
+    clock.now += 100
+    assert block(4) == 2.0
+
+
+def test_a_fit_alternates_with_blocks_and_whole_fits() -> None:
+    clock = FakeClock()
+    calls: list[tuple[str, int]] = []
+
+    def counted(name: str, seconds_a_step: float) -> Callable[[int], float]:
+        work = clock.work(seconds_a_step)
+
+        def block(steps: int) -> float:
+            calls.append((name, steps))
+            return work(steps)
+
+        return block
+
+    turns = Turns(2, 3, 2, {"bare": counted("bare", 2.0)}, {"other": counted("other", 5.0)}, clock)
+    turns.start()
+    for step in range(1, 21):  # two more than are measured
+        clock.now += 30.0 if step <= 6 else 3.0  # the warm-up is slow
+        if turns.due(step):
+            turns.take(step)
+    assert turns.last_step == 18
+    assert turns.times == {"trainer": [18.0, 18.0], "bare": [12.0, 12.0], "other": [30.0, 30.0]}
+    assert calls == 3 * ([("bare", 2)] * 3 + [("other", 6)])
+
+
+def test_overheads_are_per_cent_or_milliseconds_a_step() -> None:
+    times = {"trainer": [1.02, 2.2], "bare": [1.0, 2.0]}
+    assert overheads(times, "trainer", "%", 100) == pytest.approx([2.0, 10.0])
+    assert overheads(times, "trainer", "ms", 100) == pytest.approx([0.2, 2.0])
+
+
+def test_a_row_quotes_the_median_and_judges_it() -> None:
+    speed = Row("bf16 / fp32", "x", [1.7, 1.9, 2.4], "a command", target=1.8, at_most=False)
+    assert speed.met is True
+    assert replace(speed, values=[1.7, 1.75, 2.4]).met is False
+    assert "1.900x  (1.700 to 2.400)" in speed.text()
+    assert "target ≥ 1.8x: met" in speed.text()
+    cost = Row("cost", "ms", [0.1, 0.3, 0.2], "a command", target=0.15)
+    assert cost.met is False
+    assert replace(cost, values=[0.1]).met is True
+    assert "0.200 ms" in cost.text()
+    assert "target ≤ 0.15 ms: MISSED" in cost.text()
+    assert Row("cost", "ms", [0.1], "a command").met is None
+    nothing = Row("cost", "ms", [], "not measured: accelerate is not installed", target=0.15)
+    assert nothing.met is None
+    assert nothing.to_dict()["median"] is None
+    assert "not installed" in nothing.text()
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with threads(None):
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.5.6", None), ("2.6.2", "2.6.2 is installed"), ("2.6.3", "2.6.3 is installed"), (None, "is not installed")],
+)
+def test_only_lightning_2_5_is_ever_imported(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str | None
+) -> None:
+    def installed(package: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(bench_arms, "version", installed)
+    lightning = next(framework for framework in bench_arms.FRAMEWORKS if framework.name == "Lightning")
+    missing = lightning.missing()
+    assert missing is None if expected is None else expected in str(missing)
+    assert "lightning" not in sys.modules
+
+
+def test_the_jobs_are_commands_that_resolve(gpu: Hardware) -> None:
+    for hardware in (detect("cpu"), gpu):
+        for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
+            plan, _ = job.config("precision=bf16", "clip=norm").resolve(hardware)
+            assert plan.batching.accumulation == 1, "one microbatch, as the bare loop has it"
+    assert gpt2_job(detect("cpu")).line("precision=bf16").startswith("python scripts/train.py recipe=gpt2 ")
+
+
+def test_the_bare_loop_trains_and_logs_every_ten_steps() -> None:
+    hardware = detect("cpu")
+    config = TINY_MLP.config("precision=fp32", "optimizer.lr=0.01")
+    plan, _ = config.resolve(hardware)
+    loop = BareLoop(Material(Trainer(config, plan, hardware)))
+    loop.run(5)
+    loop.run(95)
+    assert [step for step, _ in loop.log] == list(range(10, 101, 10))
+    assert loop.log[-1][1] < 0.7 * loop.log[0][1]
+
+
+def test_speedups_are_measured(tmp_path: Path) -> None:
+    arch = ("recipe=resnet", "recipe.arch=squeezenet1_1", "recipe.image_size=32", "data=synthetic", "data.classes=2")
+    jobs = (SMALL, Job("images", (*arch, "batch_size=2")))
+    rows = bench.precision(detect("cpu"), 2, tmp_path, jobs)
+    expected = ["small, throughput, bf16 / fp32", "small, throughput, fp16 / fp32"]
+    expected += ["images, throughput, bf16 / fp32", "images, throughput, bf16 / bf16 NCHW"]
+    assert [row.name for row in rows] == expected
+    assert all(len(row.values) == 2 and min(row.values) > 0 for row in rows)
+
+
+@pytest.fixture
+def frameworks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    calls: list[tuple[str, int]] = []
+
+    def fake(name: str, whole_fit: bool, needs: tuple[str, ...]) -> Framework:
+        def make(material: Material, folder: Path) -> Callable[[int], float]:
+            def block(steps: int) -> float:
+                calls.append((name, steps))
+                return 1e6
+
+            return block
+
+        return Framework(name, make, whole_fit, needs)
+
+    absent = fake("absent", False, ("a-package-that-nobody-has",))
+    monkeypatch.setattr(bench, "FRAMEWORKS", (fake("steps", False, ()), fake("fits", True, ()), absent))
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_the_cost_of_the_trainer_is_measured(tmp_path: Path, frameworks: list[tuple[str, int]]) -> None:
+    jobs = (replace(SMALL, overrides=(*SMALL.overrides, "tracking=local")), replace(TINY_MLP, steps=2, rounds=3))
+    rows = bench.trainer_cost(detect("cpu"), 2, tmp_path, jobs)
+    titles = [f"{name} over a bare loop" for name in ("Mantissa", "steps", "fits", "absent")]
+    assert [row.name for row in rows] == [f"{job.name}, {title}" for job in jobs for title in titles]
+    assert [row.unit for row in rows] == ["%"] * 4 + ["ms"] * 4
+    assert [len(row.values) for row in rows] == [2, 2, 2, 0] * 2
+    assert rows[1].median > 1e6 > rows[0].median  # each framework's own seconds are in its own row
+    assert "a-package-that-nobody-has is not installed" in rows[3].measured
+    assert frameworks == 6 * ([("steps", 2)] * 3 + [("fits", 6)])  # both jobs, two repeats and the warm-up
+    # What was measured is the whole run: the log of all its steps, and MLflow.
+    assert len((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()) == 4  # 1, 10, 19, evaluation
+    assert (tmp_path / "mlflow.db").exists()
+    assert (tmp_path / "tiny-MLP" / "mlflow.json").exists()
+
+
+def test_peak_memory_is_compared(tmp_path: Path) -> None:
+    (row,) = bench.memory(detect("cpu"), 1, tmp_path, [(SMALL, "fp32")])
+    assert len(row.values) == 1
+    assert 0.8 < row.median < 1.25
+
+
+FAKE_TRAIN = """
+import pathlib, sys, time
+if "precision=bf61" in sys.argv:
+    sys.exit(2)
+pathlib.Path("calls").open("a").write(" ".join(sys.argv[1:]) + "\\n")
+print("step 1/1  loss 1.0", flush=True)
+if "eval_samples=1" not in sys.argv:
+    time.sleep(600)
+"""
+
+
+def test_starting_is_measured_until_the_first_step(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAKE_TRAIN)
+    rows = bench.startup(detect("cpu"), 1, tmp_path, script)
+    assert [row.unit for row in rows] == ["s", "x", "s", "x", "s"]
+    assert rows[0].median < 600  # the process's own end
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[1] == "recipe=gpt2 precision=bf16 steps=1 device=cpu"
+
+
+@pytest.mark.parametrize("options", [{"code": 2}, {"until": "step 1/1"}])
+def test_a_process_that_ends_otherwise_is_an_error(tmp_path: Path, options: dict[str, object]) -> None:
+    command = [sys.executable, "-c", "import sys; print('what it said'); sys.exit(1)"]
+    with pytest.raises(RunError, match=r"status 1:\nwhat it said"):
+        bench._seconds(command, tmp_path, **options)  # type: ignore[arg-type]

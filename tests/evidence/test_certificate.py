@@ -1,0 +1,104 @@
+"""The comparison of a certificate finds one bit, one sample, one rate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evidence.certificate.compare import compare, ulps
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.generators import random_state
+from trainer.checkpoint.store import Contents
+from trainer.parallel.world import World
+
+Change = Callable[[Any], None]
+
+
+def run(folder: Path, change_line: Change = lambda lines: None, change_state: Change = lambda state: None) -> Path:
+    """A run folder of three steps with a trace, a log and a checkpoint."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    progress = {"loss_scale": {"scale": 4.0}}
+    rng = random_state(torch.device("cpu"))
+    change_state({"model": model, "optimizer": optimizer, "progress": progress, "rng": rng})
+    checkpoint.write(folder / "checkpoints", Contents.of(3, model, optimizer, progress, rng, World()), None, World())
+    lines = [
+        {"step": step, "samples": [[[step, 7]]], "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False}
+        for step in (1, 2, 3)
+    ]
+    change_line(lines)
+    (folder / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "time": 5}\n')
+    return folder
+
+
+def flip(tensor: Tensor) -> None:
+    tensor.detach().flatten().view(torch.uint8)[0] ^= 1
+
+
+def test_equal_runs_are_bitwise_also_with_steps_that_were_trained_twice(tmp_path: Path) -> None:
+    def again(lines: list[dict[str, Any]]) -> None:
+        lines[2:2] = [{"killed": "step", "after_step": 2, "count": 0}, dict(lines[1])]
+
+    result = compare(run(tmp_path / "whole"), run(tmp_path / "killed", again), 3)
+    assert result.verdict(0) == "BITWISE"
+    assert (result.steps, result.repeated_steps, result.metric_lines) == (3, 1, 1)
+    assert result.tensors > 8
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "named"),
+    [
+        (lambda s: flip(s["model"].weight), "ULP <= 1", "tensor weights/weight (1 ulp)"),
+        (lambda s: flip(s["optimizer"].state[s["model"].bias]["exp_avg_sq"]), "ULP <= 1", "optimizer/bias.exp_avg_sq"),
+        (lambda s: s["model"].weight.data.add_(1), "DIVERGED IN tensor weights/weight", "tensor weights/weight"),
+        (lambda s: s["model"].weight.data[0].fill_(torch.nan), "DIVERGED IN tensor weights/weight", "(inf ulp)"),
+        (lambda s: flip(s["rng"]["torch"]), "DIVERGED IN tensor rng/0/torch", "rng/0/torch (inf ulp)"),
+        (lambda s: s["progress"]["loss_scale"].update(scale=2.0), "DIVERGED IN progress: loss_scale", "loss_scale"),
+    ],
+)
+def test_a_difference_in_the_state_is_found(change: Change, verdict: str, named: str, tmp_path: Path) -> None:
+    result = compare(run(tmp_path / "whole"), run(tmp_path / "killed", change_state=change), 3)
+    assert result.verdict(4).startswith(verdict)
+    assert named in result.differences[0]
+    assert result.verdict(0).startswith("DIVERGED")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: lines[1].update(samples=[[[9, 7]]]),
+        lambda lines: lines[1].update(samples=[[[2, 8]]]),
+        lambda lines: lines[1].update(lr=(0.1000001).hex()),
+        lambda lines: lines[1].update(data="e"),
+        lambda lines: lines[1].update(skipped=True),
+        lambda lines: lines.insert(1, lines[1] | {"loss": (1.25).hex()}),  # the step was trained again, and right
+        lambda lines: lines.pop(1),
+    ],
+)
+def test_a_difference_in_a_step_is_found(change: Change, tmp_path: Path) -> None:
+    result = compare(run(tmp_path / "whole"), run(tmp_path / "killed", change), 3)
+    assert result.verdict(1e9) == "DIVERGED AT step 2"
+    assert result.differences[0].startswith("step 2")
+
+
+def test_units_in_the_last_place() -> None:
+    one = torch.tensor([1.0, -2.0, 0.0])
+    assert ulps(one, one.clone()) == 0
+    assert ulps(one, torch.nextafter(one, torch.full((3,), 9.0))) == 1
+    assert ulps(torch.tensor([0.0]), torch.tensor([-0.0])) == 1
+    tiny = torch.finfo(torch.float32).smallest_normal * 2.0**-23
+    assert ulps(torch.tensor([tiny]), torch.tensor([-tiny])) == 2
+    assert ulps(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0078125], dtype=torch.bfloat16)) == 1
+    assert ulps(torch.tensor([1]), torch.tensor([2])) == float("inf")
+    assert ulps(torch.tensor([torch.nan]), torch.tensor([torch.nan])) == 0
+    assert ulps(one, one.double()) == float("inf")

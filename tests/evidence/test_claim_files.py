@@ -1,0 +1,175 @@
+"""Claims as files: what a mistake in one is answered with, what a machine lacks, and how arms become command lines."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from evidence.claims.claims import Claim, lacking, load, names
+from evidence.runs import NULL_SHIFT
+from tests.helpers import CPU, PROJECT
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+
+H200 = Hardware(torch.device("cuda", 0), "NVIDIA H200", 139 * 2**30, 16, (9, 0))
+T4 = Hardware(torch.device("cuda", 0), "Tesla T4", 15 * 2**30, 4, (7, 5))
+AMX = replace(CPU, cpu_flags=frozenset({"amx_bf16"}))
+
+GOOD = {
+    "statement": "bf16 is faster",
+    "source": "a hunch",
+    "setups": {"net": "recipe=bignet steps=3"},
+    "arms": {"fp32": "net precision=fp32", "bf16": "net precision=bf16 batch_size=8"},
+    "criteria": [{"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 1.5}],
+}
+
+
+def claim(tmp_path: Path, **changes: object) -> Claim:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(GOOD | changes, sort_keys=False))
+    return load("mine", tmp_path)
+
+
+def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> None:
+    mine = claim(tmp_path, null_arm="fp32", on_cuda={"net": "steps=50"}, asks={"data.path": "a text"})
+    fp32, bf16, null = mine.runs(["fp32", "bf16"], ["data.path=here", "x=1"], "cuda", memory_ledger=False)
+    own = ("precision=bf16", "batch_size=8", "device=cuda", "data.path=here")
+    assert bf16.overrides[-7:] == ("recipe=bignet", "steps=3", "steps=50", *own)
+    assert (null.overrides, null.seed_shift) == (fp32.overrides, NULL_SHIFT)
+    assert "profiler=none" in fp32.overrides
+    (on_cpu,) = claim(tmp_path).runs(["fp32"], [], "cpu", memory_ledger=True)
+    assert "steps=50" not in on_cpu.overrides
+    assert "profiler=memory" in on_cpu.overrides
+
+
+def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
+    first = claim(tmp_path).digest
+    assert claim(tmp_path).digest == first
+    assert claim(tmp_path, published="2x").digest != first
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sorce": "x"}, "sorce is not a key; did you mean 'source'?"),
+        ({"statement": ""}, "says no statement"),
+        ({"arms": {}}, "needs setups, arms and criteria"),
+        ({"arms": {"fp32": "nett precision=fp32"}}, "begins with nett, which is no setup (net)"),
+        ({"criteria": [{"measure": "speed", "arm": "bf61", "over": "fp32"}]}, "did you mean 'bf16'?"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16", "ovr": "fp32"}]}, "did you mean 'over'?"),
+        ({"null_arm": "fp23"}, "did you mean 'fp32'?"),
+        ({"reduced": {"other": "steps=1"}}, "reduced names the setup other"),
+        ({"repeats": 1}, "repeats=1 gives no interval"),
+        ({"repeats": "three"}, "repeats: three must be a whole number, without quotes, such as repeats: 3"),
+        ({"repeats": 2.5}, "must be a whole number"),
+        ({"published": 2}, 'published: 2 must be text; in quotes it is: published: "2"'),
+        ({"traps": "none"}, "traps is a list; write traps: [none]"),
+        ({"traps": [{"Note": "x"}]}, "must be text"),
+        ({"needs": "cuda"}, "needs is a list; write needs: [cuda]"),
+        ({"needs": ["cude"]}, "did you mean 'cuda'?"),
+        ({"setups": "recipe=bignet"}, "such as gpt2: recipe=gpt2"),
+        ({"arms": {"fp32": ""}}, "arms: fp32 must be overrides; write, for example, bf16: gpt2 precision=bf16"),
+        ({"arms": {"fp32": None}}, "arms: fp32 must be overrides"),
+        ({"arms": {False: "net"}}, "the name False must be text"),
+        ({"arms": {"a/b": "net"}}, "an arm cannot be called a/b"),
+        ({"arms": {"null_arm": "net"}}, "an arm cannot be called null_arm"),
+        ({"criteria": {"measure": "speed"}}, "begin each with a dash"),
+        ({"criteria": ["speed"]}, "speed is no criterion; write - {measure: speed"),
+        ({"criteria": [{"arm": "bf16", "over": "fp32", "at_least": 1}]}, "says no measure"),
+        ({"criteria": [{"measure": "speed", "over": "fp32"}]}, "says no arm"),
+        (
+            {"criteria": [{"measure": "sped", "arm": "bf16", "over": "fp32", "at_least": 1}]},
+            "sped is not measured of arm bf16; did you mean 'speed'?",
+        ),
+        ({"criteria": [{"measure": "tflops", "arm": "bf16", "at_least": 1}]}, "tflops is not measured of arm bf16"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16"}]}, "no criterion decides; give one at_least"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16", "at_least": "2"}]}, "at_least: '2' must be a number; write"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16", "at_least": "3e-3"}]}, "write at_least: 0.003"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16", "at_least": "2x"}]}, "write at_least: 1.5"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16", "at_least": 2, "at_most": 1}]}, "swap them"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16", "over": "null_arm", "at_least": 2}]}, "null_arm: fp32"),
+        ({"combines": ["two_x"]}, "combines stands alone"),
+        ({"setups": {}, "arms": {}, "criteria": [], "combines": ["mine"]}, "combines itself"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        claim(tmp_path, **changes)
+    assert words in str(caught.value)
+
+
+def test_a_claim_without_a_reduced_size_is_not_run_at_full_size(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gives no reduced size for net; add, for example, reduced: \{net: steps=3"):
+        claim(tmp_path).reduce()
+
+
+def test_a_name_that_is_there_twice_is_a_mistake(tmp_path: Path) -> None:
+    text = yaml.safe_dump(GOOD).replace("  fp32: net", "  bf16: net")
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"evidence/claims/published/twice.yaml: bf16 is there twice, again in line \d"):
+        load("twice", tmp_path)
+
+
+def test_yaml_that_is_none_and_a_claim_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(UserError, match=r"broken.yaml: "):
+        load("broken", tmp_path)
+    with pytest.raises(UserError, match="did you mean 'bignet_memory'"):
+        load("bignet_memry")
+
+
+@pytest.mark.parametrize(
+    ("need", "hardware", "words"),
+    [
+        ("cuda", CPU, "an NVIDIA GPU"),
+        ("cuda", T4, ""),
+        ("cpu", T4, "a CPU: type device=cpu"),
+        ("tf32", T4, "TF32 (an NVIDIA GPU from Ampere on)"),
+        ("tf32", H200, ""),
+        ("hopper", T4, "an NVIDIA GPU from Hopper on"),
+        ("hopper", H200, ""),
+        ("native_bf16", CPU, "bf16 in hardware"),
+        ("native_bf16", AMX, ""),
+        ("native_fp16", AMX, "fp16 in hardware"),
+        ("amx", AMX, ""),
+        ("40GiB", T4, "40GiB of GPU memory"),
+        ("40GiB", H200, ""),
+        ("80GiB", replace(H200, memory_bytes=85_000_000_000), ""),  # what an H100 of 80 GB reports
+        ("80GiB", replace(H200, memory_bytes=48 * 2**30), "80GiB of GPU memory"),
+    ],
+)
+def test_what_a_machine_lacks(need: str, hardware: Hardware, words: str) -> None:
+    assert lacking(need, hardware) == words
+
+
+def test_an_unknown_need_is_named() -> None:
+    with pytest.raises(UserError, match="did you mean 'cuda'"):
+        lacking("cude", CPU)
+
+
+def test_an_arm_that_needs_more_is_left_out(tmp_path: Path) -> None:
+    mine = claim(tmp_path, arms_need={"bf16": ["native_bf16"]})
+    assert mine.arms_here(CPU) == ["fp32"]
+    assert mine.arms_here(AMX) == ["fp32", "bf16"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_claim_here_has_a_figure_and_a_reduced_size(name: str) -> None:
+    here = load(name)
+    assert here.published
+    assert set(here.reduced) == set(here.setups), "a reduced size for every setup"
+    assert all(load(part) for part in here.combines)
+
+
+def test_the_claim_in_the_readme_is_one(tmp_path: Path) -> None:
+    page = (PROJECT / "README.md").read_text()
+    block = re.search(r"^```yaml\n# evidence/claims/published/(\S+)\.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block
+    (tmp_path / f"{block[1]}.yaml").write_text(block[2])
+    here = load(block[1], tmp_path)
+    assert here.reduced
+    assert len(here.runs(list(here.arms), [], "cpu", memory_ledger=False)) == 2

@@ -1,0 +1,192 @@
+"""The comparison's command line: what is planned, in which order, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from evidence.comparison.compare import check_arms, compare, parse
+from evidence.runs import Arm, Outcome, Runner, merged, turns
+from trainer.errors import UserError
+from trainer.files import in_use
+
+TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64"]
+PAIR = "arms=fp32,bf16"
+
+
+def test_the_defaults_are_the_issues() -> None:
+    about = parse(["recipe=gpt2", "arms=[fp32,bf16,fp16]", "steps=20"])
+    assert [(arm.label, arm.overrides, arm.seed_shift) for arm in about.arms] == [
+        ("fp32", ("precision=fp32",), 0),
+        ("bf16", ("precision=bf16",), 0),
+        ("fp16", ("precision=fp16",), 0),
+        ("null", ("precision=fp32",), 1000),
+    ]
+    assert (about.baseline, about.seeds, about.margin) == ("fp32", [0, 1, 2, 3, 4], 0.003)
+    bare = parse(["recipe=gpt2", "arms=fp32,bf16,fp16", "steps=20", "seeds=0,1,2,3,4"])  # as zsh wants it
+    assert bare == about
+    assert about.common == ["recipe=gpt2", "steps=20"]
+    assert about.folder == Path.cwd() / "outputs" / "compare"
+
+
+def test_arms_of_any_overrides() -> None:
+    arms = ["arms=[precision=bf16 compile=default,fp32]", 'arm.slow="loader=plain clip=none"', "baseline=slow"]
+    about = parse([*arms, "seeds=[3,7]", "margin=0.01", "null=false", "output_dir=there", "name=mine"])
+    assert [arm.label for arm in about.arms] == ["slow", "bf16-default", "fp32"]  # the baseline comes first
+    assert about.arms[0].overrides == ("loader=plain", "clip=none")
+    assert about.arms[1].overrides == ("precision=bf16", "compile=default")
+    assert (about.seeds, about.margin, about.folder) == ([3, 7], 0.01, Path.cwd() / "there" / "compare" / "mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["arms=[fp32,bf61]"], ("arms: bf61 is not a precision", "did you mean 'bf16'?", 'arm.bf61="key=value')),
+        (["arms=[fp32]"], ("two arms or more", "arms=fp32,bf16")),
+        ([], ("two arms or more",)),
+        (["arms=[fp32,fp32]"], ("the arm fp32 is there twice", "arm.<name>=")),
+        ([PAIR, "arm.bf16=clip=norm"], ("the arm bf16 is there twice",)),
+        ([PAIR, "arm.a/b=clip=norm"], ("'a/b' needs a name of letters",)),
+        ([PAIR, "arm.=clip=norm"], ("'' needs a name of letters",)),
+        ([PAIR, "arm.null=clip=norm"], ("the label null is that of the null arm",)),
+        ([PAIR, "arm.other=precision=bf16 seed=3"], ("arm other: seed=3 cannot differ", "seeds=5")),
+        ([PAIR, "arm.other=output_dir=b"], ("arm other: output_dir=b cannot differ",)),
+        ([PAIR, "baseline=pf32"], ("baseline=pf32 is not among the arms (fp32, bf16)", "did you mean 'fp32'?")),
+        ([PAIR, "seeds=1"], ("seeds=1 gives one pair of runs", "use seeds=5")),
+        ([PAIR, "seeds=[4]"], ("seeds=[4] gives one pair",)),
+        ([PAIR, "seeds=0"], ("seeds=0 gives one pair",)),
+        ([PAIR, "seeds=five"], ("seeds=five is neither a number nor a list", "seeds=3,4,5")),
+        ([PAIR, "seeds=4,"], ("seeds=4, gives one pair",)),
+        ([PAIR, "seeds=3,x"], ("seeds=3,x is neither a number nor a list",)),
+        ([PAIR, "seeds=[1,1]"], ("different numbers",)),
+        ([PAIR, "seeds=[0,1000]"], ("from 0 to 999",)),
+        ([PAIR, "seed=3"], ("seed=… is chosen for every run", "seeds=5")),
+        ([PAIR, "resume=auto"], ("resume=… is chosen for every run",)),
+        ([PAIR, "margin=0"], ("margin=0 must lie above 0", "margin=0.3%")),
+        ([PAIR, "margin=0%"], ("margin=0% must lie above 0",)),
+        ([PAIR, "margin=-1%"], ("margin=-1% must lie above 0",)),
+        ([PAIR, "margin=nan"], ("margin=nan must lie above 0",)),
+        ([PAIR, "margin=abc"], ("margin=abc is not a number", "margin=0.3%")),
+        ([PAIR, "null=maybe"], ("null=maybe must be true or false",)),
+        ([PAIR, "name=a/b"], ("name=a/b must be the name of a folder",)),
+        ([PAIR, "fp16"], ("'fp16' is not an option; write key=value",)),
+    ],
+)
+def test_mistakes_in_the_options(arguments: list[str], told: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(arguments)
+    assert caught.value.exit_code == 2
+    for words in told:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["arm.a=precision=fp32", "arm.b=clip=none batch_size=4"], ("arm b is the same as the baseline a",)),
+        ([PAIR, "arm.two=parallel=ddp"], ("arm two: ", "parallel")),
+        ([PAIR, "arm.typo=precison=bf16"], ("arm typo: precison is not a key", "did you mean 'precision'?")),
+        ([PAIR, "arm.bare=compile"], ("arm bare: 'compile' is not an override",)),
+        ([PAIR, "optimizer.lr=-1"], ("arm fp32: ", "optimizer.lr=-1")),
+        ([PAIR, "clip=none,norm"], ("arm fp32: clip=none,norm has several values; give each an arm of its own",)),
+        ([PAIR, "steps=10"], ("steps=10 leaves no step to measure the speed of", "log_every=10", "use steps=40")),
+    ],
+)
+def test_mistakes_in_the_arms(arguments: list[str], told: tuple[str, ...]) -> None:
+    about = parse([*TINY, *arguments, "null=false"])
+    with pytest.raises(UserError) as caught:
+        check_arms(about)
+    for words in told:
+        assert words in str(caught.value)
+
+
+def test_an_arm_may_change_what_all_arms_have() -> None:
+    """Hydra itself refuses a group that is chosen twice."""
+    about = parse([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"])
+    configs = check_arms(about)
+    assert (configs["fp32"].precision.mode, configs["free"].precision.mode) == ("fp32", "fp16")
+    assert (configs["bf16"].clip.kind, configs["free"].clip.kind) == ("norm", "none")
+    assert (configs["bf16"].batch_size, configs["free"].batch_size) == (4, 8)
+    assert merged(["a=1", "+b=2"], ["b=3"], ["c=4", "a=5"]) == ["a=5", "b=3", "c=4"]
+
+
+def test_arms_take_turns_in_an_order_that_turns_round() -> None:
+    arms = [Arm(label, ()) for label in "abc"]
+    found = [(arm.label, seed) for arm, seed in turns(arms, [0, 7, 9])]
+    assert found == [(label, seed) for order, seed in (("abc", 0), ("cba", 7), ("abc", 9)) for label in order]
+
+
+def test_a_run_is_train_py_with_overrides_in_a_fresh_process(tmp_path: Path) -> None:
+    """Nothing is added to what is trained: the same script, and every difference is on its command line."""
+    runner = Runner(tmp_path / "it's", ["steps=20", "precision=fp32", "checkpoint=none"])
+    command = runner.command(Arm("null", ("precision=bf16",), 1000), 3)
+    script = Path(__file__).parents[2] / "scripts" / "train.py"
+    assert command[:2] == [sys.executable, str(script)]
+    assert command[2:] == [
+        *("steps=20", "precision=bf16", "checkpoint=none", "seed=1003", "run_name=null-s3"),
+        f"output_dir='{tmp_path}/it\\'s/runs'",
+    ]
+
+
+class Recorded(Runner):
+    """Trains nothing."""
+
+    def __init__(self, folder: Path, codes: dict[str, int]) -> None:
+        super().__init__(folder, [])
+        self.codes = codes
+        self.ran: list[str] = []
+
+    def run(self, arm: Arm, seed: int) -> Outcome:
+        self.ran.append(f"{arm.label}{seed}")
+        code = self.codes.get(f"{arm.label}{seed}", 0)
+        folder = self.runs / f"{arm.label}-s{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"exit_code": code, "failure": "", "wall_time_s": 1.0, "summary": {"status": "FINISHED"}}
+        (folder / "outcome.json").write_text(json.dumps(record))
+        return Outcome(arm.label, seed, folder, code, summary={"status": "FINISHED"})
+
+
+@pytest.mark.parametrize(
+    ("code", "first", "again"),
+    [
+        (1, "a0 b0 c0 c1 b1 a1", "b0"),
+        (3, "a0 b0 c0 c1 b1 a1", ""),
+        (2, "a0 b0 c0 c1 a1", "b0 b1"),
+        (4, "a0 b0 c0 c1 a1", "b0 b1"),
+    ],
+)
+def test_one_failed_arm_does_not_lose_the_others(tmp_path: Path, code: int, first: str, again: str) -> None:
+    """What another seed would not change is not tried with it; what diverged would diverge again."""
+    arms = [Arm(label, ()) for label in "abc"]
+    runner = Recorded(tmp_path, {"b0": code})
+    told: list[tuple[str, bool]] = []
+
+    def tell(number: int, count: int, outcome: Outcome, known: bool) -> None:
+        told.append((f"{outcome.arm}{outcome.seed}", known))
+
+    outcomes = runner.run_all(arms, [0, 1], tell)
+    assert runner.ran == first.split()
+    assert [o.finished for o in outcomes] == [run != "b0" for run in runner.ran]
+    runner.ran, runner.codes = [], {}
+    told.clear()
+    runner.run_all(arms, [0, 1], tell)
+    assert runner.ran == again.split()
+    assert [run for run, known in told if not known] == runner.ran
+
+
+def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
+    about = parse([*TINY, PAIR, f"output_dir={tmp_path}", "name=it"])
+    (about.folder).mkdir(parents=True)
+    (about.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
+    with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
+        compare(about, check_arms(about))
+
+
+def test_two_at_a_time_do_not_take_each_others_runs_for_broken_off(tmp_path: Path) -> None:
+    about = parse([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
+    about.folder.mkdir(parents=True)
+    with in_use(about.folder), pytest.raises(UserError, match="worked on by another process"):
+        compare(about, check_arms(about), tell=lambda line: None)

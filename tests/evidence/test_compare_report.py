@@ -1,0 +1,199 @@
+"""What a comparison is told as: tables, sentences, Markdown, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evidence.comparison.compare import Comparison, Result
+from evidence.comparison.judge import judge
+from evidence.comparison.plots import mebibytes
+from evidence.comparison.report import HEAD, markdown, page, rows, sentences, table, write_report
+from evidence.runs import Arm, Outcome
+from trainer.profiling.ledger import CATEGORIES
+
+STEPS = range(50, 2001, 50)
+FACTS: dict[str, Any] = {
+    "recipe": "gpt2",
+    "unit": "tokens",
+    "steps": 2000,
+    "hardware": {"name": "A test's CPU", "device": "cpu", "threads": 2},
+    "versions": {"torch": "2.15.0"},
+    "git": {"commit": "0123456789abcdef", "dirty": "false"},
+}
+
+
+def result(folder: Path, labels: list[str], seeds: int, energy: bool = False) -> Result:
+    """The first label is the baseline; the last arm is the null arm."""
+    generator = np.random.default_rng(0)
+    arms = [Arm(label, (f"precision={label}",)) for label in labels] + [Arm("null", (), 1000)]
+    outcomes = []
+    for seed in range(seeds):
+        for number, arm in enumerate(arms):
+            run = folder / "runs" / f"{arm.label}-s{seed}"
+            (run / "profile").mkdir(parents=True)
+            noise = 0.01 if arm.seed_shift else 0.001
+            losses = [2 + 2 * math.exp(-step / 400) + generator.normal(0, noise) for step in STEPS]
+            lines = [{"step": step, "valid/loss": loss} for step, loss in zip(STEPS, losses, strict=True)]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            parts = dict.fromkeys(CATEGORIES, 2**20 * (10 + number))
+            ledger = {"peak_bytes": sum(parts.values()), "at_peak": parts}
+            (run / "profile" / "ledger.json").write_text(json.dumps(ledger))
+            summary = {
+                "status": "FINISHED",
+                "final": {"valid/loss": losses[-1]},
+                "units_per_s": 1e4 * (1 + number % len(labels)) * generator.normal(1, 0.02),
+                "hardware": {"device": "cpu"},
+                "energy_j": 100.0 + number if energy else None,
+                "units": 1000,
+                "skipped_steps": 0,
+            }
+            outcomes.append(Outcome(arm.label, seed, run, 0, summary=summary))
+    about = Comparison(arms, labels[0], list(range(seeds)), output_dir=str(folder), name="a<b")
+    about.folder.mkdir(parents=True)
+    return Result(about, judge(arms, labels[0], outcomes, 0.003), outcomes, FACTS)
+
+
+def fails(found: Result, label: str, exit_code: int, why: str) -> Result:
+    """The same comparison where every run of an arm failed."""
+    for outcome in found.outcomes:
+        if outcome.arm == label:
+            outcome.exit_code, outcome.failure = exit_code, why
+    about = found.comparison
+    return Result(about, judge(about.arms, about.baseline, found.outcomes, about.margin), found.outcomes, FACTS)
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Result:
+    return result(tmp_path, ["fp32", "bf16", "fp16"], 3)
+
+
+def cells(found: Result, arm: str) -> dict[str, str]:
+    head, *below = rows(found)
+    return next(dict(zip(head, row, strict=True)) for row in below if row[0].startswith(arm))
+
+
+def test_the_table(found: Result) -> None:
+    base, bf16, null = (cells(found, arm) for arm in ("fp32", "bf16", "null"))
+    assert base["arm"] == "fp32 (baseline)"
+    assert re.fullmatch(r"[\d,]+ tokens/s ± \d+\.\d %", base["throughput"])
+    assert (base["speedup"], base["difference"], base["quality"]) == ("1", "", "")
+    assert re.fullmatch(r"[12]\.\d\dx \[1\.\d\d, 2\.\d\d\]", bf16["speedup"])
+    assert (bf16["peak memory"], bf16["memory ratio"]) == ("88.0 MiB", "1.100x")
+    assert re.fullmatch(r"[+-]\d\.\d\d % \[[+-]\d\.\d\d, [+-]\d\.\d\d\] \(9\d %\)", bf16["difference"])
+    assert null["difference"].endswith("(95 %)")
+    assert (bf16["quality"], bf16["curves diverge at"]) == ("EQUIVALENT", "never")
+    assert (null["quality"], null["curves diverge at"]) == ("noise", "")
+    assert "energy" not in base
+
+
+def test_in_a_terminal_it_is_narrow(found: Result) -> None:
+    assert max(map(len, table(found).splitlines())) <= 90
+    assert "Energy: not measured" in table(found)
+
+
+def test_energy_where_it_was_measured(tmp_path: Path) -> None:
+    found = result(tmp_path, ["fp32", "bf16"], 2, energy=True)
+    assert (cells(found, "fp32")["energy"], cells(found, "bf16")["energy"]) == ("1", "1.010x")
+    assert set(cells(found, "fp32")) == set(HEAD)
+    assert "not measured" not in table(found)
+    assert "bf16 trains" in sentences(found)[0]
+    assert "uses 1.010x its energy" in sentences(found)[0]
+
+
+def test_two_seeds_far_apart_give_no_absurd_interval(tmp_path: Path) -> None:
+    found = result(tmp_path, ["fp32", "bf16"], 2)
+    for outcome in found.outcomes:
+        outcome.summary["units_per_s"] *= 1 + 3 * outcome.seed
+    about = found.comparison
+    found = Result(about, judge(about.arms, "fp32", found.outcomes, 0.003), found.outcomes, FACTS)
+    assert cells(found, "bf16")["throughput"].endswith("± over 100 %")
+    write_report(found, ["compare"])
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "quality", "told"),
+    [(1, "INCONCLUSIVE", []), (3, "WORSE", ["3 of 3 runs diverged where the baseline's did not"])],
+)
+def test_a_failed_arm_is_named_with_its_reason(found: Result, exit_code: int, quality: str, told: list[str]) -> None:
+    found = fails(found, "fp16", exit_code, "the disk <b>is</b> full")
+    assert found.failed
+    assert (cells(found, "fp16")["throughput"], cells(found, "fp16")["quality"]) == ("not measured", quality)
+    assert cells(found, "bf16")["quality"] == "EQUIVALENT"
+    said = sentences(found)
+    assert "fp16, seeds 0, 1, 2, failed: the disk <b>is</b> full" in said
+    assert [sentence for sentence in said if sentence.startswith("fp16: ")] == [
+        f"fp16: its validation loss is {quality}; {words}." for words in told
+    ]
+    assert "the disk &lt;b&gt;is&lt;/b&gt; full" in page(found, ["x"], {})
+    assert "fp16, seeds 0, 1, 2, failed" in markdown(found, ["x"], "")
+
+
+def test_when_all_failed_there_is_still_a_report(found: Result) -> None:
+    for label in ("fp32", "bf16", "fp16", "null"):
+        found = fails(found, label, 2, "no such file")
+    files = write_report(found, ["compare"])
+    assert [file.name for file in files] == ["report.html", "report.md"]
+    assert "bf16, seeds 0, 1, 2, failed: no such file" in files[1].read_text()
+    assert "nan" not in files[0].read_text()
+
+
+def test_markdown(found: Result) -> None:
+    text = markdown(found, ["python", "scripts/compare.py", "arms=[fp32,bf16]"], "![Throughput](speed.png)\n\n")
+    assert "    python scripts/compare.py 'arms=[fp32,bf16]'\n" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 4
+    assert {line.count("|") for line in lines} == {len(HEAD)}  # all but energy
+    assert "Energy: not measured" in text
+    assert "![Throughput](speed.png)" in text
+    assert "A test's CPU" in text
+    assert "commit 0123456789" in text
+
+
+def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
+    found = result(tmp_path, ["fp32", "tf32", "bf16", "fp16", "compiled"], 5)
+    assert len(found.outcomes) == 30
+    files = write_report(found, ["python", "scripts/compare.py"])
+    assert {file.name for file in files} == {
+        *("report.html", "report.md", "loss.png", "apart.png", "speed.png", "memory.png", "tradeoff.png")
+    }
+    assert all(file.stat().st_size for file in files)
+    text = files[0].read_text()
+    assert not re.search(r"<script|<link|<iframe|<img|@import|javascript:|\son\w+=|\ssrc=", text)
+    assert not re.search(r"https?://(?!www\.w3\.org/)", text)  # XML's own names are no addresses
+    assert re.findall(r"url\((?!#)", text) == []
+    assert text.count("<svg") == 5
+    assert "a&lt;b" in text
+    assert "a<b" not in text
+    assert all(f">{word}<" in text for word in ("fp32 (baseline)", "compiled", "null", "activations"))
+
+
+def test_the_interval_beside_a_verdict_is_the_one_that_decided(tmp_path: Path) -> None:
+    found = result(tmp_path, ["fp32", "bf16"], 3)
+    low, high = map(float, re.findall(r"[+-]\d\.\d\d", cells(found, "bf16")["difference"])[1:])
+    assert cells(found, "bf16")["quality"] == "EQUIVALENT"
+    assert cells(found, "bf16")["difference"].endswith("(90 %)")
+    assert -0.3 < low < high < 0.3
+    assert "90 % interval" in sentences(found)[0]
+
+
+def test_the_pages_first_columns_are_the_verdicts(found: Result) -> None:
+    head = re.findall(r"<th>(.*?)</th>", page(found, ["compare"], {}))
+    assert head[:3] == ["arm", "quality", "difference"]
+    assert sorted(head) == sorted(rows(found)[0])
+    first = re.findall(r"<tr><td>bf16</td>(.*?)</td>", page(found, ["compare"], {}))
+    assert first == ["<td class=EQUIVALENT>EQUIVALENT"]
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [(40_000, "0.0381"), (3 * 2**20, "3"), (3.456 * 2**20, "3.46"), (88 * 2**20, "88.0"), (5000.4 * 2**20, "5,000")],
+)
+def test_the_memory_of_a_small_model_is_not_0(amount: float, shown: str) -> None:
+    assert mebibytes(amount) == shown

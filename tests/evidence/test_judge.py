@@ -1,0 +1,259 @@
+"""What made-up runs are judged to be: pairs by seed, failures, the null arm, what was not measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from evidence.comparison.judge import ArmResult, judge
+from evidence.intervals import EQUIVALENT, INCONCLUSIVE, WORSE
+from evidence.runs import Arm, Outcome, _last_words
+
+FP32, BF16 = Arm("fp32", ("precision=fp32",)), Arm("bf16", ("precision=bf16",))
+NULL = Arm("null", FP32.overrides, seed_shift=1000)
+ARMS = [FP32, BF16, NULL]
+MARGIN = 0.003
+STEPS = (10, 20, 30)
+
+
+class Runs:
+    """Writes run folders as train.py leaves them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.outcomes: list[Outcome] = []
+
+    def add(
+        self,
+        arm: Arm,
+        seed: int,
+        losses: tuple[float | None, ...] = (3.0, 2.5, 2.0),
+        speed: float | None = 100.0,
+        device: str = "cpu",
+        peak_bytes: int | None = None,
+        energy_j: float | None = None,
+        skipped_steps: int = 0,
+    ) -> None:
+        folder = self.folder / f"{arm.label}-s{seed}"
+        folder.mkdir(parents=True)
+        losses = tuple(loss if loss is not None and math.isfinite(loss) else None for loss in losses)  # as train.py
+        lines = [{"step": step, "valid/loss": loss} for step, loss in zip(STEPS, losses, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if peak_bytes:
+            (folder / "profile").mkdir()
+            ledger = {"peak_bytes": peak_bytes, "at_peak": {"weights": peak_bytes}}
+            (folder / "profile" / "ledger.json").write_text(json.dumps(ledger))
+        summary: dict[str, Any] = {
+            "status": "FINISHED",
+            "final": {"valid/loss": losses[-1]},
+            "units_per_s": speed,
+            "peak_memory_bytes": 7_000,
+            "hardware": {"device": device},
+            "energy_j": energy_j,
+            "units": 50,
+            "skipped_steps": skipped_steps,
+        }
+        self.outcomes.append(Outcome(arm.label, seed, folder, 0, summary=summary))
+
+    def fail(self, arm: Arm, seed: int, exit_code: int, why: str = "") -> None:
+        self.outcomes.append(Outcome(arm.label, seed, self.folder / f"{arm.label}-s{seed}", exit_code, why))
+
+    def judged(self, arms: list[Arm] = ARMS) -> dict[str, ArmResult]:
+        return {result.label: result for result in judge(arms, "fp32", self.outcomes, MARGIN)}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def test_ratios_are_of_runs_of_the_same_seed(runs: Runs) -> None:
+    """The machine slowed down fourfold between the seeds, which the ratios must not see; the order is shuffled."""
+    runs.add(BF16, 1, speed=52.5, losses=(3.0, 2.5, 2.02))
+    runs.add(FP32, 0, speed=100.0)
+    runs.add(FP32, 1, speed=25.0, losses=(3.0, 2.5, 2.0))
+    runs.add(BF16, 0, speed=190.0, losses=(3.0, 2.5, 2.0))
+    found = runs.judged([FP32, BF16])
+    speed = found["bf16"].speed
+    assert sorted(speed.ratios) == pytest.approx([1.9, 2.1])
+    assert speed.ratio is not None
+    assert speed.ratio.mean == pytest.approx(stats.gmean([1.9, 2.1]))
+    assert sorted(found["bf16"].quality.differences) == pytest.approx([0.0, 0.01])
+    assert (found["fp32"].speed.ratio, found["fp32"].speed.ratios, found["fp32"].quality.verdict) == (None, [], "")
+
+
+def test_a_failed_seed_leaves_the_other_pairs(runs: Runs) -> None:
+    for seed in range(4):
+        runs.add(FP32, seed, speed=100.0 + seed)
+    runs.add(BF16, 0, speed=200.0)
+    runs.fail(BF16, 1, 1, "the disk is full")
+    runs.add(BF16, 2, speed=204.0)
+    runs.add(BF16, 3, speed=206.0)
+    bf16 = runs.judged([FP32, BF16])["bf16"]
+    assert (bf16.seeds, bf16.failures) == ([0, 2, 3], {1: "the disk is full"})
+    assert bf16.speed.ratios == pytest.approx([2.0, 2.0, 2.0])
+    assert bf16.quality.verdict == EQUIVALENT
+    assert bf16.quality.why == "only 3 of 4 pairs finished"
+
+
+def test_a_seed_that_only_the_baseline_lost_is_no_pair_and_is_told(runs: Runs) -> None:
+    runs.fail(FP32, 0, 3)
+    runs.add(BF16, 0, speed=900.0, losses=(9.0, 9.0, 9.0))
+    for seed in (1, 2):
+        runs.add(FP32, seed)
+        runs.add(BF16, seed)
+    found = runs.judged([FP32, BF16])
+    assert found["fp32"].failures == {0: "exit code 3"}
+    assert found["bf16"].speed.ratios == [1.0, 1.0]
+    assert found["bf16"].quality.differences == [0.0, 0.0]
+    assert found["bf16"].quality.why == "only 2 of 3 pairs finished; the baseline diverged in 1 where this arm did not"
+
+
+@pytest.mark.parametrize("how", ["exit code", "last loss"])
+def test_an_arm_that_diverges_where_the_baseline_does_not_is_worse(runs: Runs, how: str) -> None:
+    for seed in range(3):
+        runs.add(FP32, seed)
+        if seed < 2:
+            runs.add(BF16, seed)
+        elif how == "exit code":
+            runs.fail(BF16, seed, 3)
+        else:
+            runs.add(BF16, seed, losses=(3.0, 2.5, None))
+    quality = runs.judged([FP32, BF16])["bf16"].quality
+    assert (quality.verdict, quality.test) == (WORSE, None)
+    assert quality.why == "1 of 3 runs diverged where the baseline's did not"
+
+
+def test_where_the_baseline_diverges_too_nothing_is_worse(runs: Runs) -> None:
+    for arm in (FP32, BF16):
+        runs.fail(arm, 0, 3)
+        runs.add(arm, 1)
+        runs.add(arm, 2)
+    assert runs.judged([FP32, BF16])["bf16"].quality.verdict == EQUIVALENT
+
+
+def test_one_pair_and_none_give_no_interval(runs: Runs) -> None:
+    runs.add(FP32, 0)
+    runs.add(BF16, 0, speed=200.0)
+    runs.fail(FP32, 1, 1)
+    runs.fail(BF16, 1, 1)
+    bf16 = runs.judged([FP32, BF16])["bf16"]
+    assert (bf16.speed.ratios, bf16.speed.ratio, bf16.speed.value) == ([2.0], None, None)
+    assert (bf16.quality.verdict, bf16.quality.test) == (INCONCLUSIVE, None)
+    runs.outcomes = [Outcome(arm.label, seed, Path("gone"), 2, "no") for arm in ARMS for seed in (0, 1)]
+    found = runs.judged()
+    assert all(not arm.seeds and not arm.speed.values and arm.memory.value is None for arm in found.values())
+
+
+def test_what_was_not_measured_is_none_and_never_0(runs: Runs) -> None:
+    for seed in (0, 1):
+        runs.add(FP32, seed, speed=None, energy_j=None)
+        runs.add(BF16, seed, energy_j=0.0)  # a counter that did not move
+    for arm in runs.judged([FP32, BF16]).values():
+        assert (arm.energy.value, arm.energy.values, arm.energy.ratio) == (None, [], None)
+        assert (arm.memory.value, arm.memory.values, arm.ledger) == (None, [], None)  # no ledger on a CPU
+        assert arm.speed.ratio is None
+
+
+def test_energy_is_joules_per_unit(runs: Runs) -> None:
+    for seed in (0, 1):
+        runs.add(FP32, seed, energy_j=200.0)
+        runs.add(BF16, seed, energy_j=100.0)
+    found = runs.judged([FP32, BF16])
+    assert found["fp32"].energy.values == [4.0, 4.0]
+    assert found["bf16"].energy.ratios == [0.5, 0.5]
+
+
+def test_memory_is_the_allocators_on_cuda_and_the_ledgers_elsewhere(runs: Runs) -> None:
+    for seed in (0, 1):
+        runs.add(FP32, seed, device="cuda:0", peak_bytes=4_000)
+        runs.add(BF16, seed, device="cpu", peak_bytes=3_500)
+    found = runs.judged([FP32, BF16])
+    assert found["fp32"].memory.values == [7_000, 7_000]
+    assert found["bf16"].memory.values == [3_500, 3_500]
+    assert found["bf16"].ledger == {"weights": 3_500}
+
+
+def test_a_negative_loss_keeps_its_direction(runs: Runs) -> None:
+    """A log-density may be below 0; higher is worse all the same."""
+    for seed in (0, 1):
+        runs.add(FP32, seed, losses=(0.0, -1.0, -2.0))
+        runs.add(BF16, seed, losses=(0.0, -1.0, -1.0))
+    quality = runs.judged([FP32, BF16])["bf16"].quality
+    assert (quality.differences, quality.verdict) == ([0.5, 0.5], WORSE)
+
+
+def separation(runs: Runs, apart: tuple[float, float, float], seeds: int = 3) -> int | None:
+    """Curves that are ``apart`` from the baseline's; the null arm's are 0.1, and one of them 0.2."""
+    for seed in range(seeds):
+        null = 0.2 if seed == 0 else 0.1
+        runs.add(FP32, seed)
+        runs.add(BF16, seed, losses=(3.0 + apart[0], 2.5 - apart[1], 2.0 + apart[2]))
+        runs.add(NULL, seed, losses=(3.0 + null, 2.5 + null, 2.0 - null))
+    found = runs.judged()
+    assert found["null"].quality.separates_at is None
+    assert found["null"].is_null
+    return found["bf16"].quality.separates_at
+
+
+@pytest.mark.parametrize(
+    ("apart", "step"),
+    [((0.0, 0.0, 0.0), None), ((0.15, 0.19, 0.15), None), ((0.15, 0.25, 0.15), 20), ((0.0, 0.0, float("nan")), 30)],
+)
+def test_curves_separate_where_they_are_further_apart_than_any_null_curve(
+    runs: Runs, apart: tuple[float, float, float], step: int | None
+) -> None:
+    assert separation(runs, apart) == step
+
+
+def test_one_null_run_does_not_tell_what_noise_is(runs: Runs) -> None:
+    assert separation(runs, (5.0, 5.0, 5.0), seeds=1) is None
+
+
+def test_skipped_steps_are_added_up(runs: Runs) -> None:
+    for seed in (0, 1):
+        runs.add(FP32, seed)
+        runs.add(BF16, seed, skipped_steps=2)
+    assert runs.judged([FP32, BF16])["bf16"].skipped_steps == 4
+
+
+def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("step 1  loss 2\nstep 2  loerror: the gradients are not finite\nss 3\n")
+    assert _last_words(log) == "the gradients are not finite"
+    log.write_text("one\n\ntwo\nthree\nfour\n")
+    assert _last_words(log) == "two / three / four"
+
+
+def test_arms_of_one_comparison_are_corrected_for_their_number_and_the_null_arm_is_none_of_them(runs: Runs) -> None:
+    """One arm by itself is EQUIVALENT; beside five others that are not, the same runs no longer suffice."""
+    others = [Arm(f"other{number}", ()) for number in range(5)]
+    for seed, difference in enumerate((0.0000, 0.0036, 0.0006, 0.0024, 0.0012)):
+        runs.add(FP32, seed)
+        runs.add(BF16, seed, losses=(3.0, 2.5, 2.0 * (1 + difference)))
+        runs.add(NULL, seed, losses=(3.0, 2.5, 2.0 * (1 - difference)))
+        for number, arm in enumerate(others):
+            runs.add(arm, seed, losses=(3.0, 2.5, 2.0 * (1 + difference + 0.001 * (number + 1))))
+    alone = runs.judged()["bf16"].quality
+    assert alone.test is not None
+    assert (alone.verdict, alone.test.difference.level) == (EQUIVALENT, pytest.approx(0.90))
+    among = runs.judged([*ARMS, *others])["bf16"].quality
+    assert among.test is not None
+    assert 0.05 / 6 < among.test.p_equivalent < 0.05
+    assert among.verdict == INCONCLUSIVE
+
+
+def test_an_arm_that_failed_still_counts_among_the_arms(runs: Runs) -> None:
+    failed = Arm("failed", ())
+    for seed, difference in enumerate((0.0, 0.001, -0.001)):
+        runs.add(FP32, seed)
+        runs.add(BF16, seed, losses=(3.0, 2.5, 2.0 * (1 + difference / 10)))
+        runs.fail(failed, seed, 1, "no memory")
+    quality = runs.judged([FP32, BF16, failed])["bf16"].quality
+    assert quality.test is not None
+    assert quality.test.difference.level == pytest.approx(1 - 2 * 0.05 / 2)

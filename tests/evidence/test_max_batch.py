@@ -1,0 +1,147 @@
+"""The search for the largest microbatch, and what its options take; a real one is in test_memory_commands.py."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from evidence.memory import max_batch
+from evidence.memory.max_batch import Largest, largest_micro_batch, parse_budget, parse_margin, search
+from evidence.memory.trial import Outcome
+from tests.helpers import CPU
+from trainer.errors import UserError, is_out_of_memory
+from trainer.hardware import Hardware
+
+GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**33, 2, (9, 0))
+
+
+def counted(largest: int) -> tuple[list[int], Callable[[int], bool]]:
+    tried: list[int] = []
+    return tried, lambda size: (tried.append(size), size <= largest)[1]
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 7, 31, 32, 33, 100, 5000, 2**20])
+@pytest.mark.parametrize("guess", [1, 5, 40, 4000, 2**20])
+def test_search_finds_the_last_that_fits(largest: int, guess: int) -> None:
+    tried, fits = counted(largest)
+    found = search(fits, guess)
+    assert found <= largest
+    assert largest - found <= largest // 32
+    assert found == 0 or found in tried
+    assert len(tried) == len(set(tried)) <= 30
+
+
+@pytest.mark.parametrize("most", [1, 2, 33, 455])
+@pytest.mark.parametrize(("largest", "guess"), [(0, 1), (1, 200_693), (455, 200_693), (2**20, 7), (2**20, 2**20)])
+def test_search_never_tries_more_than_there_are(most: int, largest: int, guess: int) -> None:
+    tried, fits = counted(largest)
+    found = search(fits, guess, most)
+    assert max(tried) <= most
+    assert min(largest, most) - found <= most // 32
+
+
+def test_no_trial_has_more_samples_than_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def trial(overrides: list[str], limit_bytes: int) -> Outcome:
+        sizes.append(int(overrides[-2].split("=")[1]))
+        return Outcome(True, 1)
+
+    monkeypatch.setattr(max_batch, "trial", trial)
+    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 200_693)
+    job = ["recipe=bignet", "recipe.width=8", "device=cpu", "batch_size=64", "data.samples=455"]
+    assert largest_micro_batch(job, 100 * 2**20).micro_batch_size == 455
+    assert sizes == [455]
+
+
+def test_a_good_guess_takes_few_trials() -> None:
+    tried, fits = counted(30)
+    assert search(fits, 32) == 30
+    assert len(tried) <= 5
+
+
+def test_the_answer_keeps_the_batch() -> None:
+    assert Largest(23, 0, 64, 5).overrides == "micro_batch_size=16 batch_size=64"
+    assert Largest(100, 0, 64, 5).overrides == "micro_batch_size=64 batch_size=64"
+    assert Largest(6, 0, 7, 5).overrides == "micro_batch_size=1 batch_size=7"
+
+
+def test_trials_accumulate_where_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def trial(overrides: list[str], limit_bytes: int) -> Outcome:
+        seen.append((overrides[-2], overrides[-1]))
+        assert limit_bytes == 95 * 2**20
+        return Outcome(int(overrides[-2].split("=")[1]) <= 9, 1)
+
+    monkeypatch.setattr(max_batch, "trial", trial)
+    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 7)
+    job = ["recipe=bignet", "recipe.width=64", "device=cpu", "batch_size=8"]
+    found = largest_micro_batch(job, 100 * 2**20)
+    assert (found.micro_batch_size, found.overrides) == (9, "micro_batch_size=8 batch_size=8")
+    assert ("micro_batch_size=7", "batch_size=14") in seen
+    assert ("micro_batch_size=9", "batch_size=9") in seen
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"), [("8GiB", 2**33), ("1.5MiB", 3 * 2**19), ("500MB", 5 * 10**8), ("device", 2**33)]
+)
+def test_a_budget_is_an_amount_of_memory(text: str, bytes_: int) -> None:
+    assert parse_budget(text, GPU) == bytes_
+
+
+@pytest.mark.parametrize("text", ["8", "lots", "-1GiB", "0GiB", "8GiBs", ""])
+def test_other_budgets_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="write budget=8GiB"):
+        parse_budget(text, GPU)
+
+
+def test_a_budget_above_what_is_there_is_refused() -> None:
+    with pytest.raises(UserError, match="budget=9GiB is more than a GPU has, 8192 MiB; use budget=device"):
+        parse_budget("9GiB", GPU)
+    with pytest.raises(UserError, match="has free now"):
+        parse_budget("900TiB", CPU)
+
+
+def test_margins() -> None:
+    assert (parse_margin("5%"), parse_margin("0.1"), parse_margin("0")) == (0.05, 0.1, 0)
+    for text in ("5", "-5%", "100%", "some"):
+        with pytest.raises(UserError, match="write margin=5%"):
+            parse_margin(text)
+
+
+def test_mistakes_are_told_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_batch, "trial", None)
+    job = ["recipe=bignet", "device=cpu", "data.samples=8"]
+    with pytest.raises(UserError, match="leave it out"):
+        largest_micro_batch([*job, "micro_batch_size=4"], 2**30)
+    with pytest.raises(UserError, match=r"the weights alone take 76 MiB, more than the budget leaves \(57 MiB\)"):
+        largest_micro_batch(job, 60 * 2**20)
+
+
+def test_out_of_memory_is_recognised_on_every_device() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    for message in (
+        "could not create a primitive",
+        "could not create a memory object",
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    ):
+        assert is_out_of_memory(RuntimeError(message)), message
+    assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor for the matmul primitive"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(ValueError("could not create a primitive"))
+    assert not is_out_of_memory(OSError(errno.ENOENT, "No such file"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -1,0 +1,330 @@
+"""From a claim's file to the record of its outcome, with runs that are made up; and the command line's mistakes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evidence.claims import claims, reproduce, results
+from evidence.claims import command as reproduce_cli
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
+from evidence.claims.reproduce import Reproduction, machine, save
+from evidence.intervals import INCONCLUSIVE
+from scripts import reproduce as script
+from tests.helpers import CPU
+from trainer.errors import UserError
+
+SPEED = {"fp32": 100.0, "bf16": 250.0}
+CLAIM = {
+    "statement": "bf16 is twice as fast",
+    "source": "a hunch",
+    "setups": {"net": "recipe=bignet"},
+    "arms": {"fp32": "net precision=fp32", "bf16": "net precision=bf16"},
+    "criteria": [
+        {"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 2.0, "published": "2x"},
+        {"measure": "loss", "arm": "bf16", "over": "fp32"},
+    ],
+}
+
+
+class Machine:
+    """Runs command lines by writing what a run would have left."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.exit_codes: dict[str, int] = {}
+        self.words = "it broke"
+        self.git: dict[str, str] = {}
+
+    def __call__(self, command: list[str], log: Path) -> int:
+        options = dict(argument.split("=", 1) for argument in command[2:])
+        name = options["run_name"]
+        self.started.append(name)
+        folder = Path(options["output_dir"].strip("'")) / name
+        code = self.exit_codes.get(name, 0)
+        if code:
+            log.write_text(f"error: {self.words}\n")
+            return code
+        (folder / "profile").mkdir(parents=True)
+        if options.get("profiler") == "torch":
+            slow = 1.0 if options["precision"] == "bf16" else 4.0
+            times = {"aten::mm": 900.0 * slow, "aten::convolution_backward": 100 * slow, "aten::add": 250.0}
+            record = {"device": "cpu", "steps": 2, "self_time_us": times}
+            (folder / "profile" / "operators.json").write_text(json.dumps(record))
+        summary = {
+            "status": "FINISHED",
+            "units_per_s": SPEED[options["precision"]] * (1 + 0.01 * int(options["seed"])),
+            "final": {"valid/loss": 2.0},
+            "best": {"value": 2.0},
+            "energy_j": None,
+            "step_time_s": 0.001 if options["precision"] == "bf16" else 0.003,
+            "git": self.git,
+            "units": 10,
+            "skipped_steps": 0,
+            "step": 3,
+            "hardware": {"device": "cpu"},
+        }
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return 0
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Write claims to a folder of their own."""
+    folder = tmp_path / "claim"
+    folder.mkdir()
+    monkeypatch.setattr(reproduce, "load", functools.partial(claims.load, folder=folder))
+
+    def write(name: str, **changes: Any) -> None:
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(CLAIM | changes, sort_keys=False))
+
+    return write
+
+
+@pytest.fixture
+def made_up() -> Machine:
+    return Machine()
+
+
+def reproduction(tmp_path: Path, made_up: Machine) -> Reproduction:
+    return Reproduction(CPU, tmp_path / "runs", [], tell=lambda _: None, launch=made_up)
+
+
+def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("mine")
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert record["verdict"] == CONFIRMED
+    assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, ""]
+    assert record["findings"][0]["median"] == 2.5
+    assert record["arms"]["bf16"]["measures"]["speed"] == [250.0, 252.5, 255.0]
+    assert made_up.started[:6] == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2"]
+    # of fp32's 2.125 ms a step 2 are products, of bf16's 0.625 ms half a millisecond
+    assert record["why"] == [
+        "Matrix products, convolutions and attention are 94% of the operator time of fp32 and 80% of bf16's; in bf16 "
+        "they take 0.25x the time, everything else 1.00x."
+    ]
+    path = save(record, tmp_path / "results")
+    assert path == tmp_path / "results" / machine(CPU) / "mine.json"
+    assert json.loads(path.read_text()) == record
+    assert results.read(tmp_path / "results") == {machine(CPU): {"mine": record}}
+
+
+def test_what_was_run_is_not_run_again_unless_the_file_changed(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("mine")
+    first = reproduction(tmp_path, made_up).test("mine")
+    count = len(made_up.started)
+    assert reproduction(tmp_path, made_up).test("mine") == first
+    assert len(made_up.started) == count
+    files("mine", published="2x")
+    reproduction(tmp_path, made_up).test("mine")
+    assert len(made_up.started) == 2 * count
+
+
+def test_a_failed_arm_leaves_the_others_and_the_verdict_open(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("mine")
+    made_up.exit_codes = {"bf16-s1": 1}
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert record["verdict"] == INCONCLUSIVE
+    assert record["failures"] == ["bf16, seed 1: it broke"]
+    assert len(record["arms"]["fp32"]["measures"]["speed"]) == 3
+    made_up.exit_codes = {}
+    assert reproduction(tmp_path, made_up).test("mine")["verdict"] == CONFIRMED  # only what failed was run anew
+    assert made_up.started.count("fp32-s1") == 1
+
+
+def test_a_claim_may_combine_others(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("one")
+    files("two", criteria=[{"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 3.0}])
+    empty: dict[str, Any] = {"setups": {}, "arms": {}, "criteria": []}
+    files("both", **empty, combines=["one", "two"])
+    record = reproduction(tmp_path, made_up).test("both")
+    assert record["verdict"] == REFUTED
+    assert [finding["quantity"].split(":")[0] for finding in record["findings"]] == ["one", "two"]
+
+
+def test_a_claim_that_combines_one_that_cannot_be_tested_stays_open(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("one")
+    files("two", needs=["cuda"])
+    empty: dict[str, Any] = {"setups": {}, "arms": {}, "criteria": []}
+    files("both", **empty, combines=["one", "two"])
+    record = reproduction(tmp_path, made_up).test("both")
+    assert (record["verdict"], record["needs"]) == (INCONCLUSIVE, ["an NVIDIA GPU"])
+    assert {name: part["verdict"] for name, part in record["parts"].items()} == {"one": CONFIRMED, "two": NOT_HERE}
+
+
+def test_what_torch_compile_fuses_counts_as_part_of_the_step(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    arms = {"fp32": "net precision=fp32", "bf16": "net precision=bf16 compile=default"}
+    files("mine", arms=arms, criteria=CLAIM["criteria"][:1])  # type: ignore[index]
+    # products take 2 of fp32's 3 ms a step, and 0.5 of bf16's 1 ms
+    assert reproduction(tmp_path, made_up).test("mine")["why"] == [
+        "Matrix products, convolutions and attention are 67% of the step time of fp32 and 50% of bf16's; in bf16 they "
+        "take 0.25x the time, everything else 0.50x."
+    ]
+
+
+def test_the_null_arm_is_named_only_beside_what_it_repeats(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    criterion = {"measure": "loss", "arm": "bf16", "over": "fp32", "within": 0.01}
+    files("mine", null_arm="fp32", criteria=[criterion])
+    (with_noise,) = reproduction(tmp_path, made_up).test("mine")["why"]
+    assert "fp32 and the same with other seeds" in with_noise
+    files("other", null_arm="bf16", criteria=[criterion])
+    (without,) = reproduction(tmp_path, made_up).test("other")["why"]
+    assert "other seeds" not in without
+
+
+def test_a_run_of_another_commit_makes_the_outcome_dirty(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("mine")
+    here = reproduction(tmp_path, made_up)
+    here.git = made_up.git = {"commit": "a", "dirty": "false"}
+    assert here.test("mine")["git"] == made_up.git
+    files("mine", published="2x")
+    made_up.git = {"commit": "b", "dirty": "false"}  # someone has pulled meanwhile
+    here.done.clear()
+    assert here.test("mine")["git"] == {"commit": "a", "dirty": "true"}
+
+
+def test_what_the_machine_lacks_is_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("mine", needs=["cuda"])
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert (record["verdict"], record["needs"]) == (NOT_HERE, ["an NVIDIA GPU"])
+    assert not made_up.started
+
+
+def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
+    files("mine", asks={"data.path": "a text"})
+    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], tell=lambda _: None, launch=made_up)
+    record = here.test("mine")
+    assert "data.path=…" in record["arms"]["fp32"]["overrides"]
+    made_up.exit_codes = {"bf16-s1": 1}
+    made_up.words = f"data.path=/home/me is no file; see {tmp_path / 'runs' / 'x.log'} and {Path.home() / 'y'}"
+    shutil.rmtree(tmp_path / "runs")
+    here.done.clear()
+    broken = here.test("mine")
+    assert broken["failures"] == ["bf16, seed 1: data.path=… is no file; see outputs/x.log and ~/y"]
+    for place in ("/home/me", str(tmp_path), str(Path.home())):
+        assert place not in json.dumps([record, broken])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["claim=two_xx"], "claim=two_xx is not a claim; did you mean 'two_x'?"),
+        (["claim=gpt2_ladder", "device=cpu"], "claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"),
+        (["claim=shakespeare_cpu", "device=cpu"], "it needs data.path=… (the text https://"),
+        (["claim=bignet_memory", "steps=3"], "a claim's file fixes what is run (these claims ask for nothing)"),
+        (["claim=bignet_memory", "reduce=true"], "did you mean 'reduced'?"),
+        (["all=yes"], "all=yes must be true or false"),
+        (["claim=bignet_memory", "all=true"], "exclude each other"),
+        (["bignet_memory"], "'bignet_memory' is not an option; write key=value"),
+        (["device=tpu"], "use auto, cpu"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
+    assert script.main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert words in told
+
+
+def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(tmp_path: Path) -> None:
+    folder = tmp_path / "claim"
+    folder.mkdir()
+    arms = CLAIM["arms"] | {"bf16": "net precision=bf61"}  # type: ignore[operator]
+    (folder / "mine.yaml").write_text(yaml.safe_dump(CLAIM | {"arms": arms, "reduced": {"net": "steps=3"}}))
+    words = r"evidence/claims/published/mine.yaml: arm bf16: precision=bf61 is not a choice; did you mean 'bf16'\?"
+    with pytest.raises(UserError, match=words):
+        reproduce_cli._check(claims.load("mine", folder), CPU, [], reduced=True)
+
+
+def test_all_leaves_alone_what_has_an_outcome_of_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(reproduce_cli.results, "read", functools.partial(results.read, tmp_path))
+    monkeypatch.setattr(results, "update", list)
+    here = machine(reproduce_cli.detect("cpu"))
+    common: dict[str, Any] = {"machine": here, "date": "2026-01-01", "verdict": CONFIRMED, "git": {}}
+    digest = {name: claims.load(name).digest for name in claims.names()}
+    for name in ("two_x", "scaler_needed"):
+        save(common | {"claim": name, "claim_sha256": digest[name]}, tmp_path)
+    save(common | {"claim": "cpu_bf16", "claim_sha256": "of an earlier file"}, tmp_path)
+    save(common | {"claim": "set_to_none", "claim_sha256": digest["set_to_none"], "failures": ["x"]}, tmp_path)
+    tested: list[str] = []
+
+    def test(self: Reproduction, name: str) -> dict[str, Any]:
+        tested.append(name)
+        self.done[name] = common | {"claim": name, "claim_sha256": "x"}
+        return self.done[name]
+
+    monkeypatch.setattr(Reproduction, "test", test)
+    assert reproduce_cli.main(["all=true", "device=cpu"]) == 0
+    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed"}
+    assert "two_x: CONFIRMED, of 2026-01-01" in capsys.readouterr().out
+    tested.clear()
+    reproduce_cli.main(["claim=clip_order", "device=cpu"])
+    assert tested == ["clip_order"]
+
+
+def test_a_claim_that_combines_others_follows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(reproduce_cli.results, "read", functools.partial(results.read, tmp_path))
+    monkeypatch.setattr(results, "update", list)
+    here = machine(reproduce_cli.detect("cpu"))
+    parts = claims.load("paper_parity").combines
+
+    def record(name: str, verdict: str) -> dict[str, Any]:
+        own = {"claim": name, "claim_sha256": claims.load(name).digest, "findings": [], "why": []}
+        return own | {"machine": here, "date": "2026-01-01", "verdict": verdict, "git": {}}
+
+    for name in parts:
+        save(record(name, CONFIRMED), tmp_path)
+    assert reproduce_cli.main(["claim=paper_parity", "device=cpu"]) == 0
+    paper = tmp_path / here / "paper_parity.json"
+    assert json.loads(paper.read_text())["verdict"] == CONFIRMED
+
+    def refuted(self: Reproduction, claim: claims.Claim) -> dict[str, Any]:
+        return record(claim.id, REFUTED)
+
+    monkeypatch.setattr(Reproduction, "_tested", refuted)
+    assert reproduce_cli.main([f"claim={parts[0]}", "device=cpu"]) == 0
+    assert json.loads(paper.read_text())["verdict"] == REFUTED
+
+
+def test_the_list_shows_every_claim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert reproduce_cli.main(["device=cpu"]) == 0
+    shown = capsys.readouterr().out
+    for name in claims.names():
+        assert re.search(rf"^{name}\b", shown, re.MULTILINE)
+
+
+def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reproduction, "test", interrupted)
+    assert script.main(["claim=clip_order", "device=cpu"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err

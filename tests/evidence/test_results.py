@@ -1,0 +1,76 @@
+"""The committed outcomes, and the pages made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evidence.claims import results
+from evidence.claims.claims import load, names
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
+from evidence.claims.reproduce import part_facts
+from evidence.intervals import INCONCLUSIVE
+from tests.helpers import PROJECT
+from trainer.errors import UserError
+
+
+def test_the_pages_agree_with_the_outcomes(tmp_path: Path) -> None:
+    claims = {name: load(name) for name in names()}
+    records = results.read()
+    page = (PROJECT / results.PAGE).read_text()
+    assert page == results.page(records, claims, results.read_notes()), "run: python scripts/reproduce.py pages=true"
+    readme = (PROJECT / "README.md").read_text()
+    assert results.readme_table(records, claims) in readme, "run: python scripts/reproduce.py pages=true"
+
+
+@pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*/*.json")), ids=lambda path: path.stem)
+def test_an_outcome_is_of_the_file_as_it_is(path: Path) -> None:
+    record = json.loads(path.read_text())
+    claim = load(path.stem)
+    assert record["claim_sha256"] == claim.digest, "the claim's file changed after the outcome: run it again"
+    assert record["machine"] == path.parent.name
+    assert record["verdict"] in (CONFIRMED, REFUTED, INCONCLUSIVE, NOT_HERE)
+    assert record["git"]["commit"]
+    assert record["git"]["dirty"] == "false"
+    parts = {name: json.loads((path.parent / f"{name}.json").read_text()) for name in record.get("parts", {})}
+    for name, part in parts.items():
+        assert record["parts"][name] == part_facts(part), f"{name} was tested again after it: run {path.stem} again"
+    if record["verdict"] != NOT_HERE:
+        assert record["findings"]
+        assert record["why"], "a verdict says why"
+
+
+def test_a_number_changed_by_hand_changes_the_pages(tmp_path: Path) -> None:
+    claims = {name: load(name) for name in names()}
+    records = results.read()
+    assert records, "no outcome is committed"
+    machine, outcomes = next(iter(records.items()))
+    name = next(name for name, record in outcomes.items() if record["verdict"] != NOT_HERE)
+    before = results.page(records, claims, {}), results.readme_table(records, claims)
+    records[machine][name]["findings"][0]["median"] = 9.99
+    assert results.page(records, claims, {}) != before[0]
+
+
+def test_notes_are_of_claims_that_exist_and_stand_below_their_traps() -> None:
+    claims = {name: load(name) for name in names()}
+    notes = results.read_notes()
+    assert notes
+    assert notes.keys() <= claims.keys()
+    page = results.page({}, claims, {"half_everywhere": ["what came later"]})
+    _, _, section = page.partition("## half_everywhere")
+    assert section.index("- Trap: ") < section.index("- Note, after the file was fixed: what came later") < 700
+
+
+def test_an_outcome_of_an_earlier_file_does_not_count() -> None:
+    claim = load("two_x")
+    assert results.verdict({"verdict": CONFIRMED, "claim_sha256": claim.digest}, claim) == CONFIRMED
+    assert results.verdict({"verdict": CONFIRMED, "claim_sha256": "0"}, claim) == "(CONFIRMED, of an earlier file)"
+    assert results.verdict(None, claim) == ""
+
+
+def test_a_readme_without_the_place_for_the_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("nothing")
+    with pytest.raises(UserError, match=r"README\.md has lost the line"):
+        results.update(tmp_path)

@@ -1,0 +1,337 @@
+"""What training changes about images: which part of them is cut out, by which seed, and when nothing may change."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from recipes.data.hub import Hub
+from recipes.data.images.arrays import Digits, Idx, ImageFolder
+from recipes.data.images.augment import Augment, AutomaticAugment, ImageNet, Light, View, from_record, recorded
+from recipes.data.images.pixels import square
+from recipes.data.images.source import ImageData, ImageSource
+from recipes.data.synthetic import Synthetic
+from recipes.data.text.source import TextSource
+from tests.helpers import compose
+from trainer.config.schema import flatten
+from trainer.data.contract import Dataset, SampleId
+from trainer.data.loader import DataOrder
+from trainer.errors import UserError
+
+
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def cut(image: Image.Image, size: int, augment: Augment, seed: int | None) -> np.ndarray:
+    return square(image, size, augment.view(*image.size, seed, size))
+
+
+def opened(source: ImageSource, augment: Augment, size: int | None = None) -> ImageData:
+    source.augment = augment
+    return source.images(size)
+
+
+@pytest.fixture(scope="module")
+def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scikit-learn's digits, 8 × 8, as an image folder with the split of data=digits."""
+    root = tmp_path_factory.mktemp("digits")
+    data = Digits().images(8)
+    for part, dataset in (("train", data.train), ("val", data.valid)):
+        batch = dataset.batch([SampleId(index, None) for index in range(len(dataset))])
+        for index, (image, label) in enumerate(zip(batch["image"], batch["label"], strict=True)):
+            file = root / part / str(int(label)) / f"{index:04}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).save(file)
+    return root
+
+
+# ------------------------------------------------------------------------------------------- what auto is
+
+
+@pytest.mark.parametrize(("side", "kind"), [(8, "none"), (63, "none"), (None, "none"), (64, "imagenet")])
+def test_auto_leaves_small_and_made_up_images_alone(side: int | None, kind: str) -> None:
+    assert AutomaticAugment().choose(side).kind == kind
+    assert Light(shift=0.25).choose(side) == Light(shift=0.25)
+
+
+def write_idx(folder: Path, side: int) -> Path:
+    """20 images of two classes in MNIST's format."""
+    pixels = np.random.default_rng(0).integers(0, 256, (20, side, side), dtype=np.uint8)
+    for name, magic, array in (("images-idx3", 3, pixels), ("labels-idx1", 1, np.arange(20, dtype=np.uint8) % 2)):
+        header = bytes([0, 0, 8, magic]) + np.array(array.shape, ">u4").tobytes()
+        (folder / f"train-{name}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+    return folder
+
+
+def write_folder(folder: Path, height: int, width: int) -> Path:
+    for index in range(8):
+        (folder / "ab"[index % 2]).mkdir(exist_ok=True)
+        noise(height, width, index).save(folder / "ab"[index % 2] / f"{index}.png")
+    return folder
+
+
+def test_every_source_tells_auto_the_size_of_its_images_as_they_are_stored(tmp_path: Path) -> None:
+    auto = AutomaticAugment()
+    assert opened(Digits(), auto, 224).augment == Augment()
+    assert opened(Synthetic(classes=2), auto, 64).augment == Augment()
+    assert opened(Idx(path=str(write_idx(tmp_path, 28))), auto, 224).augment == Augment()
+    assert opened(Idx(path=str(write_idx(tmp_path, 64))), auto, 32).augment == ImageNet()
+    for name, height, width, chosen in (("small", 63, 200, Augment()), ("large", 200, 64, ImageNet())):
+        (tmp_path / name).mkdir()
+        folder = str(write_folder(tmp_path / name, height, width))
+        assert opened(ImageFolder(path=folder), auto, 224).augment == chosen
+        source = Hub(name=folder, cache_dir=str(tmp_path / "cache"))
+        data = opened(source, auto, 32)
+        assert data.augment == source.augment == data.train.augment == data.valid.augment == chosen
+
+
+def test_one_odd_image_does_not_decide_for_all(tmp_path: Path) -> None:
+    noise(8, 8).save(write_folder(tmp_path, 70, 70) / "a" / "0.png")
+    (tmp_path / "b" / "1.png").write_bytes((tmp_path / "b" / "1.png").read_bytes()[:40])
+    source = ImageFolder(path=str(tmp_path), skip_corrupt=True)
+    assert opened(source, AutomaticAugment(), 32).augment == ImageNet()
+
+
+# -------------------------------------------------------------------------- the same images, however stored
+
+
+def train_linear(train: Dataset, valid: Dataset) -> float:
+    """Return the top-1 of a linear classifier after 60 steps of 64 images."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for samples in DataOrder(len(train), 0).batches(0, 64, 60):
+        batch = train.batch(samples)
+        F.cross_entropy(model(batch["image"][:, 0].flatten(1) / 255), batch["label"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    batch = valid.batch([SampleId(index, None) for index in range(len(valid))])
+    right = model(batch["image"][:, 0].flatten(1) / 255).argmax(1) == batch["label"]
+    return float(right.float().mean())
+
+
+def test_digits_are_learnt_as_well_from_a_folder_as_from_memory(digits_folder: Path) -> None:
+    memory = opened(Digits(), AutomaticAugment(), 8)
+    folder = opened(ImageFolder(path=str(digits_folder)), AutomaticAugment(), 8)
+    cropped = opened(ImageFolder(path=str(digits_folder)), ImageNet(), 8)
+    in_memory, in_folder, when_cropped = (train_linear(data.train, data.valid) for data in (memory, folder, cropped))
+    assert in_memory > 0.9
+    assert in_folder == pytest.approx(in_memory, abs=0.03)
+    assert when_cropped < in_memory - 0.1  # what was done to every folder before it was a choice
+
+
+def test_training_and_evaluation_see_the_same_pixels_from_a_folder_as_from_memory(digits_folder: Path) -> None:
+    for augment in (AutomaticAugment(), Light(), ImageNet()):
+        memory, folder = (opened(source, augment, 8) for source in (Digits(), ImageFolder(path=str(digits_folder))))
+        for here, there in ((memory.train, folder.train), (memory.valid, folder.valid)):
+            row = {int(Path(file.decode()).stem): index for index, file in enumerate(there.files)}
+            for seed in (None, 5):
+                one = here.batch([SampleId(index, seed) for index in range(50)])
+                other = there.batch([SampleId(row[index], seed) for index in range(50)])
+                assert torch.equal(one["image"], other["image"])
+                assert torch.equal(one["label"], other["label"])
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+
+
+@pytest.mark.parametrize("augment", [Augment(), Light(), ImageNet(), ImageNet(evaluated=1.0)])
+@pytest.mark.parametrize("side", [1, 7, 32, 97])
+def test_evaluation_of_a_square_image_at_its_own_size_returns_it_unchanged(augment: Augment, side: int) -> None:
+    image = noise(side, side)
+    assert np.array_equal(cut(image, side, augment, None).transpose(1, 2, 0), np.asarray(image))
+
+
+@pytest.mark.parametrize("augment", [Augment(), Light()])
+def test_evaluation_of_an_oblong_image_takes_its_middle_square_pixel_by_pixel(augment: Augment) -> None:
+    image = noise(32, 45)
+    assert np.array_equal(cut(image, 32, augment, None).transpose(1, 2, 0), np.asarray(image)[:, 6:38])
+
+
+def test_only_imagenet_evaluates_the_middle_of_a_square_image() -> None:
+    # A white square on black, of 7/8 of the shorter side: exactly what evaluation keeps.
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[4:60, 36:92] = 255
+    assert cut(Image.fromarray(pixels), 56, ImageNet(), None).min() == 255
+    pixels[4] = 0
+    assert cut(Image.fromarray(pixels), 56, ImageNet(), None)[:, 0].max() == 0
+    assert cut(Image.fromarray(pixels), 56, Light(), None)[:, :3].max() == 0
+
+
+# -------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("augment", [Light(flip=True), ImageNet()])
+def test_what_training_sees_is_a_function_of_the_samples_seed_alone(augment: Augment) -> None:
+    image = noise(50, 80)
+    before = cut(image, 24, augment, 7)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert np.array_equal(cut(image, 24, augment, 7), before)
+    assert not np.array_equal(cut(image, 24, augment, 8), before)
+    assert (before.shape, before.dtype) == ((3, 24, 24), np.uint8)
+
+
+@pytest.mark.parametrize("augment", [Light(flip=True), ImageNet()])
+def test_images_in_memory_depend_on_their_own_seed_and_not_on_the_others(augment: Augment) -> None:
+    train = opened(Digits(), augment).train
+    among_others = train.batch([SampleId(7, 1), SampleId(3, 5), SampleId(9, 2)])["image"]
+    assert torch.equal(among_others[1], train.batch([SampleId(3, 5)])["image"][0])
+    assert not torch.equal(among_others[1], train.batch([SampleId(3, 6)])["image"][0])
+    assert among_others.shape == (3, 3, 32, 32)
+
+
+def test_none_changes_nothing_in_training() -> None:
+    image = noise(32, 32)
+    assert np.array_equal(cut(image, 32, Augment(), 7).transpose(1, 2, 0), np.asarray(image))
+    train = opened(Digits(), Augment()).train
+    assert torch.equal(train.batch([SampleId(3, 5)])["image"], train.batch([SampleId(3, None)])["image"])
+
+
+def test_light_shifts_by_whole_pixels_up_to_its_limit_and_repeats_the_edge() -> None:
+    image = noise(32, 32)
+    padded = np.pad(np.asarray(image), ((4, 4), (4, 4), (0, 0)), mode="edge").transpose(2, 0, 1)
+    found = set()
+    for seed in range(300):
+        shifted = cut(image, 32, Light(), seed)
+        places = [
+            (down, right)
+            for down in range(9)
+            for right in range(9)
+            if np.array_equal(shifted, padded[:, down : down + 32, right : right + 32])
+        ]
+        assert len(places) == 1  # a shift and nothing else: never mirrored
+        found.add(places[0])
+    assert {down for down, _ in found} == {right for _, right in found} == set(range(9))
+
+
+def test_light_shifts_in_the_direction_it_says_and_mirrors_if_asked() -> None:
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[2, 3] = 255
+    moved = square(Image.fromarray(pixels), 8, View(shift=(0.25, 0.125)))
+    assert moved[0].argmax() == 3 * 8 + 5
+    assert square(Image.fromarray(pixels), 8, View(flip=True))[0].argmax() == 2 * 8 + 4
+    flips = sum(Light(flip=True).view(8, 8, seed, 8).flip for seed in range(400))
+    assert 160 < flips < 240
+    assert not any(Light().view(8, 8, seed, 8).flip for seed in range(100))
+
+
+def test_imagenet_flips_half_of_the_time_and_crops_stay_within_the_stated_shapes() -> None:
+    # Red grows to the right and green downwards, so a crop tells its own box.
+    ramp = np.zeros((128, 128, 3), np.uint8)
+    ramp[:, :, 0], ramp[:, :, 1] = 2 * np.arange(128)[None], 2 * np.arange(128)[:, None]
+    image = Image.fromarray(ramp)
+    flips, areas = 0, []
+    for seed in range(400):
+        red, green, _ = cut(image, 64, ImageNet(), seed).astype(float)
+        across, down = red[:, -1].mean() - red[:, 0].mean(), green[-1].mean() - green[0].mean()
+        flips += across < 0
+        width, height = abs(across) * 64 / 63 / 2, down * 64 / 63 / 2
+        areas.append(width * height / 128**2)
+        assert 3 / 4 - 0.06 < width / height < 4 / 3 + 0.06
+    assert 160 < flips < 240
+    assert 0.07 < min(areas) < 0.12
+    assert 0.85 < max(areas) < 1.02
+    assert 0.4 < np.mean(areas) < 0.6
+
+
+def test_imagenets_options_limit_the_crops() -> None:
+    for seed in range(50):
+        left, top, right, bottom = ImageNet(min_area=0.9, flip=False).view(100, 100, seed, 64).box or (0, 0, 0, 0)
+        assert (right - left) * (bottom - top) >= 0.9 * 100 * 100 - 1e-6
+        assert not ImageNet(flip=False).view(100, 100, seed, 64).flip
+    assert ImageNet(evaluated=0.5).view(100, 60, None, 60).box == (35, 15, 65, 45)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 700), (700, 1), (2, 3)])
+def test_odd_shapes_can_be_cut(shape: tuple[int, int]) -> None:
+    for augment in (Augment(), Light(), ImageNet()):
+        for seed in (None, *range(40)):
+            assert cut(noise(*shape), 16, augment, seed).shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "F"])
+def test_every_colour_mode_becomes_rgb(mode: str) -> None:
+    white = Image.new("L", (20, 20), 255).convert(mode)
+    assert square(white, 8, View()).min() == 255
+
+
+def test_a_16_bit_grey_is_scaled_and_not_clipped() -> None:
+    middle = Image.fromarray(np.full((20, 20), 0x8000, np.uint16))
+    assert set(square(middle, 8, View()).ravel()) == {0x80}
+
+
+# ---------------------------------------------------------------------------------- as a part of the config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shift": 0.6}, r"augment\.shift=0\.6 must lie between 0 and 0\.5"),
+        ({"shift": -0.1}, r"augment\.shift=-0\.1"),
+    ],
+)
+def test_a_shift_that_leaves_the_image_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Light(**options)
+
+
+@pytest.mark.parametrize("options", [{"min_area": 0.0}, {"min_area": 1.5}, {"evaluated": 0.0}, {"evaluated": 2.0}])
+def test_areas_that_no_image_has_are_refused(options: dict[str, float]) -> None:
+    (key,) = options
+    with pytest.raises(UserError, match=rf"augment\.{key}=.* must be above 0 and at most 1"):
+        ImageNet(**options)
+
+
+def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
+    config = compose("recipe=resnet", "recipe.arch=resnet18", "augment=light", "augment.shift=0.25")
+    assert config.recipe.datasets(config.data, 0).train.augment == Light(0.25)
+    assert config.settle_augment() == []
+    config = compose("recipe=resnet", "recipe.arch=resnet18")
+    assert flatten(config)["augment"] == "auto"
+    config.recipe.datasets(config.data, 0)
+    ((key, value, why),) = config.settle_augment()
+    assert (key, value, flatten(config)["augment"]) == ("augment", "none", "none")
+    assert "augment=light" in why
+    config = compose("recipe=gpt2", "data=synthetic")  # nothing to say about text
+    assert (config.settle_augment(), flatten(config)["augment"]) == ([], "none")
+
+
+@pytest.mark.parametrize("data", ["data=python_docs", "data=synthetic"])
+def test_augmenting_text_is_refused(data: str) -> None:
+    def opened_as_text() -> None:
+        source = compose("recipe=gpt2", data, "augment=light").data
+        assert isinstance(source, TextSource)
+        source.tokens(None)
+
+    with pytest.raises(UserError, match="augment=light has no effect"):
+        opened_as_text()
+
+
+def test_a_record_gives_the_choice_back_and_an_older_one_what_was_done_then() -> None:
+    for augment in (Augment(), Light(0.25, flip=True), ImageNet(evaluated=1.0)):
+        config = compose("recipe=resnet")
+        config.set_augment(augment)
+        assert from_record(recorded(flatten(config), reads_images=True)) == augment
+    for data, reads_images, then in (
+        ("imagefolder", True, ImageNet()),
+        ("hub", True, ImageNet()),
+        ("hub", False, Augment()),
+        ("digits", True, Augment()),
+        ("text", False, Augment()),
+    ):
+        assert from_record(recorded({"data": data}, reads_images)) == then
+
+
+@pytest.mark.parametrize("entries", [{"augment": "mixup"}, {"augment": "light", "augment.size": 3}])
+def test_a_record_of_another_version_is_refused(entries: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"resume: this version has no augment=\w+"):
+        from_record(recorded(entries, reads_images=True))

@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recipes.gpt2 import GPT2
+from recipes.gpt2_model import SHAPES, Shape, new_gpt2
+from recipes.language import TokenWindows
+from recipes.language_model import LanguageModel, LossHead, torch_can_chunk
+from tests.helpers import CPU, Recorder, compose, start, trainer_of
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+
+H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
+TINY = ["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4"]
+
+needs_chunking = pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no chunked linear_cross_entropy")
+
+
+@pytest.fixture(autouse=True)
+def tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
+
+
+def head(chunked: bool, tokens: int = 300, width: int = 32, vocabulary: int = 192) -> tuple[LossHead, Any, Any]:
+    torch.manual_seed(0)
+    embedding = nn.Parameter(torch.randn(vocabulary, width) * 0.2)
+    hidden = torch.randn(3, tokens // 3, width, requires_grad=True)
+    return LossHead(embedding, chunked), hidden, torch.randint(vocabulary, (3, tokens // 3))
+
+
+def loss_and_gradients(chunked: bool, mode: str) -> list[torch.Tensor]:
+    layer, hidden, targets = head(chunked)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = layer(hidden, targets)
+    assert loss.dtype == torch.float32
+    (loss / targets.numel()).backward()
+    return [loss.detach(), layer.weight.grad, hidden.grad]
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+@needs_chunking
+@pytest.mark.parametrize(
+    ("mode", "of_loss", "of_gradient"), [("fp32", 1e-5, 1e-5), ("bf16", 1e-2, 2e-2), ("fp16", 2e-3, 4e-3)]
+)
+def test_chunked_loss_equals_the_plain_one(mode: str, of_loss: float, of_gradient: float) -> None:
+    plain, chunked = loss_and_gradients(False, mode), loss_and_gradients(True, mode)
+    assert distance(chunked[0], plain[0]) < of_loss
+    assert distance(chunked[1], plain[1]) < of_gradient
+    assert distance(chunked[2], plain[2]) < of_gradient
+
+
+def test_the_plain_loss_is_cross_entropy_summed_over_the_targets() -> None:
+    loss, weight_gradient, _ = loss_and_gradients(False, "fp32")
+    layer, hidden, targets = head(False)
+    logits = hidden.double() @ layer.weight.double().T
+    expected = -logits.log_softmax(-1).gather(-1, targets[..., None]).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    (expected / targets.numel()).backward()
+    assert distance(weight_gradient, layer.weight.grad) < 1e-5
+
+
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_a_sum_over_many_tokens_does_not_overflow(mode: str, chunked: bool) -> None:
+    """40,000 tokens of loss 5 are 200,000, three times fp16's largest number; bf16 would keep 8 bits of it."""
+    layer, hidden, targets = head(chunked, tokens=39_999, width=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16 if mode == "bf16" else torch.float16):
+        loss = layer(hidden, targets)
+    with torch.no_grad():
+        exact = F.cross_entropy((hidden @ layer.weight.T).flatten(0, 1), targets.flatten(), reduction="sum")
+    assert loss.item() > 2e5
+    assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
+
+
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=needs_chunking)])
+@pytest.mark.parametrize(("mode", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 2e-3)])
+def test_padding_of_the_vocabulary_changes_neither_the_loss_nor_a_gradient(
+    mode: str, tolerance: float, chunked: bool
+) -> None:
+    """All logits lie near -36, as those of the published GPT-2 do; those of the padding near 0."""
+    plain, hidden, targets = head(chunked, vocabulary=90)
+    with torch.no_grad():
+        hidden[..., 0], plain.weight[:, 0] = 6, -6
+    padded = LossHead(nn.Parameter(torch.cat([plain.weight.detach(), torch.randn(38, 32) * 0.02])), chunked, 90)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
+    results = []
+    for layer in (plain, padded):
+        own = hidden.detach().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = layer(own, targets)
+        (loss / targets.numel()).backward()
+        results.append((loss.detach(), own.grad, layer.weight.grad[:90]))
+    for one, other in zip(*results, strict=True):
+        assert distance(other, one) <= tolerance
+    assert not padded.weight.grad[90:].any()
+
+
+def test_the_padding_is_left_out_in_one_compiled_graph() -> None:
+    layer, hidden, targets = head(False, vocabulary=128)
+    layer.vocabulary = 90
+    results = []
+    for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.weight.grad = None
+        loss = forward(hidden, targets % 90)
+        loss.backward()
+        results.append((loss.detach(), layer.weight.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert not results[1][1][90:].any()
+
+
+@needs_chunking
+def test_evaluation_uses_the_plain_loss_and_agrees() -> None:
+    layer, hidden, targets = head(True)
+    trained = layer(hidden, targets)
+    with torch.no_grad():
+        assert layer(hidden, targets).item() == pytest.approx(trained.item(), rel=1e-5)
+
+
+def test_without_targets_the_head_gives_logits() -> None:
+    layer, hidden, _ = head(True)
+    assert torch.equal(layer(hidden), hidden @ layer.weight.T)
+
+
+@pytest.mark.parametrize(("vocabulary", "padded"), [(64, 64), (65, 128), (90, 128), (1000, 1024)])
+def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocabulary: int, padded: int) -> None:
+    trainer = trainer_of(*TINY, f"data.vocab_size={vocabulary}")
+    gpt2 = trainer.model.gpt2
+    assert gpt2.transformer.wte.weight.shape == (padded, 32)
+    assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
+    assert gpt2.config.vocab_size == padded
+
+
+@pytest.mark.parametrize(("size", "millions"), [("124M", 124), ("350M", 355), ("774M", 774), ("1558M", 1558)])
+def test_published_sizes_have_their_parameters(size: str, millions: int) -> None:
+    with torch.device("meta"):
+        gpt2 = new_gpt2(SHAPES[size], 50257, 1024, 0.0)
+    assert round(sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6) == millions
+
+
+def test_attention_is_sdpa_and_causal() -> None:
+    trainer = trainer_of(*TINY)
+    gpt2 = trainer.model.gpt2.eval()
+    assert gpt2.config._attn_implementation == "sdpa_causal"
+    tokens = torch.randint(90, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 90
+    with torch.no_grad():
+        one, other = gpt2(tokens).logits, gpt2(changed).logits
+    assert torch.allclose(one[:, :10], other[:, :10], atol=1e-5)
+    assert not torch.allclose(one[:, 10:], other[:, 10:], atol=1e-2)
+
+
+def test_windows_are_consecutive_and_training_moves_them_by_the_samples_seed() -> None:
+    windows = TokenWindows(np.arange(101, dtype=np.uint16), 10)
+    assert len(windows) == 10
+    fixed = windows.batch([SampleId(0, None), SampleId(9, None)])["tokens"]
+    assert fixed.dtype == torch.int64
+    assert fixed.tolist() == [list(range(11)), list(range(90, 101))]
+    moved = windows.batch([SampleId(3, 7), SampleId(3, 17), SampleId(3, 4), SampleId(9, 5)])["tokens"]
+    assert moved[:, 0].tolist() == [37, 37, 34, 90]
+    assert (moved.diff(dim=1) == 1).all()
+
+
+def test_the_loss_of_an_untrained_model_is_that_of_guessing_among_what_is_no_padding() -> None:
+    trainer = trainer_of(*TINY, "eval_samples=32")
+    metrics = trainer.evaluate()
+    assert metrics["loss"] == pytest.approx(math.log(90), abs=0.1)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+
+
+def test_perplexity_overflows_to_infinity_rather_than_failing() -> None:
+    assert GPT2().metrics(1e4, {}, 1)["perplexity"] == math.inf
+
+
+def trained(tmp_path: Path, *overrides: str) -> tuple[Any, Path]:
+    trainer = trainer_of(*TINY, "steps=3", *overrides)
+    trainer.fit(Recorder())
+    trainer.model.eval()
+    trainer.recipe.export(trainer.model, tmp_path / "best")
+    return trainer, tmp_path / "best"
+
+
+def test_the_export_opens_in_transformers_with_the_same_logits_and_tied_weights(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer, folder = trained(tmp_path)
+    assert not list(folder.glob("*.bin"))
+    reopened = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert reopened.lm_head.weight is reopened.transformer.wte.weight
+    assert reopened.dtype == torch.float32
+    assert reopened.config.vocab_size == 90  # the padding stays behind …
+    assert trainer.model.gpt2.config.vocab_size == len(trainer.model.gpt2.lm_head.weight) == 128  # … and here
+    tokens = torch.randint(90, (2, 16))
+    with torch.no_grad():
+        assert torch.allclose(reopened(tokens).logits, trainer.model.gpt2(tokens).logits[..., :90], atol=1e-6)
+
+
+def words(folder: Path, vocabulary: int = 90) -> None:
+    """A tokenizer of so many words, as transformers saves one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocabulary)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+
+
+def test_a_pretrained_folder_is_fine_tuned_from_its_weights_with_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
+    before, folder = trained(tmp_path)
+    words(folder)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{(index * index) % 90}" for index in range(4000)))
+    composed = compose(
+        "recipe=gpt2", f"recipe.pretrained={folder}", "recipe.context=16", "data=text", f"data.path={text}",
+        "batch_size=4", "steps=3", "precision=bf16", "device=cpu",
+    )  # fmt: skip
+    trainer = start(composed)
+    one, other = (each.model.gpt2.transformer.wte.weight for each in (trainer, before))
+    assert one.shape == other.shape == (128, 32)
+    assert torch.equal(one[:90], other[:90])
+    assert isinstance(trainer.model, LanguageModel)
+    assert isinstance(trainer.model.gpt2.lm_head, LossHead)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert trainer.recipe._tokens.tokenizer.vocab_size == 90
+    assert trainer.recipe._tokens.train[:5].tolist() == [0, 1, 4, 9, 16]
+    first = trainer.evaluate()["loss"]
+    trainer.fit(Recorder())
+    assert trainer.evaluate()["loss"] < first
+    assert "pretrained" in trainer.recipe.facts()["size"]
+
+
+@pytest.fixture
+def shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A GPT-2 whose logits lie near -36 as those of the published one do, with its tokenizer, and a text."""
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    gpt2 = new_gpt2(SHAPES["tiny"], 90, 16, 0.0)
+    with torch.no_grad():
+        gpt2.transformer.ln_f.weight[0], gpt2.transformer.ln_f.bias[0] = 0, 72
+        gpt2.transformer.wte.weight[:, 0] = -0.5
+    gpt2.save_pretrained(tmp_path / "shifted")
+    words(tmp_path / "shifted")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{(index * index) % 90}" for index in range(4000)))
+    return tmp_path / "shifted", str(text)
+
+
+def fine_tuned(shifted: tuple[Path, str], *overrides: str) -> Any:
+    folder, text = shifted
+    return trainer_of("recipe=gpt2", f"recipe.pretrained={folder}", "data=text", f"data.path={text}",
+                      "batch_size=4", "steps=1", "eval_samples=64", *overrides)  # fmt: skip
+
+
+def test_fine_tuning_starts_from_the_pretrained_models_own_loss(shifted: tuple[Path, str]) -> None:
+    from transformers import GPT2LMHeadModel
+
+    trainer = fine_tuned(shifted)
+    windows = trainer.datasets.valid
+    tokens = windows.batch([SampleId(index, None) for index in range(min(64, len(windows)))])["tokens"]
+    with torch.no_grad():
+        logits = GPT2LMHeadModel.from_pretrained(shifted[0])(tokens[:, :-1]).logits
+    assert logits.median() == pytest.approx(-36, abs=1)
+    own = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert trainer.model.gpt2.config.vocab_size == 128
+    assert trainer.evaluate()["loss"] == pytest.approx(own, rel=1e-5)
+    assert fine_tuned(shifted, "recipe.vocabulary_multiple=1").evaluate()["loss"] == pytest.approx(own, rel=1e-5)
+
+
+def test_tokens_that_the_pretrained_model_does_not_know_start_as_its_average_one(shifted: tuple[Path, str]) -> None:
+    words(shifted[0], 94)
+    trainer = fine_tuned(shifted)
+    rows = trainer.model.gpt2.transformer.wte.weight
+    assert trainer.recipe.vocabulary() == trainer.model.gpt2.lm_head.vocabulary == 94
+    assert torch.allclose(rows[90:94], rows[:90].mean(0).expand(4, -1))
+    assert trainer.evaluate()["loss"] == pytest.approx(math.log(90), abs=0.5)
+
+
+def test_token_ids_of_the_pretrained_model_that_its_tokenizer_lacks_stay_in_the_softmax(
+    shifted: tuple[Path, str], tmp_path: Path
+) -> None:
+    words(shifted[0], 80)
+    Path(shifted[1]).write_text("w1 w5 w7 " * 400)
+    trainer = fine_tuned(shifted)
+    assert trainer.recipe.vocabulary() == 90
+    trainer.recipe.export(trainer.model, tmp_path / "best")
+    assert fine_tuned((tmp_path / "best", shifted[1])).model.gpt2.lm_head.vocabulary == 90
+
+
+def test_the_context_of_a_pretrained_model_is_its_own(shifted: tuple[Path, str]) -> None:
+    trainer = fine_tuned(shifted)
+    assert trainer.recipe.context == 16
+    with pytest.raises(UserError, match=r"recipe.context=32 is longer than the pretrained model's 16; use .*=16"):
+        fine_tuned(shifted, "recipe.context=32")
+
+
+def test_pretrained_weights_in_half_precision_are_trained_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GPT2LMHeadModel
+
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
+    _, folder = trained(tmp_path)
+    GPT2LMHeadModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    words(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 " * 200)
+    trainer = trainer_of(
+        "recipe=gpt2",
+        f"recipe.pretrained={folder}",
+        "recipe.context=16",
+        "data=text",
+        f"data.path={text}",
+        "batch_size=2",
+    )
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.size=125M"], r"recipe.size=125M is unknown; did you mean '124M'"),
+        (["recipe.size=mini", "recipe.pretrained=x"], r"recipe.size has no effect with recipe.pretrained"),
+        (["recipe.context=1"], r"recipe.context=1 must be at least 2"),
+        (["recipe.context=long"], r"recipe.context=long"),
+        (["recipe.dropout=1"], r"recipe.dropout=1"),
+        (["recipe.chunked_loss=maybe"], r"recipe.chunked_loss=maybe must be true, false or auto"),
+    ],
+)
+def test_values_that_cannot_work_are_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose("recipe=gpt2", "data=synthetic", *overrides).resolve(CPU)
+
+
+def test_a_text_shorter_than_one_sample_is_refused_with_a_context_that_fits(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("a few words. " * 8)
+    with pytest.raises(
+        UserError, match=r"text has \d+ tokens, one sample needs 17; use a longer text or recipe.context=\d"
+    ):
+        trainer_of("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=text", f"data.path={text}",
+                   "data.tokenizer=bytes", f"data.cache_dir={tmp_path}")  # fmt: skip
+
+
+def test_the_last_word_is_generated_text_of_known_tokens_and_repeatable() -> None:
+    trainer = trainer_of(*TINY)
+    trainer.model.eval()
+    with torch.no_grad():
+        word = trainer.recipe.epilogue(trainer.model, torch.device("cpu"))
+        assert word == trainer.recipe.epilogue(trainer.model, torch.device("cpu"))
+    assert word is not None
+    written = word.partition("\n")[2]
+    assert written.count("<") == 8
+    assert all(int(number.rstrip(">")) < 90 for number in written.split("<")[1:])

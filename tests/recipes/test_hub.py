@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes.data.hub import Hub
+from recipes.data.images.augment import ImageNet, View
+from recipes.data.images.pixels import square
+from recipes.data.images.source import ImageSource
+from recipes.data.text.source import TextSource, TokenData
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+
+STORIES = [f"Story {i}: once there were {i * 7} hats.\nThe end." for i in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def stories(tmp_path: Path) -> Path:
+    """A folder with a training and a validation split of text beside numbers."""
+    folder = tmp_path / "stories"
+    folder.mkdir()
+    for split, texts in (("train", STORIES[:280]), ("validation", [None, *STORIES[280:]])):
+        rows = [json.dumps({"id": i, "story": text}) for i, text in enumerate(texts)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def picture(number: int, size: tuple[int, int] = (40, 30)) -> Image.Image:
+    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """An image folder of two classes, 20 images each."""
+    for i in range(40):
+        place = tmp_path / "pictures" / ("cat", "dog")[i % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        picture(i).save(place / f"{i:02}.png")
+    return tmp_path / "pictures"
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    """A file with embedded images and labels that are words."""
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    rows = []
+    for i in range(20):
+        content = io.BytesIO()
+        picture(i, (28, 28)).save(content, "PNG")
+        rows.append({"picture": {"bytes": content.getvalue(), "path": None}, "animal": ("cat", "dog")[i % 2]})
+    features = Features({"picture": ImageFeature(), "animal": Value("string")})
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "animals.parquet")
+    return tmp_path / "animals.parquet"
+
+
+def test_it_gives_text_and_images() -> None:
+    assert issubclass(Hub, TextSource)
+    assert issubclass(Hub, ImageSource)
+
+
+# --- text
+
+
+def texts(data: TokenData) -> tuple[str, str]:
+    train, valid = (data.tokenizer.decode(ids.tolist()) for ids in (data.train, data.valid))
+    return train, valid
+
+
+def test_text_with_its_own_validation_split(stories: Path) -> None:
+    data = Hub(name=str(stories), tokenizer="bpe", vocab_size=400).tokens(None)
+    train, valid = texts(data)
+    assert train.split("<|endoftext|>") == STORIES[:280]
+    assert valid.split("<|endoftext|>") == STORIES[280:]
+    assert isinstance(data.train, np.memmap)
+    assert "for validation (its own split validation)" in data.description
+
+
+def test_without_a_validation_split_the_test_split_is_used_unless_another_is_named(stories: Path) -> None:
+    (stories / "validation.jsonl").rename(stories / "test.jsonl")
+    data = Hub(name=str(stories), tokenizer="bytes").tokens(None)
+    assert STORIES[280] in texts(data)[1]
+    assert "(its own split test)" in data.description
+    (stories / "validation.jsonl").write_text(json.dumps({"id": 1, "story": "Validation. " * 9}))
+    assert "Validation. " in texts(Hub(name=str(stories), tokenizer="bytes").tokens(None))[1]
+    named = Hub(name=str(stories), tokenizer="bytes", valid_split="test").tokens(None)
+    assert STORIES[280] in texts(named)[1]
+    assert "(its own split test)" in named.description
+
+
+def test_the_training_split_named_for_validation_is_divided(stories: Path) -> None:
+    data = Hub(name=str(stories), tokenizer="bytes", valid_split="train").tokens(None)
+    train, valid = texts(data)
+    assert sum(story in valid for story in STORIES[:280]) == 28
+    assert sum(story in train for story in STORIES[:280]) == 252
+    assert STORIES[280] not in train + valid
+
+
+def write_rows(path: Path, rows: list[str]) -> Path:
+    path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    return path
+
+
+def article(number: int) -> list[str]:
+    """Rows as wikitext has them: a title, blank lines, paragraphs, a section; each names its article."""
+    body = [f" Paragraph {line} of [{number}] . \n" for line in range(number % 9 + 3)]
+    return [
+        f" = Article [{number}] = \n",
+        "",
+        *body,
+        "",
+        f" = = Section of [{number}] = = \n",
+        "",
+        f" End [{number}] \n",
+    ]
+
+
+def test_rows_that_are_lines_are_held_out_as_whole_articles(tmp_path: Path) -> None:
+    rows = [row for number in range(60) for row in article(number)]
+    data = Hub(name=str(write_rows(tmp_path / "wiki.jsonl", rows)), tokenizer="bytes").tokens(None)
+    train, valid = (set(re.findall(r"\[(\d+)\]", text)) for text in texts(data))
+    assert train | valid == {str(number) for number in range(60)}
+    assert not train & valid
+    assert 3 <= len(valid) <= 7
+    assert "they are short, and may be lines of longer texts" in data.description
+
+
+def test_short_rows_without_titles_are_held_out_in_one_stretch(tmp_path: Path) -> None:
+    rows = [f"Line {number}.\n" for number in range(1000)]
+    data = Hub(name=str(write_rows(tmp_path / "lines.jsonl", rows)), tokenizer="bytes", valid_fraction=0.2).tokens(None)
+    train, valid = ([int(number) for number in re.findall(r"Line (\d+)", text)] for text in texts(data))
+    assert (train, valid) == (list(range(800)), list(range(800, 1000)))
+    assert "the last 200 of 1,000 rows" in data.description
+
+
+def test_long_rows_are_documents_and_held_out_wherever_they_stand(tmp_path: Path) -> None:
+    rows = [f"Document [{number}]. " + "And so on. " * 60 for number in range(100)]
+    data = Hub(name=str(write_rows(tmp_path / "documents.jsonl", rows)), tokenizer="bytes").tokens(None)
+    train, valid = ({int(number) for number in re.findall(r"\[(\d+)\]", text)} for text in texts(data))
+    assert not train & valid
+    assert len(valid) == 10
+    assert min(valid) < 50
+    assert "(whole documents)" in data.description
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    text = "a line\n\nanother\n" * 100
+    (tmp_path / "a.txt").write_text(text)
+    data = Hub(name=str(tmp_path / "a.txt"), tokenizer="bytes").tokens(None)
+    assert bytes(data.train.tolist() + data.valid.tolist()).decode() == text
+
+
+def test_the_second_time_opens_the_cache_and_changed_files_do_not(
+    stories: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mantissa")
+    for _ in range(2):
+        Hub(name=str(stories), tokenizer="bytes").tokens(None)
+    assert len(caplog.records) == 1
+    rows = (stories / "train.jsonl").read_text()
+    (stories / "train.jsonl").write_text(rows.replace("Story", "Fable"))
+    changed = Hub(name=str(stories), tokenizer="bytes").tokens(None)
+    assert bytes(changed.train[:7].tolist()) == b"Fable 0"
+
+
+def test_several_columns_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "two.jsonl"
+    path.write_text("\n".join(json.dumps({"title": "t", "body": f"body {i}"}) for i in range(100)))
+    with pytest.raises(UserError, match=r"data.text_column=title\|body"):
+        Hub(name=str(path)).tokens(None)
+    with pytest.raises(UserError, match=r"data.text_column=text: this column does not exist; use title or body"):
+        Hub(name=str(path), text_column="text").tokens(None)
+    data = Hub(name=str(path), text_column="body", tokenizer="bytes").tokens(None)
+    assert data.tokenizer.decode(data.train.tolist()).startswith("body 0\nbody 1\n")
+
+
+# --- images
+
+
+def test_an_image_folder(pictures: Path) -> None:
+    data = Hub(name=str(pictures)).images(24)
+    assert data.classes == ["cat", "dog"]
+    assert (len(data.train), len(data.valid)) == (36, 4)
+    assert data.decodes
+    batch = data.valid.batch([SampleId(index, None) for index in range(4)])
+    assert (batch["image"].shape, batch["image"].dtype) == ((4, 3, 24, 24), torch.uint8)
+    assert (batch["label"].tolist(), batch["label"].dtype) == ([0, 0, 1, 1], torch.int64)
+    cats = [torch.from_numpy(square(picture(i), 24, View())) for i in range(0, 40, 2)]
+    assert all(any(torch.equal(image, cat) for cat in cats) for image in batch["image"][:2])
+    assert not any(torch.equal(batch["image"][2], cat) for cat in cats)
+
+
+def test_only_the_samples_seed_moves_the_crop(pictures: Path) -> None:
+    source = Hub(name=str(pictures))
+    source.augment = ImageNet()
+    train = source.images(24).train
+    one, two, other = (train.batch([SampleId(3, seed)])["image"][0] for seed in (5, 5, 6))
+    among_others = pickle.loads(pickle.dumps(train)).batch([SampleId(7, 1), SampleId(3, 5), SampleId(3, 5)])
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert torch.equal(among_others["image"][1], one)
+    assert torch.equal(among_others["image"][2], one)
+
+
+def test_train_and_valid_share_nothing_and_miss_nothing(parquet: Path) -> None:
+    data = Hub(name=str(parquet), valid_fraction=0.3).images(None)
+    assert data.image_size == 28
+    images, labels = {}, []
+    for part in (data.train, data.valid):
+        for index in range(len(part)):
+            batch = part.batch([SampleId(index, None)])
+            images[batch["image"].numpy().tobytes()] = True
+            labels.append(int(batch["label"]))
+    assert len(images) == 20
+    assert sorted(labels) == [0] * 10 + [1] * 10
+    assert data.classes == ["cat", "dog"]
+
+
+def test_a_named_validation_split(pictures: Path, tmp_path: Path) -> None:
+    root = tmp_path / "both"
+    root.mkdir()
+    pictures.rename(root / "train")
+    (root / "test" / "dog").mkdir(parents=True)
+    picture(1).save(root / "test" / "dog" / "x.png")
+    (root / "test" / "cat").mkdir()
+    picture(2).save(root / "test" / "cat" / "y.png")
+    for valid_split in ("test", None):
+        data = Hub(name=str(root), valid_split=valid_split).images(16)
+        assert (len(data.train), len(data.valid)) == (40, 2)
+        assert sorted(data.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist()) == [0, 1]
+        assert "(its own split test)" in data.description
+    data = Hub(name=str(root), valid_split="train").images(16)
+    assert (len(data.train), len(data.valid)) == (36, 4)
+    assert "(0.1 of each class)" in data.description
+
+
+def test_a_test_split_without_labels_is_not_validated_on_unless_it_is_named(tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as ImageFeature
+
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    for split, labels in (("train", [0, 1] * 5), ("test", [-1] * 4)):
+        rows = {"image": [picture(i) for i in range(len(labels))], "label": labels}
+        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "both" / f"{split}.parquet")
+    data = Hub(name=str(tmp_path / "both")).images(8)
+    assert (len(data.train), len(data.valid)) == (8, 2)
+    with pytest.raises(UserError, match=r"data\.valid_split=test: row 0 has the label -1"):
+        Hub(name=str(tmp_path / "both"), valid_split="test").images(8)
+
+
+def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:
+    (pictures / "cat" / "00.png").write_bytes(b"\x89PNG but not")
+    train = Hub(name=str(pictures)).images(24).train
+    with pytest.raises(UserError, match=r"data.name=.*pictures: the image of row 0 cannot be decoded"):
+        train.batch([SampleId(index, None) for index in range(len(train))])
+
+
+def test_labels_outside_the_classes(tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as ImageFeature
+
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    rows = {"image": [picture(i) for i in range(4)], "label": [0, 1, -1, 0]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "unlabelled.parquet")
+    with pytest.raises(UserError, match=r"data.train_split=train: row 2 has the label -1"):
+        Hub(name=str(tmp_path / "unlabelled.parquet")).images(8)
+
+
+def test_images_of_one_class(parquet: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_parquet(str(parquet), cache_dir=str(parquet.parent / "hf"))
+    table.select(range(0, 20, 2)).to_parquet(parquet.with_name("cats.parquet"))
+    with pytest.raises(UserError, match="one class only"):
+        Hub(name=str(parquet.with_name("cats.parquet"))).images(8)
+
+
+# --- what users get wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_split": "training"}, "data.train_split=training: .* has the splits train, validation"),
+        ({"valid_split": "test"}, "data.valid_split=test: .* has the splits train, validation"),
+        ({"text_column": "id"}, "data.text_column=id: this column is no text; use story"),
+        ({"subset": "english"}, "english"),
+    ],
+)
+def test_a_split_or_column_that_is_not_there(stories: Path, options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Hub(name=str(stories), tokenizer="bytes", **options).tokens(None)
+
+
+def test_text_where_images_are_wanted(stories: Path, pictures: Path) -> None:
+    with pytest.raises(UserError, match="no column of type image; its columns are id, story"):
+        Hub(name=str(stories), label_column="id").images(8)
+    with pytest.raises(UserError, match="no column of type text"):
+        Hub(name=str(pictures)).tokens(None)
+
+
+@pytest.mark.parametrize("name", ["", "./nowhere", "/no/such/folder", "a/b/c"])
+def test_a_name_that_cannot_be(name: str) -> None:
+    with pytest.raises(UserError, match=f"data.name={name}: there is no" if name else "data.name is missing"):
+        Hub(name=name)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("a.zip", b"PK", "must end with .parquet"),
+        ("a.json", b"{not json", "cannot be opened"),
+        ("a.parquet", b"not parquet", "cannot be opened"),
+        ("a.txt", b"\xff\xfe\x00", "cannot be opened"),
+    ],
+)
+def test_files_that_do_not_open(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=f"data.name=.*{file}.* {message}"):
+        Hub(name=str(tmp_path / file)).tokens(None)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"data.name=.*empty cannot be opened"):
+        Hub(name=str(tmp_path / "empty")).tokens(None)
+
+
+def test_a_hub_name_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"data.name=nobody/nothing .*data=python_docs or data=text"):
+        Hub(name="nobody/nothing").tokens(None)
+    with pytest.raises(UserError, match=r"data.name=nobody/nothing .*data=digits"):
+        Hub(name="nobody/nothing").images(None)
+    assert datasets.config.HF_HUB_OFFLINE  # so that its client does not try again and again, for minutes

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import logging
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+
+from recipes.data.images.arrays import Digits, Idx, ImageFolder
+from recipes.data.images.augment import ImageNet
+from recipes.data.images.pixels import held_out, square
+from recipes.data.images.source import ImageData
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+
+
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def plain(count: int, start: int = 0) -> list[SampleId]:
+    return [SampleId(index, None) for index in range(start, start + count)]
+
+
+def save(folder: Path, files: list[str]) -> Path:
+    for seed, name in enumerate(files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        noise(40, 60, seed).save(folder / name)
+    return folder
+
+
+def animals(folder: Path, each: int = 10) -> Path:
+    return save(folder, [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(each)])
+
+
+def files_of(data: ImageData) -> tuple[set[str], set[str]]:
+    train, valid = ({file.decode() for file in part.files} for part in (data.train, data.valid))
+    return train, valid
+
+
+# --------------------------------------------------------------------------------------------- digits
+
+
+def test_digits_are_32_pixels_and_split_without_overlap_by_class() -> None:
+    data = Digits().images(None)
+    assert len(data.train) + len(data.valid) == 1797
+    assert data.classes == [str(digit) for digit in range(10)]
+    assert (data.image_size, data.decodes) == (32, False)
+    train, valid = (part.batch(plain(len(part))) for part in (data.train, data.valid))
+    assert train["image"].shape == (len(data.train), 3, 32, 32)
+    assert train["image"].dtype == torch.uint8
+    assert train["label"].dtype == torch.int64
+    share = torch.bincount(valid["label"]) / (torch.bincount(valid["label"]) + torch.bincount(train["label"]))
+    assert ((share > 0.18) & (share <= 0.2)).all()
+    grey = train["image"][:, 0].float() / 255
+    assert data.mean[0] == pytest.approx(grey.mean().item(), abs=1e-4)
+    assert data.std[0] == pytest.approx(grey.std().item(), abs=1e-4)
+
+
+def test_digits_keep_image_and_label_together() -> None:
+    from sklearn.datasets import load_digits
+
+    source = load_digits()
+    originals = {image.astype(int).tobytes(): label for image, label in zip(source.images, source.target, strict=True)}
+    batch = Digits().images(8).train.batch([SampleId(index, 5) for index in (700, 3, 1400)])
+    for image, label in zip(batch["image"], batch["label"], strict=True):
+        key = np.rint(image[0].numpy() * (16 / 255)).astype(int).tobytes()
+        assert originals[key] == label
+
+
+def test_a_class_of_few_images_is_on_both_sides_of_a_split() -> None:
+    labels = np.repeat([0, 1, 2, 3, 4, 5], [1, 2, 4, 9, 10, 25])
+    for fraction in (0.01, 0.1, 0.5, 0.99):
+        valid = held_out(labels, fraction)
+        counts, held = np.bincount(labels), np.bincount(labels[valid], minlength=6)
+        assert held[0] == 0
+        assert ((held[1:] > 0) & (held[1:] < counts[1:])).all()
+        assert (held[1:] <= np.maximum(counts[1:] * fraction, 1)).all()
+
+
+def test_which_digits_are_held_out_does_not_change() -> None:
+    from sklearn.datasets import load_digits
+
+    rows = np.flatnonzero(held_out(load_digits().target, 0.2))
+    assert (len(rows), rows[:5].tolist()) == (355, [33, 36, 37, 40, 44])
+    assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16] == "f169ac7f88a60561"
+
+
+def test_images_in_memory_come_in_the_order_asked_for_whatever_the_seed() -> None:
+    data = Digits().images(None).valid
+    batch = data.batch([SampleId(5, 1), SampleId(2, None)])
+    assert torch.equal(batch["image"][0], data.batch(plain(1, 5))["image"][0])
+    assert torch.equal(batch["image"][1], data.batch(plain(1, 2))["image"][0])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])
+def test_a_fraction_that_leaves_one_side_empty_is_refused(fraction: float) -> None:
+    with pytest.raises(UserError, match=r"data\.valid_fraction"):
+        Digits(valid_fraction=fraction)
+
+
+def test_a_yaml_with_a_path_becomes_the_live_source(tmp_path: Path) -> None:
+    config = OmegaConf.merge(OmegaConf.structured(ImageFolder), {"path": str(tmp_path), "skip_corrupt": True})
+    assert OmegaConf.to_object(config) == ImageFolder(path=str(tmp_path), skip_corrupt=True)
+
+
+# ---------------------------------------------------------------------------------------- imagefolder
+
+
+def test_class_folders_are_split_by_name_within_each_class(tmp_path: Path) -> None:
+    data = ImageFolder(path=str(animals(tmp_path)), valid_fraction=0.2).images(16)
+    train, valid = files_of(data)
+    assert data.classes == ["cat", "dog"]
+    assert (len(train), len(valid)) == (16, 4)
+    assert not train & valid
+    assert sorted(Path(file).parent.name for file in valid) == ["cat", "cat", "dog", "dog"]
+    assert files_of(ImageFolder(path=str(tmp_path), valid_fraction=0.2).images(16)) == (train, valid)
+    assert data.decodes
+
+
+def test_train_and_val_folders_are_used_as_they_are(tmp_path: Path) -> None:
+    animals(tmp_path / "train", each=3)
+    save(tmp_path / "val", ["dog/deeper/a.png"])
+    data = ImageFolder(path=str(tmp_path)).images(None)
+    assert (len(data.train), len(data.valid), data.image_size) == (6, 1, 224)
+    assert data.valid.batch(plain(1))["label"].tolist() == [1]
+
+
+def test_a_class_called_train_is_not_a_split(tmp_path: Path) -> None:
+    save(tmp_path, [f"{kind}/{number}.png" for kind in ("bus", "train") for number in range(3)])
+    assert ImageFolder(path=str(tmp_path)).images(16).classes == ["bus", "train"]
+
+
+def test_a_folder_batch_holds_the_crops_of_its_files(tmp_path: Path) -> None:
+    source = ImageFolder(path=str(animals(tmp_path)))
+    source.augment = ImageNet()
+    data = source.images(16)
+    samples = [SampleId(12, 3), SampleId(0, None)]
+    dataset = pickle.loads(pickle.dumps(data.train))  # as a worker process gets it
+    batch = dataset.batch(samples)
+    for sample, image, label in zip(samples, batch["image"], batch["label"], strict=True):
+        file = Path(data.train.files[sample.index].decode())
+        view = ImageNet().view(60, 40, sample.seed, 16)
+        assert np.array_equal(image.numpy(), square(Image.open(file), 16, view))
+        assert data.classes[label] == file.parent.name
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], r"no images in .*\.jpg, .*\.png"),
+        (["loose.png"], "side by side; needed is a folder with one folder of images per class"),
+        (["cat/a.png", "cat/b.png"], r"one class only \(cat\)"),
+        (["cat/a.png", "dog/b.png"], "one image per class"),
+        (["train/cat/a.png", "train/dog/b.png", "val/cow/c.png"], "the class cow, which"),
+    ],
+)
+def test_folders_that_cannot_work_are_refused(tmp_path: Path, files: list[str], message: str) -> None:
+    source = ImageFolder(path=str(save(tmp_path, files)))
+    with pytest.raises(UserError, match=message):
+        source.images(16)
+
+
+@pytest.mark.parametrize("source", [ImageFolder, Idx])
+def test_a_path_that_is_missing_or_no_folder_is_refused_at_once(source: type, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.path is missing"):
+        source()
+    with pytest.raises(UserError, match=r"data\.path=.*nowhere is not a folder"):
+        source(path=str(tmp_path / "nowhere"))
+
+
+def test_a_file_that_is_no_image_is_named_at_the_start(tmp_path: Path) -> None:
+    (animals(tmp_path) / "dog" / "4.png").write_text("not an image")
+    with pytest.raises(UserError, match=r"dog/4\.png cannot be read .*data\.skip_corrupt=true"):
+        ImageFolder(path=str(tmp_path)).images(16)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def test_a_truncated_image_is_named_when_it_is_decoded(tmp_path: Path) -> None:
+    truncate(animals(tmp_path) / "dog" / "4.png")
+    data = ImageFolder(path=str(tmp_path)).images(16)
+    damaged = next(part for part in (data.train, data.valid) if any(b"dog/4" in file for file in part.files))
+    with pytest.raises(UserError, match=r"dog/4\.png cannot be decoded .*data\.skip_corrupt=true"):
+        damaged.batch(plain(len(damaged)))
+
+
+def test_corrupt_images_are_left_out_when_asked_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    truncate(animals(tmp_path) / "dog" / "4.png")
+    (tmp_path / "cat" / "2.png").write_text("not an image")
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        data = ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
+    assert len(data.train) + len(data.valid) == 18
+    for part in (data.train, data.valid):
+        part.batch(plain(len(part)))
+    assert "left out 2 of 20 images" in caplog.text
+
+
+def test_nothing_but_corrupt_images_is_refused(tmp_path: Path) -> None:
+    for file in sorted(animals(tmp_path, each=2).rglob("*.png")):
+        file.write_text("not an image")
+    with pytest.raises(UserError, match="not one of 4 images can be decoded"):
+        ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
+
+
+# ------------------------------------------------------------------------------------------------ idx
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    shape = np.array(array.shape, ">u4").tobytes()
+    return bytes([0, 0, 8, array.ndim]) + shape + array.astype(np.uint8).tobytes()
+
+
+def write_pair(folder: Path, part: str, count: int, ending: str = "") -> tuple[np.ndarray, np.ndarray]:
+    images = np.random.default_rng(count).integers(0, 256, (count, 12, 12), dtype=np.uint8)
+    labels = np.arange(count) % 3
+    for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+        content = idx_bytes(array)
+        (folder / (name + ending)).write_bytes(gzip.compress(content) if ending else content)
+    return images, labels
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_idx_files_are_read_with_their_own_validation_set(tmp_path: Path, ending: str) -> None:
+    images, labels = write_pair(tmp_path, "train", 30, ending)
+    valid_images, _ = write_pair(tmp_path, "t10k", 9, ending)
+    data = Idx(path=str(tmp_path)).images(None)
+    assert (len(data.train), len(data.valid), data.image_size, data.classes) == (30, 9, 12, ["0", "1", "2"])
+    batch = data.train.batch([SampleId(7, 1), SampleId(2, 1)])
+    for channel in range(3):
+        assert np.array_equal(batch["image"][:, channel].numpy(), images[[7, 2]])
+    assert batch["label"].tolist() == labels[[7, 2]].tolist()
+    assert np.array_equal(data.valid.batch(plain(9))["image"][:, 0].numpy(), valid_images)
+    assert data.mean[0] == pytest.approx(images.mean() / 255)
+
+
+def test_a_single_pair_of_idx_files_is_split(tmp_path: Path) -> None:
+    write_pair(tmp_path, "t10k", 30)
+    data = Idx(path=str(tmp_path), valid_fraction=0.2).images(None)
+    assert (len(data.train), len(data.valid)) == (24, 6)
+    assert data.valid.batch(plain(6))["label"].bincount().tolist() == [2, 2, 2]
+
+
+def test_idx_files_of_other_names_can_be_given_and_scaled(tmp_path: Path) -> None:
+    write_pair(tmp_path, "letters", 30)
+    named = {"images_file": "letters-images-idx3-ubyte", "labels_file": "letters-labels-idx1-ubyte"}
+    data = Idx(path=str(tmp_path), **named).images(20)
+    assert data.train.batch(plain(2))["image"].shape == (2, 3, 20, 20)
+    with pytest.raises(UserError, match=r"data\.images_file and data\.labels_file"):
+        Idx(path=str(tmp_path), images_file="letters-images-idx3-ubyte")
+    with pytest.raises(UserError, match=r"no train-images-idx3-ubyte\[\.gz\]"):
+        Idx(path=str(tmp_path)).images(None)
+
+
+IMAGES, LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (IMAGES, b"", f"{IMAGES} .*expected magic number 2051, found 0"),
+        (IMAGES, b"GIF89a" * 9, f"{IMAGES} .*expected magic number 2051, found 1195984440"),
+        (LABELS, idx_bytes(np.zeros((2, 2, 2))), f"{LABELS} .*expected magic number 2049, found 2051"),
+        (IMAGES, idx_bytes(np.zeros((30, 12, 12)))[:-1], f"{IMAGES} is damaged"),
+        (LABELS, idx_bytes(np.zeros(29)), "30 images, but .* 29 labels"),
+        (LABELS, idx_bytes(np.zeros(30)), "one class only"),
+        (IMAGES, gzip.compress(idx_bytes(np.zeros((30, 12, 12))), mtime=0)[:-9], f"{IMAGES} cannot be read"),
+        (LABELS, None, r"has t10k-images-idx3-ubyte but not t10k-labels-idx1-ubyte\[\.gz\]"),
+    ],
+)
+def test_damaged_idx_files_are_named(tmp_path: Path, file: str, content: bytes | None, message: str) -> None:
+    write_pair(tmp_path, "t10k", 30)
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        Idx(path=str(tmp_path)).images(None)
+
+
+def test_real_mnist(shared_data: Path) -> None:
+    data = Idx(path=str(shared_data / "mnist-10k")).images(None)
+    assert (len(data.train) + len(data.valid), len(data.classes), data.image_size) == (10_000, 10, 28)
+    assert data.mean[0] == pytest.approx(0.1307, abs=0.005)  # as published for the 60,000
+    assert data.std[0] == pytest.approx(0.3081, abs=0.005)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.data.images.arrays import Digits
+from recipes.data.synthetic import Synthetic
+from recipes.resnet import ResNet
+from trainer.data.contract import Batch, SampleId
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import DataSource
+
+CPU = Hardware(torch.device("cpu"), "a processor", 2**33, 2)
+GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
+
+
+def ready(**options: object) -> ResNet:
+    recipe = ResNet(**{"arch": "resnet18"} | options)
+    recipe.resolve(CPU, Digits())
+    recipe.datasets(Digits(), seed=0)
+    return recipe
+
+
+def some_digits(count: int) -> Batch:
+    return Digits().images(32).train.batch([SampleId(index, 1) for index in range(count)])
+
+
+class Stub(nn.Module):
+    """Remembers what it was given, and answers what it was told to."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.images = images
+        return self.logits
+
+
+def test_auto_chooses_what_the_device_can_carry_and_says_how_to_change_it() -> None:
+    recipe = ResNet()
+    [choice] = recipe.resolve(CPU, Digits())
+    assert (choice.key, choice.value, recipe.arch) == ("recipe.arch", "resnet18", "resnet18")
+    assert "recipe.arch=resnet50" in choice.why
+    recipe = ResNet()
+    recipe.resolve(GPU, Digits())
+    assert (recipe.arch, recipe.sizes(GPU).batch_size) == ("resnet50", 256)
+    assert ready(arch="convnext_tiny").resolve(CPU, Digits()) == []
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match=r"recipe\.arch=resnet5O .*did you mean 'resnet50'"):
+        ResNet(arch="resnet5O").resolve(CPU, Digits())
+    with pytest.raises(UserError, match=r"recipe\.arch=fasterrcnn_resnet50_fpn is no classifier"):
+        ResNet(arch="fasterrcnn_resnet50_fpn").resolve(CPU, Digits())
+
+
+def test_data_without_images_is_refused() -> None:
+    class Prose(DataSource):
+        kind = "text"
+
+    with pytest.raises(UserError, match=r"data=text has none; use data=digits"):
+        ResNet().resolve(CPU, Prose())
+    with pytest.raises(UserError, match=r"data=text has none; use data=digits"):
+        ResNet().datasets(Prose(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("image_size", 0), ("image_size", "big"), ("classes", 1), ("classes", "ten"), ("label_smoothing", 1.0)],
+)
+def test_values_out_of_range_are_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"recipe\.{option}={value}"):
+        ResNet(**{option: value})
+
+
+def test_the_options_come_through_omegaconf() -> None:
+    config = OmegaConf.merge(OmegaConf.structured(ResNet), OmegaConf.from_dotlist(["image_size=64", "classes=auto"]))
+    recipe = OmegaConf.to_object(config)
+    assert isinstance(recipe, ResNet)
+    assert (recipe.image_size, recipe.classes) == (64, "auto")
+
+
+def test_the_head_fits_the_data_or_the_number_asked_for() -> None:
+    recipe = ready()
+    assert recipe.build_model().fc.out_features == 10
+    assert (recipe.classes, recipe.image_size) == (
+        "auto",
+        "auto",
+    )  # as typed: a resumed run is compared by it
+    assert ready(classes=12).build_model().fc.out_features == 12
+    with pytest.raises(UserError, match=r"recipe\.classes=9, but the data has 10 classes"):
+        ready(classes=9)
+
+
+@pytest.mark.parametrize(
+    ("arch", "size"), [("alexnet", 64), ("inception_v3", 96), ("maxvit_t", 224), ("vit_h_14", 224)]
+)
+def test_images_too_small_for_an_architecture_are_refused_with_a_size_that_fits(arch: str, size: int) -> None:
+    with pytest.raises(UserError, match=rf"recipe\.arch={arch} .* 32 × 32; use recipe\.image_size={size}$"):
+        ready(arch=arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "size"),
+    [("googlenet", 32), ("vit_b_32", 64), ("regnet_y_400mf", 32)],
+)
+def test_architectures_with_constructors_of_their_own_train(arch: str, size: int) -> None:
+    recipe = ready(arch=arch, image_size=size)
+    model = recipe.build_model()
+    batch = Digits().images(size).train.batch([SampleId(index, 1) for index in range(2)])
+    output = recipe.loss(model, batch)
+    output.loss_sum.backward()
+    assert output.loss_sum.isfinite()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_vision_transformer_computes_in_16_bits(dtype: torch.dtype) -> None:
+    recipe = ready(arch="vit_b_32")
+    model = recipe.build_model()
+    seen: list[torch.dtype] = []
+    blocks = recipe.blocks(model)
+    assert len(blocks) == 12
+    for block in blocks:
+        block.get_submodule("mlp").get_submodule("0").register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    with torch.autocast("cpu", dtype):
+        output = recipe.loss(model, some_digits(2))
+    (output.loss_sum * 16).backward()
+    assert output.loss_sum.dtype == torch.float32
+    assert seen == [dtype] * 12
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_checking_the_size_leaves_the_random_numbers_alone() -> None:
+    state = torch.get_rng_state()
+    ready(arch="resnet50")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_weights_and_images_are_in_the_layout_asked_for(channels_last: bool) -> None:
+    recipe = ready(channels_last=channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert recipe.build_model().conv1.weight.is_contiguous(memory_format=layout)
+    stub = Stub(torch.zeros(4, 10))
+    recipe.loss(stub, some_digits(4))
+    assert stub.images.is_contiguous(memory_format=layout)
+
+
+def test_images_reach_the_model_normalised_and_the_batch_stays_as_it_was() -> None:
+    recipe = ready()
+    stub, batch = Stub(torch.zeros(1000, 10)), some_digits(1000)
+    before = batch["image"].clone()
+    recipe.loss(stub, batch)
+    assert torch.equal(batch["image"], before)
+    data = Digits().images(32)
+    expected = (before / 255 - data.mean[0]) / data.std[0]
+    torch.testing.assert_close(stub.images, expected.contiguous(memory_format=torch.channels_last))
+    assert stub.images.mean().abs() < 0.05
+    assert stub.images.std() == pytest.approx(1, abs=0.05)
+
+
+def test_loss_and_metrics_are_sums_that_metrics_turns_into_shares() -> None:
+    recipe = ready()
+    batch = some_digits(4)
+    logits = torch.zeros(4, 10, dtype=torch.bfloat16)
+    for row, rank in enumerate((0, 1, 4, 5)):  # the right answer comes first, second, fifth, sixth
+        better = [digit for digit in range(10) if digit != batch["label"][row]][:rank]
+        logits[row, better], logits[row, batch["label"][row]] = 2.0, 1.0
+    output = recipe.loss(Stub(logits), batch)
+    assert output.loss_sum.dtype == torch.float32
+    torch.testing.assert_close(output.loss_sum, 4 * F.cross_entropy(logits.float(), batch["label"]))
+    sums = {key: value.item() for key, value in output.metric_sums.items()}
+    assert sums == {"top1": 1.0, "top5": 3.0}
+    assert recipe.count_targets(batch) == recipe.count_units(batch) == 4
+    assert recipe.metrics(2.5, sums, 4) == {"loss": 2.5, "top1": 0.25, "top5": 0.75}
+
+
+def test_few_classes_have_no_top5() -> None:
+    recipe = ResNet(arch="resnet18", image_size=32)
+    datasets = recipe.datasets(Synthetic(classes=4), seed=0)
+    batch = datasets.train.batch([SampleId(index, 1) for index in range(2)])
+    assert set(recipe.loss(Stub(torch.zeros(2, 4)), batch).metric_sums) == {"top1"}
+
+
+def test_label_smoothing_is_for_training_only() -> None:
+    recipe, plain = ready(label_smoothing=0.1), ready()
+    stub, batch = Stub(torch.randn(4, 10, generator=torch.Generator().manual_seed(0))), some_digits(4)
+    assert recipe.loss(stub.train(), batch).loss_sum != plain.loss(stub, batch).loss_sum
+    assert recipe.loss(stub.eval(), batch).loss_sum == plain.loss(stub, batch).loss_sum
+
+
+def test_exported_weights_open_in_torchvision(tmp_path: Path) -> None:
+    import torchvision
+    from safetensors.torch import load_file
+
+    recipe = ready()
+    model = recipe.build_model().eval()
+    recipe.export(model, tmp_path)
+    other = torchvision.models.resnet18(num_classes=10).eval()
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(other(images), model(images))
+
+
+def test_a_few_steps_learn_some_digits() -> None:
+    recipe = ready()
+    torch.manual_seed(0)
+    model = recipe.build_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = some_digits(6)
+    losses = []
+    for _ in range(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = recipe.loss(model, batch)
+        (output.loss_sum / 6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss_sum.item() / 6)
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.3
+    assert recipe.facts() == {"size": "resnet18", "image_size": 32, "classes": 10}

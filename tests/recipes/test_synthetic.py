@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recipes.data.synthetic import Synthetic
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+
+
+def ids(*indices: int) -> list[SampleId]:
+    return [SampleId(index, 1) for index in indices]
+
+
+def test_tokens_fill_the_vocabulary_and_half_of_them_can_be_foretold() -> None:
+    data = Synthetic(vocab_size=1000).tokens(None)
+    for part in (data.train, data.valid):
+        assert part.dtype == np.uint16
+        assert part.max() < 1000
+        assert np.array_equal(part[1::2], (7 * part[::2].astype(int) + 3) % 1000)
+    assert len(np.unique(data.train)) > 900
+    assert not np.array_equal(data.train[: len(data.valid)], data.valid)
+    assert np.array_equal(Synthetic(vocab_size=1000).tokens("any").train, data.train)
+
+
+def test_a_large_vocabulary_takes_wider_integers() -> None:
+    train = Synthetic(vocab_size=200_000).tokens(None).train
+    assert train.dtype == np.uint32
+    assert train.max() > 2**16
+
+
+def test_the_tokenizer_writes_numbers_and_reads_them_back() -> None:
+    tokenizer = Synthetic(vocab_size=500).tokens(None).tokenizer
+    assert tokenizer.vocab_size == 500
+    assert tokenizer.decode([3, 499, 500, 12]) == "<3><499><12>"
+    assert tokenizer.encode("<3> and <12><500>") == [3, 12]
+
+
+def test_an_image_is_a_function_of_its_index() -> None:
+    first, second = (Synthetic(classes=10).images(16) for _ in range(2))
+    one = first.train.batch(ids(4, 300, 4))
+    other = second.train.batch([SampleId(300, 9), SampleId(4, None)])
+    assert one["image"].shape == (3, 3, 16, 16)
+    assert one["image"].dtype == torch.uint8
+    assert one["label"].tolist() == [4, 4, 4]  # 300 is the 44th image of the pool, and so of class 4
+    assert torch.equal(one["image"][0], one["image"][2])
+    assert not torch.equal(one["image"][0], one["image"][1])
+    assert torch.equal(one["image"][1], other["image"][0])
+    assert torch.equal(one["image"][0], other["image"][1])
+
+
+def test_images_follow_the_options_and_validate_on_other_noise() -> None:
+    data = Synthetic(samples=800).images(None)
+    assert (len(data.train), len(data.valid), data.image_size, len(data.classes)) == (800, 100, 224, 1000)
+    assert data.train.batch(ids(799))["image"].shape == (1, 3, 224, 224)
+    train, valid = data.train.batch(ids(3)), data.valid.batch(ids(3))
+    assert train["label"] == valid["label"]
+    assert not torch.equal(train["image"], valid["image"])
+    pixels = data.train.batch(ids(*range(64)))["image"] / 255
+    assert pixels.mean().item() == pytest.approx(data.mean[0], abs=0.02)
+    assert pixels.std().item() == pytest.approx(data.std[0], abs=0.02)
+
+
+def test_the_class_of_an_image_can_be_learnt() -> None:
+    data = Synthetic(classes=10).images(16)
+    train, valid = data.train.batch(ids(*range(256))), data.valid.batch(ids(*range(64)))
+    centres = torch.stack([train["image"][train["label"] == label].float().mean(0) for label in range(10)])
+    distances = torch.cdist(valid["image"].float().flatten(1), centres.flatten(1))
+    assert (distances.argmin(1) == valid["label"]).float().mean() > 0.95
+
+
+def test_vectors_have_a_teacher_a_network_can_follow() -> None:
+    data = Synthetic(samples=1024).vectors(32)
+    assert (len(data.train), len(data.valid)) == (1024, 128)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    valid = data.valid.batch(ids(*range(128)))
+    assert valid["x"].shape == valid["y"].shape == (128, 32)
+    assert valid["x"].dtype == valid["y"].dtype == torch.float32
+    at_best_constant = (valid["y"] - valid["y"].mean(0)).square().mean()
+    for step in range(120):
+        batch = data.train.batch(ids(*(index % 1024 for index in range(step * 128, step * 128 + 128))))
+        optimizer.zero_grad()
+        (model(batch["x"]) - batch["y"]).square().mean().backward()
+        optimizer.step()
+    assert (model(valid["x"]) - valid["y"]).square().mean() < 0.2 * at_best_constant
+    again = Synthetic(samples=1024).vectors(32).train.batch(ids(5))
+    assert torch.equal(again["y"], data.train.batch(ids(5))["y"])
+
+
+@pytest.mark.parametrize("option", ["vocab_size", "classes", "samples"])
+def test_sizes_too_small_to_train_on_are_refused(option: str) -> None:
+    with pytest.raises(UserError, match=rf"data\.{option}=1 must be at least"):
+        Synthetic(**{option: 1})

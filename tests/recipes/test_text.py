@@ -1,0 +1,408 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from recipes.data.text import cache as text_cache
+from recipes.data.text.corpus import PythonDocs, TextFiles, TokenizedText
+from recipes.data.text.pretrained import hub_reachable
+from recipes.data.text.source import TokenData
+from recipes.data.text.split import Corpus, split
+from recipes.data.text.tokenizers import BytePairs
+from trainer.errors import UserError
+
+PROJECT = Path(__file__).resolve().parents[2]
+LINES = [f"def function_{i}(x):\n    return x * {i * i}  # naïve, 日本\n\n\n" for i in range(400)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "code.txt"
+    path.write_text("".join(LINES), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "texts"
+    for i in range(60):
+        place = root / f"part{i % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i}.txt").write_text(f"document {i} " + "word " * 20, encoding="utf-8")
+    return root
+
+
+def decoded(data: TokenData) -> tuple[str, str]:
+    return data.tokenizer.decode(data.train.tolist()), data.tokenizer.decode(data.valid.tolist())
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])
+def test_one_file_is_cut_at_nine_tenths_and_nothing_is_lost(file: Path, tokenizer: str) -> None:
+    text = "".join(LINES)
+    data = TextFiles(path=str(file), tokenizer=tokenizer, vocab_size=500).tokens(None)
+    if tokenizer == "bytes":  # the cut may fall within a character of UTF-8 for ids, but not for text
+        assert data.train.tolist() == list(text[: int(len(text) * 0.9)].encode())
+    assert decoded(data) == (text[: int(len(text) * 0.9)], text[int(len(text) * 0.9) :])
+    assert data.train.dtype == np.uint16
+    assert isinstance(data.train, np.memmap)
+    assert max(data.train.max(), data.valid.max()) < data.tokenizer.vocab_size
+    assert data.tokenizer.decode(data.tokenizer.encode("x * 4  # naïve")) == "x * 4  # naïve"
+    assert data.tokenizer.decode([10**6, *data.tokenizer.encode("x")]) == "x"
+
+
+def test_tinyshakespeare_in_characters_is_nanogpts(shared_data: Path) -> None:
+    data = TextFiles(path=str(shared_data / "tinyshakespeare.txt"), tokenizer="chars").tokens(None)
+    assert (len(data.train), len(data.valid), data.tokenizer.vocab_size) == (1_003_854, 111_540, 65)
+    assert data.tokenizer.encode("First") == [18, 47, 56, 57, 58]
+
+
+def test_many_files_are_split_whole_with_a_mark_between_them(folder: Path) -> None:
+    data = TextFiles(path=str(folder), tokenizer="bpe", vocab_size=300).tokens(None)
+    train, valid = (text.split("<|endoftext|>") for text in decoded(data))
+    everything = {path.read_text() for path in folder.rglob("*.txt")}
+    assert sorted(train + valid) == sorted(everything)
+    assert 3 <= len(valid) <= 6
+
+
+@pytest.mark.parametrize("large", range(61))
+def test_a_file_as_large_as_the_validation_part_stays_in_training(large: int) -> None:
+    sizes = np.full(61, 10)
+    sizes[large] = 60
+    train, valid = split(Corpus(sizes, lambda rows: iter(map(str, rows)), "sizes"), 0.1)
+    assert str(large) in list(train)
+    assert len(list(valid)) == 6
+
+
+def test_a_few_files_each_give_their_end(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 10)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "other.md").write_text("never")
+    data = TextFiles(path=str(tmp_path), tokenizer="bytes", valid_fraction=0.2).tokens(None)
+    assert decoded(data) == ("a" * 8 + "\n" + "b" * 8 + "\n" + "c" * 8, "aa\nbb\ncc")
+
+
+def test_bpe_learns_from_the_training_part_only(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("apple pear " * 450 + "zzzzzz qqqqqq " * 30)
+    vocabulary = TextFiles(path=str(path), vocab_size=400).tokens(None).tokenizer
+    assert len(vocabulary.encode(" pear")) == 1
+    assert len(vocabulary.encode(" zzzzzz")) > 1
+
+
+def test_pieces_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "".join(LINES)
+        + "a  \n\nb\n  c\n" * 50
+        + "line\r\nline \r\n" * 50
+        + "a\n\n\n b\n" * 50
+        + "<|endoftext|>\nnew\n" * 9
+    )
+    bpe = BytePairs.train([text], 500)
+    monkeypatch.setattr(text_cache, "_PIECE", 10)
+    monkeypatch.setattr(text_cache, "_CHARACTERS_AT_ONCE", 100)
+    pieces = list(text_cache._pieces(text))
+    assert len(pieces) > 400
+    assert "".join(pieces) == text
+    ids = np.concatenate(list(text_cache._encoded([text, text], bpe))).tolist()
+    assert ids == bpe.encode(text) + bpe.separator + bpe.encode(text)
+
+
+def test_gpt2s_tokenizer_from_a_folder(shared_data: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = shared_data / "tinyshakespeare.txt"
+    place = shared_data / "gpt2-tokenizer"
+    data = TextFiles(path=str(source), tokenizer=str(place)).tokens(None)
+    text = source.read_text()
+    expected = AutoTokenizer.from_pretrained(place)(text[: int(len(text) * 0.9)], verbose=False)["input_ids"]
+    assert data.train.tolist() == expected
+    assert data.tokenizer.vocab_size == 50257
+    override = TextFiles(path=str(source), tokenizer="chars").tokens(str(place))
+    assert override.tokenizer.vocab_size == 50257
+
+
+def test_own_bpe_saved_opens_as_any_tokenizer(file: Path, tmp_path: Path) -> None:
+    own = TextFiles(path=str(file), vocab_size=400).tokens(None)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    own.tokenizer.save(saved)  # type: ignore[attr-defined]
+    adding = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    adding.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    adding.save(str(saved / "tokenizer.json"))  # as many pretrained ones begin every text with a special token
+    again = TextFiles(path=str(file), tokenizer=str(saved)).tokens(None)
+    assert again.train.tolist() == own.train.tolist()
+    assert decoded(again) == decoded(own)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("0123456789", encoding="utf-8-sig")
+    assert decoded(TextFiles(path=str(tmp_path / "t.txt"), tokenizer="chars").tokens(None)) == ("012345678", "9")
+
+
+def test_a_large_vocabulary_takes_32_bits(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("".join(map(chr, range(0x10000, 0x10000 + 70_000))), encoding="utf-8")
+    data = TextFiles(path=str(path), tokenizer="chars").tokens(None)
+    assert data.train.dtype == np.uint32
+    assert data.valid.max() == 70_000
+
+
+def test_python_docs_is_this_interpreters_library() -> None:
+    train, valid = PythonDocs().splits()
+    names = {Path(name).name for name, _, _ in train.corpus.identity}
+    assert {"argparse.py", "heapq.py", "decoder.py"} <= names
+    assert not any("site-packages" in name or "/test/" in name for name, _, _ in train.corpus.identity)
+    assert set(train.rows).isdisjoint(valid.rows)
+    sizes = train.corpus.sizes
+    assert 0.05 < sizes[list(valid.rows)].sum() / sizes.sum() <= 0.1
+    data = PythonDocs(tokenizer="bytes").tokens(None)
+    assert len(data.train) > 4e6
+    assert data.description.startswith("python_docs: ")
+
+
+# --- the cache
+
+
+def test_the_second_time_nothing_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = TextFiles(path=str(file), vocab_size=300).tokens(None)
+    monkeypatch.setattr(text_cache, "_build", None)
+    second = TextFiles(path=str(file), vocab_size=300).tokens(None)
+    assert np.array_equal(first.train, second.train)
+    assert np.array_equal(first.valid, second.valid)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 301}, {"tokenizer": "chars"}, {"valid_fraction": 0.3}])
+def test_what_matters_makes_another_entry(file: Path, change: dict, cache: Path) -> None:
+    options = {"path": str(file), "vocab_size": 300} | change
+    TextFiles(path=str(file), vocab_size=300).tokens(None)
+    TextFiles(**options).tokens(None)
+    assert len([entry for entry in (cache / "text").iterdir() if entry.is_dir()]) == 2
+
+
+def test_changed_text_is_tokenised_again(file: Path) -> None:
+    before = decoded(TextFiles(path=str(file), tokenizer="bytes").tokens(None))
+    stat = file.stat()
+    file.write_bytes(file.read_bytes().replace(b"def", b"fed"))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    after = decoded(TextFiles(path=str(file), tokenizer="bytes").tokens(None))
+    assert after == tuple(text.replace("def", "fed") for text in before)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "meta.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", [_truncate, Path.unlink])
+def test_a_damaged_entry_is_built_again(file: Path, cache: Path, name: str, damage: Callable[[Path], None]) -> None:
+    first = TextFiles(path=str(file), vocab_size=300).tokens(None)
+    train = np.array(first.train)
+    (folder,) = (entry for entry in (cache / "text").iterdir() if entry.is_dir())
+    damage(folder / name)
+    again = TextFiles(path=str(file), vocab_size=300).tokens(None)
+    assert np.array_equal(again.train, train)
+    assert decoded(again)[0] == "".join(LINES)[: int(len("".join(LINES)) * 0.9)]
+
+
+def test_a_killed_preparation_leaves_nothing_that_looks_finished(file: Path, cache: Path) -> None:
+    script = (
+        "import os, sys, recipes.data.text.cache as cache\n"
+        "from recipes.data.text.corpus import TextFiles\n"
+        "cache._check = lambda path: os._exit(9)\n"  # everything is written but the list of what is there
+        "TextFiles(path=sys.argv[1], vocab_size=300).tokens(None)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(file)], cwd=PROJECT, check=False)
+    assert killed.returncode == 9
+    assert [entry.name for entry in (cache / "text").iterdir() if not entry.name.startswith(".")] == []
+    text = "".join(LINES)
+    data = TextFiles(path=str(file), vocab_size=300).tokens(None)
+    assert "".join(decoded(data)) == text
+    assert not list((cache / "text").glob("*.partial"))
+
+
+def test_two_processes_build_once_and_agree(file: Path, cache: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, time, recipes.data.text.cache as cache\n"
+        "from recipes.data.text.corpus import TextFiles\n"
+        "build = cache._build\n"
+        "def slow(*args):\n"
+        "    print('builds')\n"
+        "    time.sleep(0.5)\n"
+        "    build(*args)\n"
+        "cache._build = slow\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+        "print(sum(TextFiles(path=sys.argv[1], vocab_size=300).tokens(None).train.tolist()))\n"
+    )
+    command = [sys.executable, "-c", script, str(file)]
+    pipe = subprocess.PIPE
+    running = [subprocess.Popen(command, cwd=PROJECT, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(2)]
+    for process in running:
+        assert process.stdout.readline() == "ready\n"
+    for process in running:
+        process.stdin.write("go\n")
+    answers = [process.communicate()[0].split() for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert sorted(map(len, answers)) == [1, 2]
+    assert answers[0][-1] == answers[1][-1]
+
+
+# --- what users get wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 256}, "data.vocab_size=256"),
+        ({"valid_fraction": 0.0}, "data.valid_fraction=0.0"),
+        ({"valid_fraction": 0.6}, "data.valid_fraction=0.6"),
+        ({"valid_fraction": float("nan")}, "data.valid_fraction=nan"),
+        ({"tokenizer": ""}, "data.tokenizer"),
+    ],
+)
+def test_options_out_of_range(options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PythonDocs(**options)
+    TokenizedText(tokenizer="bytes", vocab_size=1)  # has no effect there
+
+
+@pytest.mark.parametrize("path", ["", "nowhere.txt", "/no/such/folder"])
+def test_a_missing_path_is_told_at_once(path: str) -> None:
+    with pytest.raises(UserError, match=f"data.path{'=' + path if path else ' is missing'}"):
+        TextFiles(path=path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\xef\xbb\xbf", "leaves nothing"),
+        (b"a", "leaves nothing for training"),
+        (b"fine until\x00here", "zero byte at offset 10"),
+        ("fine until é".encode("latin-1"), "offset 11"),
+        ("text".encode("utf-16"), "zero byte at offset 3"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", ["bpe", "chars", "bytes"])
+def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, message: str, tokenizer: str) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        TextFiles(path=str(path), tokenizer=tokenizer).tokens(None)
+    assert not list(cache.rglob("*.bin"))
+
+
+def test_a_binary_file_in_a_folder_is_named(folder: Path) -> None:
+    (folder / "part1" / "picture.txt").write_bytes(b"\x89PNG\x00")
+    with pytest.raises(UserError, match=r"part1/picture.txt is not text: .* offset 4"):
+        TextFiles(path=str(folder), tokenizer="bytes").tokens(None)
+
+
+def test_a_folder_without_matching_files_says_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("text")
+    with pytest.raises(UserError, match=r"data.pattern=\*.txt \(there are \*.md\)"):
+        TextFiles(path=str(tmp_path)).tokens(None)
+    TextFiles(path=str(tmp_path), pattern="*.md", tokenizer="bytes").tokens(None)
+
+
+def test_a_cache_folder_that_cannot_be_written(file: Path) -> None:
+    with pytest.raises(UserError, match=r"data.cache_dir=.* MANTISSA_CACHE"):
+        TextFiles(path=str(file), tokenizer="bytes", cache_dir=str(file)).tokens(None)
+
+
+def test_an_unknown_character_of_a_prompt(file: Path) -> None:
+    data = TextFiles(path=str(file), tokenizer="chars").tokens(None)
+    with pytest.raises(UserError, match="'Ω'"):
+        data.tokenizer.encode("Ω")
+
+
+# --- tokenizers of the hub, without a network
+
+
+def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer
+
+    open_tokenizer = AutoTokenizer.from_pretrained
+
+    def only_local(name: str, local_files_only: bool = False) -> object:
+        assert local_files_only, "its client would try again and again, for minutes"
+        return open_tokenizer(name, local_files_only=True)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", only_local)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"data.tokenizer=nobody/nothing .* data.tokenizer=bpe"):
+        TextFiles(path=str(file), tokenizer="nobody/nothing").tokens(None)
+    with pytest.raises(UserError, match=r"recipe.pretrained=nobody/nothing is not in .* cannot be reached"):
+        TextFiles(path=str(file)).tokens("nobody/nothing")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/tokenizer", "a/b/c"])
+def test_a_tokenizer_folder_that_does_not_exist(file: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"data.tokenizer={name}: there is no such folder"):
+        TextFiles(path=str(file), tokenizer=name).tokens(None)
+
+
+def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text(json.dumps({}))
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        TextFiles(path=str(file), tokenizer=str(tmp_path / "empty")).tokens(None)
+
+
+def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert not hub_reachable(timeout_s=0.5)  # it returns, though no answer ever comes
+
+
+def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuse(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert hub_reachable(timeout_s=5)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert not hub_reachable(timeout_s=5)
+        server.shutdown()
+
+
+def test_a_name_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    asked = threading.Event()
+
+    def never(*_: object, **__: object) -> list[object]:
+        asked.set()
+        answer.wait()
+        return []
+
+    monkeypatch.setattr("socket.getaddrinfo", never)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.invalid")
+    assert not hub_reachable(timeout_s=0.5)  # it returns, though no answer ever comes
+    assert asked.wait(300)
+    answer.set()

@@ -1,0 +1,93 @@
+"""The folders are the architecture: which way imports go, how large files and folders are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGES = ("trainer", "recipes", "evidence")
+CORE = ("trainer/trainer.py", "trainer/precision", "trainer/optim", "trainer/data")
+NAMES = 16
+"""In a folder of code."""
+
+
+def sources(*folders: str) -> dict[str, Path]:
+    """Every file of these folders (or files) by its dotted name; a package goes by its own."""
+    found = {}
+    for folder in folders:
+        path = PROJECT / folder
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            parts = file.relative_to(PROJECT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+MODULES = sources(*PACKAGES)
+
+
+def imported(file: Path) -> set[str]:
+    """The project's modules that a file imports anywhere in it: at its top, in functions, for type checkers."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{file}: imports are absolute"
+            found |= {name if (name := f"{node.module}.{each.name}") in MODULES else node.module for each in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & MODULES.keys()
+
+
+IMPORTS = {name: imported(file) - {name} for name, file in MODULES.items()}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def place(module: str) -> str:
+    """The folder of a module; the files at the top of a package count one by one."""
+    parent = module.rpartition(".")[0]
+    return module if parent in ("", *PACKAGES) and MODULES[module].name != "__init__.py" else parent or module
+
+
+def test_the_imports_are_read() -> None:
+    assert "trainer.config.schema" in IMPORTS["trainer.trainer"]
+    assert "trainer.trainer" in IMPORTS["evidence.probes"]  # within a function
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+
+
+def test_nothing_in_the_trainer_or_the_recipes_imports_the_evidence() -> None:
+    found = {(name, other) for name, others in IMPORTS.items() for other in others if other.startswith("evidence")}
+    assert {name for name, _ in found if not name.startswith("evidence")} == set()
+
+
+def test_files_form_no_circle() -> None:
+    assert circle(IMPORTS) == []
+
+
+def test_folders_form_no_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, others in IMPORTS.items():
+        graph.setdefault(place(name), set()).update(place(other) for other in others)
+    assert circle({name: others - {name} for name, others in graph.items()}) == []
+
+
+@pytest.mark.parametrize("top", [*PACKAGES, "scripts", "tests"])
+def test_a_folder_has_at_most_sixteen_names(top: str) -> None:
+    for folder in [PROJECT / top, *(path for path in (PROJECT / top).rglob("*") if path.is_dir())]:
+        names = {path.name for path in folder.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+        assert len(names - {"__init__.py"}) <= NAMES, folder
+
+
+def test_the_core_can_be_read_in_an_afternoon() -> None:
+    assert sum(file.read_text(encoding="utf-8").count("\n") for file in sources(*CORE).values()) < 2500

@@ -1,0 +1,447 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.helpers import copied, same_bits
+from trainer import files
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.generators import random_state, set_random_state
+from trainer.checkpoint.restore import load
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.store import Checkpoint, Contents
+from trainer.errors import NonFiniteError, UserError
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.world import World
+from trainer.run.folder import RunFolder
+
+CPU = torch.device("cpu")
+FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")
+
+
+class Net(nn.Module):
+    """A convolution in channels_last, batch norm's buffers, a tied weight, a number without dimensions, an integer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.temperature = nn.Parameter(torch.tensor(0.5 + seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).mean((2, 3))) * self.temperature
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer("AdamW", weight_decay=0.1, options={"betas": [0.9, 0.95]}),
+    "adamw unfused": Optimizer("AdamW", fused=False),
+    "sgd": Optimizer("SGD", lr=0.1, options={"momentum": 0.9, "nesterov": True}),
+    "rmsprop": Optimizer("RMSprop", options={"momentum": 0.9}),
+    "rprop": Optimizer("Rprop"),
+    "adafactor": Optimizer("Adafactor"),
+    "nadam": Optimizer("NAdam"),
+    "asgd": Optimizer("ASGD"),
+    "adagrad": Optimizer("Adagrad"),
+    "adadelta": Optimizer("Adadelta"),
+    "adamax": Optimizer("Adamax"),
+    "radam": Optimizer("RAdam"),
+    "plain sgd": Optimizer("SGD", lr=0.1),
+}
+
+
+def steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(5, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(
+    folder: Path,
+    step: int,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    score: float | None = None,
+) -> Path:
+    contents = Contents.of(step, net, optimizer, progress, random_state(CPU), World())
+    return checkpoint.write(folder, contents, score, World())
+
+
+def write(folder: Path, step: int = 1, net: nn.Module | None = None, **progress: Any) -> Path:
+    net = net or Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 1)
+    return save(folder, step, net, optimizer, progress)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_optimizer_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    net = Net(0)
+    optimizer = OPTIMIZERS[name].build(net, CPU)
+    steps(net, optimizer, 3)
+    progress = {"best": None, "losses": [0.1, 1 / 3], "infinite": float("inf")}
+    path = save(tmp_path, 3, net, optimizer, progress)
+    assert path == tmp_path / "step-00000003"
+
+    other = Net(1)
+    other_optimizer = OPTIMIZERS[name].build(other, CPU)
+    saved = load(tmp_path)
+    saved.restore(other, other_optimizer)
+    assert (saved.step, saved.progress) == (3, progress)
+    assert same_bits(dict(other.state_dict()), dict(net.state_dict()))
+    assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
+    steps(net, optimizer, 3, seed=1)
+    steps(other, other_optimizer, 3, seed=1)
+    assert same_bits(dict(other.state_dict()), dict(net.state_dict()))
+    assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizer_state_keeps_the_layout_of_its_parameter(name: str, tmp_path: Path) -> None:
+    """Fused kernels walk parameter, gradient and state in the same order of memory."""
+    net = Net(0)
+    optimizer = OPTIMIZERS[name].build(net, CPU)
+    steps(net, optimizer, 2)
+    save(tmp_path, 2, net, optimizer, {})
+    other = Net(1)
+    other_optimizer = OPTIMIZERS[name].build(other, CPU)
+    load(tmp_path).restore(other, other_optimizer)
+    assert other.conv.weight.stride() == net.conv.weight.stride() != net.conv.weight.contiguous().stride()
+    for key, value in optimizer.state[net.conv.weight].items():
+        restored = other_optimizer.state[other.conv.weight][key]
+        assert restored.stride() == value.stride()
+        assert restored.data_ptr() != value.data_ptr()
+
+
+def test_numbers_that_belong_to_16_bit_weights_keep_their_own_type(tmp_path: Path) -> None:
+    """Torch's own way to load would round NAdam's product of momenta to the type of the weight."""
+    nets = [Net(seed).to(torch.bfloat16) for seed in (0, 1)]
+    one, other = (OPTIMIZERS["nadam"].build(net, CPU) for net in nets)
+    for parameter in nets[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    one.step()
+    save(tmp_path, 1, nets[0], one, {})
+    load(tmp_path).restore(nets[1], other)
+    assert other.state_dict()["state"][0]["mu_product"].dtype == torch.float32
+    assert same_bits(other.state_dict(), one.state_dict())
+
+
+def test_a_checkpoint_of_an_earlier_version_still_fits(tmp_path: Path) -> None:
+    """Without the note of parameters that have no state, and without the step in the tensors' files."""
+    net = Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 2)
+    path = save(tmp_path, 2, net, optimizer, {})
+    state = json.loads((path / "state.json").read_text())
+    del state["optimizer"]["stateless"]
+    (path / "state.json").write_text(json.dumps(state))
+    for name in FILES[:3]:
+        with safe_open(path / name, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        save_file(tensors, path / name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"] = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in FILES}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    other = Net(1)
+    other_optimizer = OPTIMIZERS["adamw"].build(other, CPU)
+    load(tmp_path).restore(other, other_optimizer)
+    assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert len({"embedding.weight", "head.weight"} & names) == 1
+    saved = load(tmp_path)
+    net = Net(5)
+    saved.restore(net, None)
+    assert net.head.weight is net.embedding.weight
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> list[Any]:
+        return [
+            torch.rand(3),
+            torch.randn(3),
+            np.random.rand(3).tolist(),
+            np.random.randn(),
+            random.random(),
+            random.gauss(0, 1),
+        ]
+
+    torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
+    draw()  # leaves half a pair of normal numbers behind in numpy's and Python's generators
+    net = Net(0)
+    save(tmp_path, 1, net, OPTIMIZERS["sgd"].build(net, CPU), {})
+    expected = draw()
+    draw()
+    state = load(tmp_path).rng(0)
+    assert state is not None
+    assert load(tmp_path).rng(1) is None
+    set_random_state(state, CPU)
+    assert same_bits(draw(), expected)
+
+
+def damage(path: Path, how: str, name: str) -> None:
+    file = path / name
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif how == "flipped":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(bytes(content))
+    elif how == "emptied":
+        file.write_bytes(b"")
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["truncated", "flipped", "emptied", "removed"])
+def test_damage_is_named_and_the_newest_whole_one_offered(how: str, name: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    damage(tmp_path / "step-00000003", how, name)
+    what = "is missing" if how == "removed" else "does not match its SHA-256"
+    with pytest.raises(UserError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert f"step-00000003 is damaged: {name} {what}" in message
+    assert f"step 2 is whole: remove the folder {tmp_path}/step-00000003 and resume again" in message
+    damage(tmp_path / "step-00000002", how, name)
+    with pytest.raises(UserError, match=r"step 1 is whole"):
+        load(tmp_path)
+    damage(tmp_path / "step-00000001", how, name)
+    with pytest.raises(UserError, match=r"no older one is whole: start again without resume="):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 2, "sha256": 3}', '{"format": 2, "sha256": {}}'])
+def test_a_bad_manifest_is_damage(content: str, tmp_path: Path) -> None:
+    (write(tmp_path) / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"step-00000001 is damaged: "):
+        load(tmp_path)
+
+
+def test_another_format_is_told(tmp_path: Path) -> None:
+    manifest = write(tmp_path) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    with pytest.raises(UserError, match=r"it has format 99, this version reads 2"):
+        load(tmp_path)
+
+
+def test_nothing_to_load_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no checkpoint to resume from"):
+        load(tmp_path / "nowhere")
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return (open, (str(self.target), "w"))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith("safetensors")])
+def test_a_planted_pickle_is_refused_without_running(name: str, tmp_path: Path) -> None:
+    """Even with its hash in the manifest: nothing here can load a pickle."""
+    path, mark = write(tmp_path), tmp_path / "it ran"
+    pickle.loads(pickle.dumps(Bomb(mark))).close()
+    assert mark.exists()  # the bomb works
+    mark.unlink()
+    (path / name).write_bytes(pickle.dumps(Bomb(mark)))
+    with pytest.raises(UserError, match=rf"{name} does not match its SHA-256"):
+        load(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"is damaged: .*{name}"):
+        load(tmp_path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["conv.weight", "norm.running_var"])
+def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_path: Path) -> None:
+    net = Net(0)
+    optimizer = OPTIMIZERS["sgd"].build(net, CPU)
+    net.state_dict()[name][1] = value
+    with pytest.raises(NonFiniteError, match=rf"{name} is not finite after step 4; no checkpoint was written"):
+        Saver(Checkpoint(), tmp_path / "checkpoints", World()).save(4, net, optimizer, {}, {}, None)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    for broken in ("sha256", "flush"):
+
+        def pull_the_plug(path: Path) -> str:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, broken, pull_the_plug)
+            with pytest.raises(KeyboardInterrupt):
+                write(tmp_path, 2)
+        assert checkpoint.steps(tmp_path) == [1]
+        assert load(tmp_path).step == 1
+    write(tmp_path, 2)  # the rest of the attempt before does not stand in the way
+    assert checkpoint.steps(tmp_path) == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, 1, note="first")
+    write(tmp_path, 1, note="second")
+    assert load(tmp_path).progress == {"note": "second"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_at_no_moment_of_saving_a_step_again_is_there_no_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before any change of a name, the one before or the new one is found, and the next save clears up."""
+    write(tmp_path / "now", 1, note="first")
+    net = Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 1)
+    rename, rmtree = Path.rename, shutil.rmtree
+    killed = changes = 0
+
+    def at_once(path: Path, *arguments: Any) -> None:
+        nonlocal changes, killed
+        changes += 1
+        if changes > killed:
+            raise KeyboardInterrupt
+        (rmtree if not arguments else rename)(path, *arguments)
+
+    notes = []
+    for killed in range(9):
+        folder = tmp_path / str(killed)
+        shutil.copytree(tmp_path / "now", folder)
+        changes = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", at_once)
+            patch.setattr(shutil, "rmtree", at_once)
+            try:
+                save(folder, 1, net, optimizer, {"note": "second"})
+            except KeyboardInterrupt:
+                notes.append(load(folder).progress["note"])
+                assert (checkpoint.steps(folder), load(folder, 1).step) == ([1], 1)
+            else:
+                break
+        save(folder, 2, net, optimizer, {"note": "third"})
+        assert load(folder, 1).progress["note"] == notes[-1]
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
+    assert notes == ["first", "first", "second"]
+
+
+def test_new_names_are_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parents of new folders too: else a power cut could take the whole of checkpoints/."""
+    flushed: list[tuple[Path, frozenset[str]]] = []
+
+    def note(path: Path) -> None:
+        content = (
+            frozenset(entry.name for entry in path.iterdir())
+            if path.is_dir()
+            else frozenset({str(path.stat().st_size)})
+        )
+        flushed.append((path, content))
+
+    monkeypatch.setattr(checkpoint, "flush", note)
+    monkeypatch.setattr(files, "flush", note)
+    folder = RunFolder.create(str(tmp_path / "outputs"), "run")
+    folder.write_config({"seed": 0})
+    write(folder.checkpoints, 1)
+    for path, name in (
+        (tmp_path, "outputs"),
+        (tmp_path / "outputs", "run"),
+        (folder.path, "config.json"),
+        (folder.path, "checkpoints"),
+        (folder.checkpoints, "step-00000001"),
+    ):
+        assert any(place == path and name in content for place, content in flushed), name
+    whole = str((folder.path / "config.json").stat().st_size)
+    assert (folder.path / ".config.json.partial", frozenset({whole})) in flushed
+
+
+@pytest.mark.parametrize(
+    "name", ["step-original", "step-00000009x", "step-9", "step-٠٠٠٠٠٠٠٩", "backup", ".step-a.old"]
+)
+def test_folders_of_other_names_are_not_ours(name: str, tmp_path: Path) -> None:
+    shutil.copytree(write(tmp_path, 3), tmp_path / name)
+    assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path), load(tmp_path).step) == ([3], None, 3)
+    write(tmp_path, 4)
+    checkpoint.prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "step-00000004"])
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "left"), [(1, None, [5]), (2, None, [4, 5]), (1, 2, [2, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])]
+)
+def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: list[int], tmp_path: Path) -> None:
+    (tmp_path / ".step-00000009.partial").mkdir()  # of a process that was killed
+    net = Net(0)
+    for step in range(1, 6):
+        save(tmp_path, step, net, OPTIMIZERS["sgd"].build(net, CPU), {}, best and float(step != best))
+    checkpoint.prune(tmp_path, keep)
+    assert checkpoint.steps(tmp_path) == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in left]
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(
+        UserError, match=r"does not fit this run: model.safetensors: it lacks bias and this model has no conv.bias"
+    ):
+        load(tmp_path).restore(nn.Linear(2, 2), None)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    net = Net(0)
+    net.conv = nn.Conv2d(3, 5, 3)
+    with pytest.raises(UserError, match=r"conv.weight is 4 × 3 × 3 × 3 there and 5 × 3 × 3 × 3 here"):
+        load(tmp_path).restore(net, None)
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    net = Net(0)
+    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
+    steps(net, optimizer, 2)
+    before = copied(net.state_dict()), copied(optimizer.state_dict()), random_state(CPU)
+    save(tmp_path, 2, net, optimizer, {})
+    assert same_bits(
+        (dict(net.state_dict()), optimizer.state_dict(), random_state(CPU)), (dict(before[0]), *before[1:])
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "key"), [({"every": "often"}, "every=often"), ({"every": 0}, "every=0"), ({"keep": 0}, "keep=0")]
+)
+def test_values_that_cannot_work_are_named(options: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=f"checkpoint.{key}"):
+        Checkpoint(**options)

@@ -1,0 +1,157 @@
+"""Saving in the background, a disk that refuses, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import same_bits
+from trainer.checkpoint import saver
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.restore import load
+from trainer.checkpoint.saver import Saver, infinite_buffers
+from trainer.checkpoint.store import Checkpoint, Contents
+from trainer.errors import NonFiniteError, UserError
+from trainer.parallel.world import World
+
+
+def job() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(2, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds back whatever is written until it is set."""
+    event = threading.Event()
+    write = checkpoint.write
+
+    def held(folder: Path, contents: Contents, score: float | None, world: World) -> Path:
+        assert event.wait(300)
+        return write(folder, contents, score, world)
+
+    monkeypatch.setattr(saver.checkpoint, "write", held)
+    return event
+
+
+def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    model, optimizer = job()
+    background = Saver(Checkpoint(), tmp_path, World())
+    for step in (1, 2):  # the second one into the first one's host memory
+        gate.clear()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        moment = optimizer.state[next(model.parameters())]["exp_avg"].clone()
+        progress = {"losses": [1.0]}
+        assert background.save(step, model, optimizer, progress, {}, None) > 0
+        assert checkpoint.steps(tmp_path) == list(range(1, step))[-1:]  # not yet
+        train(model, optimizer)
+        progress["losses"].append(2.0)
+        gate.set()
+        background.finish()
+        saved = load(tmp_path)
+        assert (saved.step, saved.progress) == (step, {"losses": [1.0]})
+        tensors = saved.tensors()
+        assert same_bits({name: tensors[f"weights/{name}"] for name in before}, before)
+        assert same_bits(tensors["optimizer/weight.exp_avg"], moment)
+        assert not same_bits(dict(model.state_dict()), before)
+    assert background.facts()["saved"] == 2
+
+
+def test_one_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
+    model, optimizer = job()
+    background = Saver(Checkpoint(keep=2), tmp_path, World())
+    background.save(1, model, optimizer, {}, {}, None)
+    threading.Timer(0.3, gate.set).start()
+    assert background.save(2, model, optimizer, {}, {}, None) > 0.2  # waits for the first
+    assert checkpoint.steps(tmp_path)[:1] == [1]
+    background.finish()
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_costs_that_checkpoint_only(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = job()
+    options = Checkpoint(background=background)
+    ours = Saver(options, tmp_path, World())
+    with caplog.at_level(logging.WARNING, logger="mantissa"), monkeypatch.context() as patch:
+        logging.getLogger("mantissa").propagate = True
+        ours.save(1, model, optimizer, {}, {}, 0.5)
+        ours.finish()
+        patch.setattr(checkpoint, "SPARE_BYTES", 1 << 60)
+        ours.save(2, model, optimizer, {}, {}, 0.1)
+        ours.finish()
+    assert "the checkpoint of step 2 was not saved (" in caplog.text
+    assert "MB are needed and " in caplog.text
+    assert "training goes on" in caplog.text
+    assert (ours.saved, ours.failed) == (1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    ours.save(3, model, optimizer, {}, {}, 0.7)
+    ours.finish()
+    # The best that was kept stays: the better one of step 2 is not on the disk.
+    assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path)) == ([1, 3], 1)
+
+
+def test_a_bug_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(saver.checkpoint, "write", broken)
+    ours = Saver(Checkpoint(), tmp_path, World())
+    ours.save(1, *job(), {}, {}, None)
+    with pytest.raises(ZeroDivisionError):
+        ours.finish()
+
+
+def test_the_manifest_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(path: Path, content: object) -> None:
+        path.write_text(json.dumps({"format": 2}))
+
+    monkeypatch.setattr(checkpoint, "write_json", careless)
+    ours = Saver(Checkpoint(background=False), tmp_path, World())
+    ours.save(1, *job(), {}, {}, None)
+    assert ours.failed == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+class Masked(nn.Linear):
+    """A layer with a mask for attention: -inf above the diagonal, kept in the checkpoint."""
+
+    def __init__(self, infinity: float = float("-inf")) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.full((4, 4), infinity).triu(1))
+        self.register_buffer("mean", torch.zeros(4))
+
+
+def test_a_mask_of_infinities_is_saved_and_restored_and_other_infinities_are_refused(tmp_path: Path) -> None:
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters())
+    ours = Saver(Checkpoint(background=False), tmp_path, World(), infinite_buffers(model))
+    ours.save(1, model, optimizer, {}, {}, None)
+    other = Masked()
+    nn.init.zeros_(other.weight)
+    load(tmp_path).restore(other, None)
+    assert same_bits(dict(other.state_dict()), dict(model.state_dict()))
+    with pytest.raises(UserError, match=r"mask is not finite"):  # a model without such a mask
+        load(tmp_path).restore(Masked(infinity=-1e9), None)
+    model.state_dict()["mean"][0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"mean is not finite after step 2"):
+        ours.save(2, model, optimizer, {}, {}, None)

@@ -1,0 +1,96 @@
+"""From what is typed to a config: paths of any kind, and options that only another optimizer has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from trainer.config.compose import checked_arguments, combinations, compose, quoted
+from trainer.errors import UserError
+from trainer.hardware import detect
+
+NAMES = [
+    "mein Ordner ü",
+    "plain",
+    "it's",
+    "it's \\'quoted\\'",
+    'say "so"',
+    "ends with \\",
+    "a=b",
+    "(1)",
+    "a{b}",
+    "日本語",
+    "100%",
+    "c:\\d\\",
+    "a;b",
+]
+VALUES: list[Any] = [
+    None, True, False, 1, -2.5, 1e-5, 1e300, float("inf"), "a", "null", "5", "1e3", "it's", "back\\slash", "end\\",
+    "a\\'b", '"', "mein Ordner ü", "a=b,c", "${x}", "{a}", "[1]", "", "a\nb", "sqlite:///x y.db", [], {},
+    [1, "a b", None], {"betas": [0.9, 0.95], "kind": "it's"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_arrives_as_it_was_typed(name: str, tmp_path: Path) -> None:
+    for key, overrides in (("output_dir", []), ("data.path", ["data=text"])):
+        path = tmp_path / name
+        path.mkdir(exist_ok=True)
+        config = compose([*overrides, f"{key}={path}"])
+        value = getattr(config.data, "path", None) if key == "data.path" else config.output_dir
+        assert value == str(path)
+
+
+def test_what_hydra_reads_by_itself_stays_as_it_was_typed() -> None:
+    typed = [
+        "recipe=gpt2",
+        "-m",
+        "--cfg",
+        "job",
+        "data.path='a b'",
+        "data.path=a,b",
+        "+optimizer.options.eps=1e-6",
+        "~clip",
+    ]
+    assert checked_arguments(typed) == typed
+    assert list(combinations(["run_name=ü ü", "seed=1,2"])) == ["seed=1", "seed=2"]
+
+
+@pytest.mark.parametrize("override", ["steps==3", "steps=1 ü", "precision=ü"])
+def test_only_text_is_quoted(override: str) -> None:
+    with pytest.raises(UserError, match="is not an override"):
+        compose([override])
+
+
+def test_options_of_the_yaml_go_with_its_class() -> None:
+    config = compose(["optimizer.name=Adafactor", "+optimizer.options.d=2.0"])
+    assert config.optimizer.options == {"d": 2.0}
+    _, choices = config.resolve(detect("cpu"))
+    (choice,) = [choice for choice in choices if choice.key == "optimizer.options"]
+    assert "Adafactor has no betas" in choice.why
+    config = compose(["optimizer=sgd", "optimizer.name=AdamW"])
+    assert config.optimizer.options == {}
+    config = compose(["optimizer.name=Adam"])
+    assert config.optimizer.options == {"betas": [0.9, 0.95]}
+    assert not config.dropped
+
+
+def test_options_that_were_typed_are_not_dropped() -> None:
+    for typed in ("optimizer.options.betas=[0.9,0.9]", "optimizer.options={betas:[0.9,0.9]}"):
+        with pytest.raises(UserError, match="betas: Adafactor has no such argument"):
+            compose(["optimizer.name=Adafactor", typed])
+    with pytest.raises(UserError, match=r"optimizer\.name=adafactor is not in torch.optim; did you mean 'Adafactor'"):
+        compose(["optimizer.name=adafactor"])
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_quoted_value_is_read_as_it_was(value: Any) -> None:
+    override = OverridesParser.create().parse_override(f"key={quoted(value)}")
+    read = OmegaConf.to_container(OmegaConf.create({"key": override.value()}), resolve=True)
+    assert read == {"key": value}
+    assert isinstance(read, dict)
+    assert type(read["key"]) is type(value)

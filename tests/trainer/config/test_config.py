@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from tests.helpers import CONF, CPU, compose
+from trainer.config import schema as config
+from trainer.config.schema import Config, flatten
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.optim.update import ClipNorm
+from trainer.precision.scaler import AutoScaler, StaticScaler
+
+H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
+NO_GROUPS = ("experiment",)  # whole set-ups
+RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
+
+
+def choices() -> list[str]:
+    """Every choice of every group, as typed; an experiment chooses several."""
+    found = []
+    for path in sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name not in NO_GROUPS):
+        needs = {"text": f"data.path={CONF}", "idx": f"data.path={CONF}", "imagefolder": f"data.path={CONF}"}
+        extra = [needs[path.stem]] if path.parent.name == "data" and path.stem in needs else []
+        extra += ["recipe=resnet"] if path.parent.name == "augment" else []
+        extra += ["data.name=some/data"] if path.stem == "hub" else []
+        extra += ["precision=fp16"] if path.parent.name == "scaler" and path.stem != "none" else []
+        extra += ["scaler.force=true"] if path.parent.name == "scaler" and path.stem == "none" else []
+        found.append(" ".join([f"{path.parent.name}={path.stem}", *extra]))
+    return found
+
+
+@pytest.mark.parametrize("overrides", choices())
+def test_every_yaml_becomes_typed_objects(overrides: str) -> None:
+    composed = compose(*overrides.split())
+    assert isinstance(composed, Config)
+    group, choice = overrides.split()[0].split("=")
+    part = getattr(composed, group)
+    assert type(part) in config.groups()[group].values()
+    assert json.loads(json.dumps(flatten(composed))) == flatten(composed)
+    kind = getattr(part, "kind", None) or (part.name if group == "recipe" else None)
+    if kind:
+        assert flatten(composed)[group] == kind == choice
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str) -> None:
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    own_data = [f"data.path={CONF}"] if "data: text" in text or "data: imagefolder" in text else []
+    composed = compose(f"experiment={experiment}", *own_data, "steps=3", "seed=5")
+    assert (composed.steps, composed.seed) == (3, 5)
+    plan, _ = composed.resolve(H100)
+    assert plan.steps == 3
+
+
+def test_yaml_repeats_no_other_default_than_the_class() -> None:
+    """A number that is in the YAML and in the class must not differ: the class's documentation would lie."""
+    left = {
+        group: [name for name in classes if (CONF / group / f"{name}.yaml").exists()]
+        for group, classes in config.groups().items()
+        if group not in ("data", "recipe", "optimizer", "precision")
+    }
+    differ, looked_at = [], 0
+    while any(left.values()):  # composing takes long: one choice of every group at once
+        chosen = {group: names.pop() for group, names in left.items() if names}
+        typed = compose(
+            *(f"{group}={name}" for group, name in chosen.items()),
+            "precision=fp16",
+            "scaler.force=true",
+            "recipe=resnet",
+        )
+        for group, name in chosen.items():
+            part, cls = getattr(typed, group), config.groups()[group][name]
+            assert type(part) is cls
+            looked_at += 1
+            for entry in dataclasses.fields(cls):
+                default = entry.default if entry.default is not dataclasses.MISSING else None
+                if entry.name != "force" and getattr(part, entry.name) != default:
+                    differ.append(f"{group}={name}: {entry.name}")
+    assert differ == []
+    assert looked_at > 20
+
+
+def test_overrides_arrive_with_their_types() -> None:
+    composed = compose(
+        "recipe=gpt2",
+        "precision=bf16",
+        "clip.max_norm=2",
+        "steps=7",
+        "optimizer.options.betas=[0.8,0.9]",
+        "precision.fp32_modules=[lm_head]",
+    )
+    assert isinstance(composed.clip, ClipNorm)
+    assert composed.clip.max_norm == 2.0
+    assert isinstance(composed.clip.max_norm, float)
+    assert composed.steps == 7
+    assert composed.optimizer.options["betas"] == [0.8, 0.9]
+    assert composed.precision.fp32_modules == ["lm_head"]
+    assert isinstance(composed.scaler, AutoScaler)
+
+
+def test_no_two_configs_share_state() -> None:
+    one, other = compose("recipe=gpt2"), compose("recipe=gpt2")
+    one.resolve(CPU)
+    assert other.steps == "auto"
+    one.optimizer.options["eps"] = 1.0
+    assert "eps" not in other.optimizer.options
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+typo=1", r"typo is not a key of the config"),
+        ("+stepz=1", r"stepz is not a key of the config; did you mean 'steps'"),
+        ("+recipe.sise=mini", r"recipe.sise is not a key of the config; did you mean 'recipe.size'"),
+        ("+clip.max_nrom=1", r"clip.max_nrom is not a key of the config; did you mean 'clip.max_norm'"),
+    ],
+)
+def test_a_key_that_nobody_has_is_refused(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose("recipe=gpt2", override)
+
+
+def test_options_of_an_optimizer_are_free_but_checked_against_its_class() -> None:
+    assert compose("+optimizer.options.amsgrad=true").optimizer.options["amsgrad"] is True
+    with pytest.raises(UserError, match=r"optimizer.options.amsgrat: AdamW has no such argument"):
+        compose_quietly("+optimizer.options.amsgrat=true")
+
+
+def compose_quietly(*overrides: str) -> Config:
+    """OmegaConf may wrap what __post_init__ raises."""
+    try:
+        return compose(*overrides)
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "gpu"])
+def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware) -> None:
+    composed = compose(f"recipe={recipe}")
+    plan, chosen = composed.resolve(hardware)
+    for key in ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples"):
+        assert isinstance(getattr(composed, key), int)
+        assert key in [choice.key for choice in chosen]
+    assert plan.steps == composed.steps
+    assert plan.batching.batch_size == plan.batching.accumulation * plan.batching.micro_batch_size
+    assert composed.run_name == f"{recipe}-fp32-s0"
+    assert "auto" not in [value for key, value in flatten(composed).items() if key.startswith("recipe.size")]
+
+
+def test_what_was_typed_is_kept() -> None:
+    composed = compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3")
+    plan, chosen = composed.resolve(CPU)
+    assert (plan.steps, plan.batching.batch_size, plan.eval_every) == (40, 6, 7)
+    assert plan.batching.micro_batch_size == 6
+    assert {choice.key for choice in chosen} >= {"micro_batch_size", "eval_samples"}
+    assert not {choice.key for choice in chosen} & {"steps", "batch_size", "eval_every"}
+    assert composed.run_name == "mine"
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 17, 100, 481])
+def test_an_auto_microbatch_divides_any_batch(batch_size: int) -> None:
+    for hardware in (CPU, H100):
+        plan, _ = compose("recipe=gpt2", f"batch_size={batch_size}").resolve(hardware)
+        assert batch_size % plan.batching.micro_batch_size == 0
+
+
+@pytest.mark.parametrize(("steps", "eval_every"), [(1, 1), (2, 2), (20, 20), (25, 25), (300, 30), (2000, 200)])
+def test_auto_evaluation_comes_ten_times_a_run_or_less_often(steps: int, eval_every: int) -> None:
+    plan, _ = compose("recipe=bignet", f"steps={steps}").resolve(CPU)
+    assert plan.eval_every == eval_every
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps=0"], r"steps=0 must be at least 1"),
+        (["steps=many"], r"steps=many must be a whole number, or auto"),
+        (["batch_size=-1"], r"batch_size=-1"),
+        (["log_every=0"], r"log_every=0"),
+        (["seed=-1"], r"seed=-1"),
+        (["seed=4294967296"], r"seed=4294967296"),
+        (["batch_size=10", "micro_batch_size=4"], r"batch_size=10 is not a multiple of micro_batch_size=4"),
+        (["precision=bf16", "scaler=dynamic"], r"scaler=dynamic with precision=bf16"),
+        (["precision=fp16", "scaler=none"], r"scaler=none with precision=fp16"),
+        (["precision=tf32"], r"precision=tf32 is not available"),
+        (["run_name=a/b"], r"run_name=a/b"),
+        (["data=digits"], r"recipe=gpt2 cannot read data=digits"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_anything_is_built(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose_quietly("recipe=gpt2", *overrides).resolve(CPU)
+
+
+def test_a_missing_value_is_named() -> None:
+    config.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = hydra_compose("config", ["~recipe"])
+    with pytest.raises(UserError, match=r"recipe"):
+        config.build(composed)
+
+
+def test_flatten_names_the_choice_that_was_made() -> None:
+    flat = flatten(compose("recipe=gpt2", "optimizer=sgd", "clip=value", "scaler=auto", "data=synthetic"))
+    assert flat["recipe"] == "gpt2"
+    assert flat["data"] == "synthetic"
+    assert flat["clip"] == "value"
+    assert flat["optimizer"] == flat["optimizer.name"] == "SGD"
+    assert flat["optimizer.options"] == {"momentum": 0.9, "nesterov": True}
+    assert flat["precision.mode"] == "fp32"
+    assert flat["seed"] == 0
+    assert all(not dataclasses.is_dataclass(value) for value in flat.values())
+
+
+def test_a_forced_contradiction_is_allowed() -> None:
+    composed = compose("precision=bf16", "scaler=static", "scaler.force=true")
+    assert isinstance(composed.scaler, StaticScaler)
+
+
+def test_every_group_of_the_config_has_a_folder_of_choices() -> None:
+    groups = {entry.name for entry in dataclasses.fields(Config)} & set(config.groups())
+    assert groups == {path.name for path in CONF.iterdir() if path.is_dir()} - set(NO_GROUPS)
+    assert all(Path(CONF / group).glob("*.yaml") for group in groups)

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import CPU, Arrays, compose
+from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.data.loader import (
+    Batching,
+    DataOrder,
+    Loader,
+    OnDeviceLoader,
+    PinnedLoader,
+    evaluation_samples,
+    fingerprint,
+    to_device,
+)
+from trainer.errors import UserError
+
+LENGTH = 23
+
+
+class Echo:
+    """Gives back which samples were asked for, and randomness that only their seeds decide."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        noise = [0 if seed is None else np.random.default_rng(seed).integers(2**40) for _, seed in samples]
+        return {
+            "index": torch.tensor([index for index, _ in samples]),
+            "seed": torch.tensor([-1 if seed is None else seed for _, seed in samples]),
+            "noise": torch.tensor(noise),
+        }
+
+
+class Broken(Echo):
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        if any(index == 7 for index, _ in samples):
+            raise UserError("data.path=photos: photos/cat.jpg cannot be read; remove it")
+        return super().batch(samples)
+
+
+class Buggy(Echo):
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        raise ZeroDivisionError("a bug")
+
+
+def stream(loader: Loader, batching: Batching, first: int = 0, count: int = 9, seed: int = 0) -> list[list[Batch]]:
+    return list(loader.steps(Echo(), DataOrder(LENGTH, seed), batching, first, count, CPU))
+
+
+def flat(steps: list[list[Batch]]) -> dict[str, list[int]]:
+    batches = list(chain.from_iterable(steps))
+    return {name: torch.cat([batch[name] for batch in batches]).tolist() for name in batches[0]}
+
+
+@pytest.mark.parametrize("length", [1, 2, 23, 1000])
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_every_epoch_is_a_permutation_of_its_own(length: int, seed: int) -> None:
+    order = DataOrder(length, seed)
+    epochs = [[order[epoch * length + index].index for index in range(length)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
+    if length > 2:
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+        assert epochs[0] != list(range(length))
+
+
+def test_seeds_order_differently() -> None:
+    orders = {tuple(DataOrder(LENGTH, seed)[index].index for index in range(LENGTH)) for seed in range(20)}
+    assert len(orders) == 20
+
+
+def test_each_sample_of_each_epoch_of_each_seed_has_randomness_of_its_own() -> None:
+    seeds = [DataOrder(50, seed)[position].seed for seed in range(5) for position in range(200)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+    bits = np.unpackbits(np.array(seeds, dtype=">u8").view(np.uint8)).reshape(len(seeds), 64)[:, 1:]
+    assert (abs(bits.mean(0) - 0.5) < 0.1).all()  # each bit is set half of the time
+
+
+def test_a_position_is_the_whole_state() -> None:
+    forward = [DataOrder(LENGTH, 3)[position] for position in range(100)]
+    order = DataOrder(LENGTH, 3)
+    backward = [order[position] for position in reversed(range(100))]
+    assert forward == backward[::-1]
+    assert DataOrder(LENGTH, 3)[77] == forward[77]
+
+
+def test_a_samples_seed_depends_on_the_sample_and_not_on_its_place() -> None:
+    """So that a longer data set, in another order, would not change how these samples are augmented."""
+    seeds = []
+    for length in (LENGTH, LENGTH + 5):
+        order = DataOrder(length, 0)
+        seeds.append({order[position].index: order[position].seed for position in range(length)})
+    assert seeds[0].items() <= seeds[1].items()
+
+
+def test_batches_are_consecutive_positions_across_epochs() -> None:
+    order = DataOrder(5, 0)
+    batches = list(order.batches(3, 4, 3))
+    assert [len(batch) for batch in batches] == [4, 4, 4]
+    assert list(chain.from_iterable(batches)) == [order[position] for position in range(3, 15)]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("loader", [Loader(0), PinnedLoader(0)], ids=["plain", "pinned"])
+def test_microbatches_change_no_sample(micro_batch_size: int, loader: Loader) -> None:
+    steps = stream(loader, Batching(8, micro_batch_size))
+    assert [len(step) for step in steps] == [8 // micro_batch_size] * 9
+    assert flat(steps) == flat(stream(Loader(0), Batching(8, 8)))
+
+
+@pytest.mark.parametrize("loader", [Loader(2), PinnedLoader(2, prefetch=1)], ids=["plain", "pinned"])
+def test_workers_change_no_sample(loader: Loader) -> None:
+    """Forty steps, so that each worker has many."""
+    assert flat(stream(loader, Batching(4, 2), count=40)) == flat(stream(Loader(0), Batching(4, 2), count=40))
+
+
+@pytest.mark.parametrize("first", [1, 4, 8])
+def test_starting_at_a_step_gives_the_tail_of_starting_at_the_first(first: int) -> None:
+    batching = Batching(6, 3)
+    whole = stream(Loader(0), batching, 0, 9)
+    assert flat(stream(Loader(0), batching, first, 9 - first)) == flat(whole[first:])
+
+
+def test_no_steps_left_gives_none() -> None:
+    assert stream(Loader(0), Batching(4, 2), first=9, count=0) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_reports_a_mistake_is_heard_as_it_is(workers: int) -> None:
+    steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
+    with pytest.raises(UserError, match=r"^data.path=photos: photos/cat.jpg cannot be read; remove it$"):
+        list(steps)
+
+
+def test_workers_end_with_the_mistake_they_reported() -> None:
+    """Not when Python next looks for cycles, where each would be waited for in vain."""
+    steps = PinnedLoader(1).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(UserError):
+            list(steps)
+        del steps
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
+
+
+def test_a_bug_in_a_dataset_is_not_swallowed() -> None:
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        list(Loader(0).steps(Buggy(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 3, CPU))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_torchs_generator_alone(workers: int) -> None:
+    """Dropout draws from it: the number of workers, or of evaluations, must not shift what it draws."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    numpy_before = np.random.get_state()[1].copy()
+    stream(PinnedLoader(workers), Batching(4, 2), count=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (np.random.get_state()[1] == numpy_before).all()
+
+
+def test_on_device_loader_repeats_the_first_step() -> None:
+    steps = stream(OnDeviceLoader(0), Batching(6, 2), first=5, count=4)
+    first = flat(stream(Loader(0), Batching(6, 2), 0, 1))
+    assert len(steps) == 4
+    assert all(flat([step]) == first for step in steps)
+
+
+@pytest.mark.parametrize("recipe", ["bert", "t5"])
+def test_on_device_loader_leaves_the_counting_to_the_host(recipe: str) -> None:
+    """Some targets are counted by their values: on a device that would wait for it in every step (meta has none)."""
+    config = compose(f"recipe={recipe}", "recipe.context=64", "data=synthetic", "data.vocab_size=300")
+    config.recipe.resolve(CPU, config.data)
+    data = config.recipe.datasets(config.data, 0).train
+    elsewhere = replace(CPU, device=torch.device("meta"))
+    first, *others = OnDeviceLoader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 5, 3, elsewhere)
+    expected = next(Loader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 0, 1, CPU))
+    counts = [config.recipe.count_targets(batch) for batch in first]
+    assert counts == [config.recipe.count_targets(batch) for batch in expected]
+    copies = [to_device(batch, elsewhere.device) for batch in first]
+    assert {tensor.device.type for batch in copies for tensor in batch.values()} == {"meta"}
+    assert all(
+        to_device(batch, elsewhere.device) is copy for step in others for batch, copy in zip(step, copies, strict=True)
+    )
+
+
+def test_auto_workers_are_for_data_that_decodes() -> None:
+    assert Loader().resolve(False, CPU) == 0
+    assert Loader().resolve(True, CPU) == CPU.cpu_cores
+    assert Loader(3).resolve(False, CPU) == 3
+
+
+def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:
+    everything = evaluation_samples(10, None, 4)
+    assert [[sample.index for sample in batch] for batch in everything] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    some = list(chain.from_iterable(evaluation_samples(1000, 11, 4)))
+    assert [sample.index for sample in some] == [0, 99, 199, 299, 399, 499, 599, 699, 799, 899, 999]
+    assert all(sample.seed is None for sample in some)
+    assert len(list(chain.from_iterable(evaluation_samples(10, 50, 4)))) == 10
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "micro", "batch"),
+    [(10, 4, [2, 5], [8, 12]), (7, 2, [1, 7], [6, 8]), (4, 8, [2, 4], [8]), (480, 100, [80, 96], [400, 500])],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(
+    batch_size: int, micro_batch_size: int, micro: list[int], batch: list[int]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        Batching(batch_size, micro_batch_size)
+    micro_words, batch_words = " or ".join(map(str, micro)), " or ".join(map(str, batch))
+    assert str(caught.value) == (
+        f"batch_size={batch_size} is not a multiple of micro_batch_size={micro_batch_size}; "
+        f"use micro_batch_size={micro_words}, or batch_size={batch_words}"
+    )
+    for size in micro:
+        assert Batching(batch_size, size).accumulation == batch_size // size
+    for size in batch:
+        assert Batching(size, micro_batch_size).accumulation == size // micro_batch_size
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Batching(0, 1), "batch_size=0"),
+        (lambda: Batching(4, 0), "micro_batch_size=0"),
+        (lambda: Loader(-1), "loader.workers=-1"),
+        (lambda: Loader("many"), "loader.workers=many"),
+        (lambda: PinnedLoader(prefetch=0), "loader.prefetch=0"),
+    ],
+)
+def test_values_that_cannot_work_are_named(make: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_the_fingerprint_tells_other_data_from_the_same() -> None:
+    def of(x: torch.Tensor) -> str:
+        return fingerprint(Datasets(Arrays(x=x), Arrays(x=x[:3]), ""))
+
+    x = torch.arange(12.0)
+    assert of(x) == of(x.clone())
+    changed = x.clone()
+    changed[-1] = 0
+    assert len({of(x), of(changed), of(x[:-1]), of(x.double())}) == 4

@@ -1,0 +1,519 @@
+"""Precision modes with 16-bit weights: what is kept in which format, and what becomes of small updates."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import NoData, Recorder, SmallConvNet, compose, copied, same_bits, start
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.generators import random_state
+from trainer.checkpoint.restore import load
+from trainer.checkpoint.store import Contents
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.optim.masters import MasterWeights, StochasticWeights, masters_of, stochastic_round
+from trainer.optim.optimizer import Optimizer, _fused_is_sound
+from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
+from trainer.parallel.world import World
+from trainer.parallel.wrap import DDP, FSDP
+from trainer.precision.modes import WEIGHTS_DTYPE, Precision, formats
+from trainer.precision.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
+from trainer.profiling.ledger import Ledger, MemoryLedger
+from trainer.trainer import Trainer
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MODES = sorted(WEIGHTS_DTYPE)
+
+
+def conv_trainer(mode: str, fp32_modules: list[str] | None = None, **changes: Any) -> Trainer:
+    options: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 4, "steps": 5, "scaler": AutoScaler(init=256.0)}
+    options |= {"precision": Precision(mode, fp32_modules or []), "optimizer": Optimizer("AdamW", lr=1e-3)}
+    return start(Config(SmallConvNet(), NoData(), device="cpu", **options | changes))
+
+
+def fitted(trainer: Trainer, until: int | None = None) -> Recorder:
+    recorder = Recorder(until)
+    trainer.fit(recorder)
+    return recorder
+
+
+class Ones(nn.Module):
+    """A weight at 1.0, where the next bf16 numbers are 2^-8 below and 2^-7 above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def moved(mode: str) -> Tensor:
+    """The weights of ``Ones`` after 100 steps of AdamW at lr 6e-4, each of which moves them by about that much."""
+    net = Ones()
+    Precision(mode).convert(net, CPU)
+    masters = masters_of(mode, net, seed=0)
+    changed = masters or net
+    update = Update(Optimizer(lr=6e-4).build(changed, CPU), changed.parameters(), LossScale(CPU), Clip(), masters)
+    for step in range(100):
+        update.backward(net(torch.ones(16, 48)).float())
+        update.step(step)
+    assert net.weight.dtype == WEIGHTS_DTYPE.get(mode, FP32)
+    return net.weight.detach().float()
+
+
+def test_small_updates_are_lost_in_pure_bf16_and_kept_by_masters_and_stochastic_rounding() -> None:
+    exact = moved("fp32")
+    assert torch.allclose(exact, torch.tensor(0.94), atol=1e-3)
+    assert (moved("bf16_pure") == 1).all()
+    assert torch.equal(moved("bf16_master"), exact.bfloat16().float())
+    rounded = moved("bf16_sr")
+    assert rounded.unique().numel() > 3  # each weight on its own way
+    assert abs(rounded.mean() - 0.94) < 1e-3
+    assert torch.equal(rounded, moved("bf16_sr"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_gradients_and_optimizer_are_in_the_formats_the_manifest_tells(mode: str) -> None:
+    trainer = conv_trainer(mode)
+    dtype = WEIGHTS_DTYPE[mode]
+    seen: list[torch.dtype] = []
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient.dtype))
+    trainer.model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    record = fitted(trainer, 1).records[0]
+    assert set(seen) == {dtype}
+    assert record.loss.dtype == record.grad_norm.dtype == FP32
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
+    assert {name: buffer.dtype for name, buffer in trainer.model.named_buffers()} == {
+        "1.running_mean": FP32,
+        "1.running_var": FP32,
+        "1.num_batches_tracked": torch.int64,
+    }
+    changed = dtype if mode.endswith("_pure") else FP32
+    moments = {state["exp_avg"].dtype for state in trainer.optimizer.state.values()}
+    assert moments == {changed}
+    names = [str(one).removeprefix("torch.") for one in (dtype, changed)]
+    assert list(formats(trainer.model, trainer.optimizer).values()) == [*names, []]
+    manifest = trainer.config.precision.manifest(trainer.hardware, trainer.fp32_modules)
+    assert manifest["effective"]["matmul_dtype"] == names[0]
+    assert trainer.loss_scale.recovers == mode.startswith("fp16")
+
+
+def test_constants_that_are_not_saved_with_the_model_keep_their_format() -> None:
+    net = nn.Linear(3, 3)
+    net.register_buffer("table", torch.ones(3))
+    net.register_buffer("frequencies", torch.ones(3), persistent=False)
+    Precision("bf16_pure").convert(net, CPU)
+    assert (net.table.dtype, net.frequencies.dtype) == (BF16, FP32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_fp32s(momentum: float | None, affine: bool, mode: str) -> None:
+    """A mean of 3 that moves by 0.001, and a variance beyond fp16: 16 bits would keep neither."""
+    torch.manual_seed(0)
+    norm, exact = (nn.BatchNorm2d(4, momentum=momentum, affine=affine) for _ in range(2))
+    net = nn.Sequential(norm)
+    Precision(mode).convert(net, CPU)
+    for _ in range(50):
+        x = 3 + torch.randn(8, 4, 5, 5) * torch.tensor([0.01, 1.0, 300.0, 1.0])[:, None, None]
+        x = x.to(WEIGHTS_DTYPE[mode])
+        out = net(x)
+        exact(x.float())
+    assert (out.dtype, norm.running_mean.dtype) == (WEIGHTS_DTYPE[mode], FP32)
+    assert torch.allclose(norm.running_mean, exact.running_mean, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(norm.running_var, exact.running_var, rtol=1e-5)
+    assert norm.running_var[2] > 70_000
+    assert norm.num_batches_tracked == 50
+    net.eval()
+    exact.eval()
+    assert torch.allclose(net(x).float(), exact(x.float()), atol=0.03)
+    if affine:
+        net.train()
+        net(x).float().square().sum().backward()
+        assert {parameter.grad.dtype for parameter in norm.parameters()} == {WEIGHTS_DTYPE[mode]}
+        assert [name for name, _ in norm.named_parameters()] == ["weight", "bias"]
+        assert isinstance(norm.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_islands_of_fp32_as_apex_keeps_batch_norm(mode: str) -> None:
+    trainer = conv_trainer(mode, ["1"])
+    norm, dtype = trainer.model[1], WEIGHTS_DTYPE[mode]
+    seen: dict[str, torch.dtype] = {}
+    norm.register_forward_hook(lambda module, inputs, output: seen.update(into=inputs[0].dtype, out=output.dtype))
+    record = fitted(trainer, 1).records[0]
+    assert trainer.fp32_modules == ["1"]
+    assert seen == {"into": dtype, "out": dtype}
+    assert {norm.weight.dtype, norm.running_mean.dtype} == {FP32}
+    assert trainer.model[0].weight.dtype == dtype
+    assert record.grad_norm.isfinite()
+    changed = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert id(norm.weight) in changed  # it is its own master
+    assert formats(trainer.model, trainer.optimizer)["weights_dtype"].endswith(", float32")
+
+
+def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.between = FP16
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.first(x)
+            self.between = hidden.dtype
+            return self.second(hidden), hidden.sum() * 1e6
+
+    net = nn.ModuleDict({"inner": Inner(), "other": nn.Linear(8, 8)})
+    Precision("fp16_pure", ["inner"]).convert(net, CPU)
+    out, loss = net["inner"](torch.ones(2, 8, dtype=FP16))
+    assert (out.dtype, loss.dtype, net["inner"].between) == (FP16, FP32, FP32)
+
+
+def test_a_weight_shared_with_an_island_is_refused() -> None:
+    net = nn.ModuleDict({"table": nn.Embedding(4, 8), "head": nn.Linear(8, 4, bias=False)})
+    net["head"].weight = net["table"].weight
+    with pytest.raises(UserError, match=r"head shares a weight with table.weight.*name table too"):
+        Precision("bf16_master", ["head"]).convert(net, CPU)
+    net["other"] = nn.Linear(8, 8)
+    Precision("bf16_master", ["head", "table"]).convert(net, CPU)
+    assert net["head"].weight is net["table"].weight
+    assert net["head"].weight.dtype == FP32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_islands_that_leave_nothing_in_16_bits_are_refused(mode: str) -> None:
+    with pytest.raises(UserError, match=rf"fp32_modules leaves nothing in 16 bits for precision={mode}; use .*fp32"):
+        conv_trainer(mode, ["*"])
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    Precision(mode).convert(frozen, CPU)
+    if masters := masters_of(mode, frozen, seed=0):
+        masters.write_back(0)  # there are none
+
+
+def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
+    @dataclass
+    class Output:
+        hidden: Tensor
+        others: tuple[Tensor, ...]
+        count: int = 3
+
+    class Island(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Any, ...]:
+            ordered = OrderedDict(a=x)
+            default = defaultdict(list, b=[x])
+            return Output(x, (x, x)), ordered, default, {"c": x}
+
+    net = nn.ModuleDict({"island": Island(), "linear": nn.Linear(2, 2)})
+    Precision("bf16_pure", ["island"]).convert(net, CPU)
+    output, ordered, default, plain = net["island"](torch.ones(2, dtype=BF16))
+    assert (type(output), output.hidden.dtype, output.others[1].dtype, output.count) == (Output, BF16, BF16, 3)
+    assert (type(ordered), ordered["a"].dtype) == (OrderedDict, BF16)
+    assert (type(default), default["b"][0].dtype, default["new"]) == (defaultdict, BF16, [])
+    assert (type(plain), plain["c"].dtype) == (dict, BF16)
+
+
+def test_an_infinity_skips_the_step_and_leaves_masters_weights_and_state_alone() -> None:
+    trainer = conv_trainer("fp16_master")
+    fitted(trainer, 2)
+    assert trainer.masters is not None
+    state = lambda: copied(  # noqa: E731
+        [
+            dict(trainer.masters.named_parameters()),
+            dict(trainer.model.named_parameters()),
+            trainer.optimizer.state_dict(),
+        ]  # type: ignore[union-attr]
+    )
+    before, scale = state(), trainer.loss_scale.scale.item()
+    trainer.model[0].weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2]), float("inf")))
+    record = fitted(trainer, 3).records[0]
+    assert record.skipped
+    assert same_bits(state(), before)
+    assert trainer.loss_scale.scale.item() == scale / 2
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert all(parameter.grad is None for parameter in trainer.masters.parameters())
+
+
+def test_a_skipped_step_does_not_round_the_weights_again() -> None:
+    net = nn.Linear(64, 64)
+    Precision("bf16_sr").convert(net, CPU)
+    masters = StochasticWeights(net, seed=0)
+    update = Update(Optimizer("SGD").build(masters, CPU), masters.parameters(), StaticLossScale(CPU), Clip(), masters)
+    before = copied(net.state_dict())
+    update.backward(net(torch.ones(1, 64, dtype=BF16)).float().sum() * float("inf"))
+    assert update.step().skipped
+    assert same_bits(dict(net.state_dict()), dict(before))
+
+
+def test_gradients_are_unscaled_and_measured_in_fp32() -> None:
+    """What is 2^-30 after unscaling is nothing in fp16, and a norm above 65504 is infinite there."""
+    net = nn.Linear(4, 4, bias=False)
+    Precision("fp16_master").convert(net, CPU)
+    masters = MasterWeights(net)
+    seen: list[Tensor] = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            seen.append(self.param_groups[0]["params"][0].grad.clone())
+
+    update = Update(
+        Spy(masters.parameters(), lr=1.0), masters.parameters(), StaticLossScale(CPU, 2.0**20), Clip(), masters
+    )
+    net.weight.grad = torch.full((4, 4), 2.0**-10, dtype=FP16)
+    assert update.step().grad_norm.item() == 4 * 2.0**-30
+    assert torch.equal(seen[0], torch.full((4, 4), 2.0**-30))
+
+
+def pure_update(optimizer: Optimizer, scale: float, clip: Clip | None = None) -> tuple[nn.Parameter, Update]:
+    """A fp16 weight of zeros, and the update of it."""
+    net = nn.Linear(4, 4, bias=False).half()
+    nn.init.zeros_(net.weight)
+    built = optimizer.build(net, CPU)
+    return net.weight, Update(built, net.parameters(), StaticLossScale(CPU, scale), clip or Clip())
+
+
+def needs_fused(name: str) -> None:
+    if not _fused_is_sound(getattr(torch.optim, name), FP16):
+        pytest.skip(f"the fused form of {name} is not used: in this torch it updates 16-bit weights wrongly on a CPU")
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_pure_fp16_loses_no_gradient_that_its_loss_scale_lifted(name: str) -> None:
+    """True gradients of 2^-30 are 0 in fp16: the optimizer divides by the scale, in fp32."""
+    options = {"AdamW": {"eps": 2.0**-30}, "Adagrad": {"eps": 2.0**-30}, "SGD": {}}[name]
+    lr = 2.0**20 if name == "SGD" else 2.0**-10
+    needs_fused(name)
+    weight, update = pure_update(Optimizer(name, lr=lr, options=options), 2.0**20)
+    weight.grad = torch.full((4, 4), 2.0**-10, dtype=FP16)
+    result = update.step()
+    assert (result.grad_norm.item(), result.skipped.item()) == (4 * 2.0**-30, False)
+    # SGD: lr × gradient. The others divide it by its size plus eps, which is as large.
+    assert torch.equal(weight, torch.full((4, 4), -(2.0**-10 if name == "SGD" else 2.0**-11), dtype=FP16))
+
+
+def test_an_optimizer_that_is_not_fused_gets_true_gradients_rounded_to_16_bits() -> None:
+    """They are what it computes with; nothing is lost before. The inverse of 2^26 alone would be 0 in fp16."""
+    weight, update = pure_update(Optimizer("SGD", lr=1.0, fused=False), 2.0**26)
+    weight.grad = torch.full((4, 4), 1024.0, dtype=FP16)
+    assert update.step().grad_norm.item() == 4 * 2.0**-16
+    assert torch.equal(weight, torch.full((4, 4), -(2.0**-16), dtype=FP16))
+
+
+@dataclass
+class Seen(Clip):
+    """Changes nothing and keeps the gradients that it is given."""
+
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        self.gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "bf16_sr", "fp16_master"])
+def test_microbatches_add_up_in_fp32(mode: str) -> None:
+    """64 of them, against the fp64 sum of the same 16-bit gradients; a sum in bf16 is off by a percent."""
+    seen = Seen()
+    trainer = conv_trainer(mode, batch_size=64, micro_batch_size=1, clip=seen, scaler=Scaler(force=True))
+    exact = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in trainer.model.parameters()]
+    short = [torch.zeros_like(parameter) for parameter in trainer.model.parameters()]
+    for parameter, total, in_16_bits in zip(trainer.model.parameters(), exact, short, strict=True):
+
+        def add(gradient: Tensor, total: Tensor = total, in_16_bits: Tensor = in_16_bits) -> None:
+            total.add_(gradient)
+            in_16_bits.add_(gradient)
+
+        parameter.register_hook(add)
+    record = fitted(trainer, 1).records[0]
+    assert trainer.plan.batching.accumulation == 64
+    assert all(map(same_bits, (g.dtype for g in seen.gradients), (FP32 for _ in exact)))
+
+    def error(gradients: list[Tensor]) -> float:
+        difference = torch.cat([(one - other).flatten() for one, other in zip(gradients, exact, strict=True)])
+        return float(difference.norm() / torch.cat([total.flatten() for total in exact]).norm())
+
+    assert error(seen.gradients) < 1e-6
+    assert error(short) > (5e-3 if mode.startswith("bf16") else 5e-4)
+    assert record.grad_norm.item() == pytest.approx(torch.cat([t.flatten() for t in exact]).norm().item(), rel=1e-6)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("fused", ["auto", False])
+@pytest.mark.parametrize(("clip", "clipped"), [(ClipNorm(2.0**-20), 2.0**-22), (ClipValue(2.0**-21), 2.0**-21)])
+def test_pure_fp16_gradients_are_clipped_by_their_true_size(clip: Clip, clipped: float, fused: bool | str) -> None:
+    if fused:
+        needs_fused("SGD")
+    weight, update = pure_update(Optimizer("SGD", lr=2.0**10, fused=fused), 2.0**20, clip)
+    weight.grad = torch.full((4, 4), 4.0, dtype=FP16)  # 2^-18 each, 2^-16 together
+    assert update.step().grad_norm.item() == 2.0**-16
+    assert weight.detach().float().mean().item() == pytest.approx(
+        -clipped * 2.0**10, rel=0.07
+    )  # torch adds 1e-6 to the norm
+
+
+def test_the_norm_of_pure_fp16_gradients_may_be_beyond_fp16() -> None:
+    needs_fused("SGD")
+    weight, update = pure_update(Optimizer("SGD", lr=1e-6), 2.0**-2, ClipValue(1e9))
+    weight.grad = torch.full((4, 4), 16000.0, dtype=FP16)
+    result = update.step()
+    assert (result.grad_norm.item(), result.skipped.item()) == (256000.0, False)
+    assert torch.equal(weight, torch.full((4, 4), -0.064, dtype=FP16))  # 64000 × lr: the limit cut nothing
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) -> None:
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    make: Callable[[], Trainer] = lambda: conv_trainer(  # noqa: E731
+        mode,
+        ["1"] if optimizer == "SGD" else [],
+        optimizer=Optimizer(optimizer, lr=0.01, options=options),
+        clip=ClipNorm(),
+    )
+    state = lambda trainer: (dict(trainer.model.state_dict()), trainer.optimizer.state_dict()["state"], list(  # noqa: E731
+        trainer.masters.held() if trainer.masters else ()))  # fmt: skip
+    first = make()
+    fitted(first, 3)
+    scale = first.loss_scale.state_dict()
+    contents = Contents.of(3, first.model, first.optimizer, {}, random_state(CPU), World(), first.masters)
+    checkpoint.write(tmp_path, contents, None, World())
+    fitted(first)
+
+    second = make()
+    saved = load(tmp_path)
+    saved.restore(second.model, second.optimizer, second.masters)
+    second.loss_scale.load_state_dict(scale)
+    second.step = saved.step
+    fitted(second)
+    assert second.step == 5
+    assert same_bits(state(second), state(first))
+    assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
+
+
+def test_a_checkpoint_whose_running_statistics_are_16_bit_is_taken_up(tmp_path: Path) -> None:
+    """As they were before they stayed in fp32; a weight of another format is refused as ever."""
+    trainer = conv_trainer("bf16_master")
+    norm = trainer.model[1]
+    fitted(trainer, 2)
+    exact = norm.running_mean.clone()
+    norm.running_mean, norm.running_var = norm.running_mean.bfloat16(), norm.running_var.bfloat16()
+    contents = Contents.of(2, trainer.model, trainer.optimizer, {}, random_state(CPU), World(), trainer.masters)
+    checkpoint.write(tmp_path, contents, None, World())
+    resumed = conv_trainer("bf16_master")
+    load(tmp_path).restore(resumed.model, resumed.optimizer, resumed.masters)
+    assert same_bits(resumed.model[1].running_mean, exact.bfloat16().float())
+    fitted(resumed, 1)
+    with pytest.raises(UserError, match=r"0.weight is torch.bfloat16 there and torch.float32 here"):
+        load(tmp_path).restore(conv_trainer("fp32").model, None)
+
+
+def ledger_of(mode: str, microbatches: int) -> tuple[Ledger, int]:
+    config = compose("recipe=bignet", "recipe.layers=12", "recipe.width=96", "data.samples=64", "device=cpu", "steps=3")
+    config.batch_size, config.micro_batch_size = 4, 4 // microbatches
+    config.optimizer = Optimizer("AdamW")
+    config.precision = Precision(mode)
+    trainer = start(config)
+    first, second = [step for step, _ in zip(trainer.batches(), range(2), strict=False)]
+    trainer.train_step(first)
+    with MemoryLedger(trainer.model, trainer.optimizer) as ledger:
+        trainer.train_step(second)
+    return ledger.report(), sum(parameter.numel() for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "optimizer", "peak"),
+    [("bf16_pure", 2, 4, 8), ("bf16_master", 2, 12, 18), ("bf16_sr", 2, 8, 18), ("bf16", 4, 8, 16)],
+)
+def test_bytes_of_each_parameter_with_adam(mode: str, weights: int, optimizer: int, peak: int) -> None:
+    """Weights + gradients + optimizer: 2 + 2 + 4 pure; 2 + 4 + 12 with masters, also with two microbatches."""
+    ledger, count = ledger_of(mode, 1 if mode == "bf16" else 2)
+    assert ledger.highest["weights"] == weights * count
+    assert ledger.highest["optimizer"] == pytest.approx(optimizer * count, rel=1e-3)
+    assert ledger.highest["gradients"] == (2 if mode == "bf16_pure" else 4) * count
+    assert (ledger.highest["autocast_copies"] > 0) == (mode == "bf16")
+    assert ledger.peak_bytes == pytest.approx(peak * count, rel=0.1)
+
+
+def test_stochastic_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for value, low, high in ((1 + 0.3 * 2**-7, 1.0, 1 + 2**-7), (-(1 + 0.3 * 2**-7), -(1 + 2**-7), -1.0)):
+        rounded = stochastic_round(torch.full((100, 1000), value), generator).double()
+        assert rounded.unique().tolist() == [low, high]
+        assert abs(rounded.mean().item() - value) < 6 * 2**-7 * 0.5 / 100_000**0.5
+    exact = torch.tensor([0.0, -0.0, 1.5, -3.0, 2.0**-130, float("inf"), -float("inf")])
+    for _ in range(20):
+        assert same_bits(stochastic_round(exact, generator), exact.bfloat16())
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(
+        FP32
+    )  # a carry would make numbers of them
+    assert stochastic_round(nans, generator).isnan().all()
+    assert stochastic_round(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), generator).shape == (
+        2,
+        3,
+        4,
+        5,
+    )
+
+
+def test_rounding_depends_on_seed_and_step() -> None:
+    def weights(seed: int, step: int) -> Tensor:
+        net = nn.Linear(32, 32, bias=False)
+        nn.init.ones_(net.weight)
+        Precision("bf16_sr").convert(net, CPU)
+        masters = StochasticWeights(net, seed)
+        update = Update(
+            torch.optim.SGD(masters.parameters(), lr=1e-3), masters.parameters(), LossScale(CPU), Clip(), masters
+        )
+        net.weight.grad = torch.ones_like(net.weight)
+        update.step(step)
+        return net.weight.detach()
+
+    assert torch.equal(weights(0, 5), weights(0, 5))
+    assert not torch.equal(weights(0, 5), weights(0, 6))
+    assert not torch.equal(weights(0, 5), weights(1, 5))
+
+
+def test_the_trainer_rounds_every_step_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = conv_trainer("bf16_sr")
+    rounded: list[int] = []
+    monkeypatch.setattr(StochasticWeights, "write_back", lambda masters, step: rounded.append(step))
+    trainer.step = 2
+    fitted(trainer)
+    assert rounded == [2, 3, 4]
+
+
+def test_contradictions_are_refused() -> None:
+    for mode in ("fp16_pure", "fp16_master"):
+        with pytest.raises(UserError, match=rf"scaler=none with precision={mode} loses.*scaler.force=true"):
+            Scaler().check(mode)
+        Scaler(force=True).check(mode)
+        assert isinstance(AutoScaler().build(mode, CPU), DynamicLossScale)
+    with pytest.raises(UserError, match=r"scaler=dynamic with precision=bf16_sr"):
+        compose("precision=bf16_sr", "scaler=dynamic")
+    with pytest.raises(UserError, match=r"precision=bf16_sr.*parallel=fsdp.*use precision=bf16_master"):
+        FSDP().check(Precision("bf16_sr"))
+    with pytest.raises(UserError, match=r"param_dtype has no effect with precision=bf16_pure"):
+        FSDP(param_dtype="bf16").check(Precision("bf16_pure"))
+    with pytest.raises(UserError, match=r"fp32_modules with precision=fp16_master: parallel=fsdp"):
+        FSDP().check(Precision("fp16_master", ["bn"]))
+    for mode in MODES:
+        DDP().check(Precision(mode, ["bn"]))
+
+
+def test_support_is_that_of_the_format() -> None:
+    amx = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
+    assert amx.support("bf16_master") == "native"
+    assert Precision("bf16_sr").warning(amx) is None
+    assert "has no fp16 instructions" in str(Precision("fp16_pure").warning(amx))

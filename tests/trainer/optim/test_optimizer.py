@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from tests.helpers import trainer_of
+from trainer.errors import UserError
+from trainer.optim.masters import masters_of
+from trainer.optim.optimizer import Optimizer, decayed
+
+CPU = torch.device("cpu")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4), nn.LayerNorm(4))
+
+
+def names(model: nn.Module, parameters: list[nn.Parameter]) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if any(parameter is other for other in parameters)]
+
+
+def test_matrices_are_decayed_norms_and_biases_are_not() -> None:
+    model = net()
+    optimizer = Optimizer("AdamW", weight_decay=0.1).build(model, CPU)
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert names(model, decayed["params"]) == ["0.weight", "3.weight"]
+    assert names(model, others["params"]) == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "names_left"),
+    [
+        ("convnext_tiny", {"layer_scale"}),
+        ("vit_b_16", {"class_token", "pos_embedding"}),
+        ("swin_t", {"relative_position_bias_table"}),
+        ("swin_v2_t", {"logit_scale"}),
+        ("maxvit_t", {"relative_position_bias_table"}),
+        ("resnet18", set()),
+    ],
+)
+def test_parameters_of_two_dimensions_that_are_no_weights_are_not_decayed(arch: str, names_left: set[str]) -> None:
+    with torch.device("meta"):
+        model = torchvision.models.get_model(arch, weights=None)
+    matrices = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+    weights = decayed(model)
+    assert weights <= matrices
+    assert {name.rpartition(".")[2] for name in matrices - weights} == names_left
+    assert {name.rpartition(".")[2] for name in weights} <= {"weight", "in_proj_weight"}
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "llama", "bert", "t5"])
+def test_language_models_have_the_groups_that_their_checkpoints_have(recipe: str) -> None:
+    model = trainer_of(f"recipe={recipe}", "recipe.size=nano", "data=synthetic", "data.vocab_size=90").model
+    named = dict(model.named_parameters())
+    assert decayed(model) & named.keys() == {name for name, parameter in named.items() if parameter.ndim >= 2}
+
+
+class Unusual(nn.Module):
+    """Parameters of its own, and a norm over two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.ones(3, 3))
+        self.Bias = nn.Parameter(torch.ones(1, 3, 1))
+        self.cls_token = nn.Parameter(torch.ones(1, 1, 3))
+        self.norm = nn.LayerNorm((3, 3))
+        self.gru = nn.GRU(3, 3)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
+def test_a_models_own_parameters_are_judged_by_role_also_through_masters(mode: str) -> None:
+    model = Unusual().to(torch.bfloat16 if mode == "bf16_master" else torch.float32)
+    masters = masters_of(mode, model, 0)
+    optimizer = Optimizer("AdamW", weight_decay=0.1).build(masters or model, CPU)
+    chosen = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    found = [name for name, parameter in (masters or model).named_parameters() if id(parameter) in chosen]
+    assert found == ["mixing", "gru.weight_ih_l0", "gru.weight_hh_l0"]
+
+
+def test_frozen_parameters_are_left_out_and_tied_ones_are_there_once() -> None:
+    model = net()
+    model[3].weight.requires_grad_(False)
+    model.append(nn.Linear(4, 4))
+    model.append(nn.Linear(4, 4))
+    model[5].weight = model[6].weight
+    decayed = Optimizer().build(model, CPU).param_groups[0]["params"]
+    assert names(model, decayed) == ["0.weight", "5.weight"]
+    assert len(decayed) == 2
+
+
+def test_decay_pulls_on_matrices_alone() -> None:
+    model = nn.Linear(3, 3)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = Optimizer("AdamW", lr=0.1, weight_decay=0.5).build(model, CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(model.weight, torch.full((3, 3), 0.95))
+    assert torch.equal(model.bias, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"), [("AdamW", True), ("Adam", True), ("SGD", True), ("RMSprop", None), ("NAdam", None)]
+)
+def test_fused_where_torch_has_it(name: str, fused: bool | None) -> None:
+    optimizer = Optimizer(name).build(net(), CPU)
+    assert type(optimizer).__name__ == name
+    assert optimizer.defaults.get("fused") == fused
+
+
+def test_fused_can_be_turned_off() -> None:
+    assert not Optimizer("AdamW", fused=False).build(net(), CPU).defaults["fused"]
+
+
+def test_options_reach_the_class_and_lists_become_tuples() -> None:
+    defaults = Optimizer("AdamW", lr=0.02, options={"betas": [0.8, 0.9], "eps": 1e-6}).build(net(), CPU).defaults
+    assert (defaults["betas"], defaults["eps"], defaults["lr"]) == ((0.8, 0.9), 1e-6, 0.02)
+
+
+def usable() -> list[str]:
+    left_out = {"LBFGS", "SparseAdam", "Optimizer", "Muon"}  # Muon takes matrices alone, and says so
+    found = [name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and name not in left_out]
+    return [name for name in found if issubclass(getattr(torch.optim, name), torch.optim.Optimizer)]
+
+
+@pytest.mark.parametrize("name", usable())
+def test_every_optimizer_of_torch_takes_a_step(name: str) -> None:
+    model = net()
+    optimizer = Optimizer(name).build(model, CPU)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "AdmW"}, r"optimizer.name=AdmW is not in torch.optim; did you mean 'Adam"),
+        ({"name": "Optimizer"}, r"optimizer.name=Optimizer is not in torch.optim"),
+        ({"name": "lr_scheduler"}, r"optimizer.name=lr_scheduler is not in torch.optim"),
+        ({"name": "LBFGS"}, r"optimizer.name=LBFGS needs a closure"),
+        ({"lr": 0.0}, r"optimizer.lr=0"),
+        ({"lr": float("nan")}, r"optimizer.lr=nan"),
+        ({"lr": float("inf")}, r"optimizer.lr=inf"),
+        ({"weight_decay": -1.0}, r"optimizer.weight_decay=-1"),
+        ({"weight_decay": float("nan")}, r"optimizer.weight_decay=nan"),
+        ({"fused": "yes"}, r"optimizer.fused=yes must be true, false or auto"),
+        ({"name": "RMSprop", "fused": True}, r"optimizer.fused=true: torch.optim.RMSprop has no fused form"),
+        ({"options": {"beta": [0.9]}}, r"optimizer.options.beta: AdamW has no such argument; did you mean 'betas'"),
+        ({"options": {"lr": 0.1}}, r"optimizer.options.lr"),
+        ({"options": {"weight_decay": 0.1}}, r"optimizer.options.weight_decay"),
+        ({"options": {"fused": True}}, r"optimizer.options.fused"),
+        ({"options": {"params": 0}}, r"optimizer.options.params"),
+    ],
+)
+def test_values_that_cannot_work_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Optimizer(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (Optimizer("AdamW", options={"betas": [1.5, 0.9]}), r"torch.optim.AdamW refuses optimizer.options="),
+        (Optimizer("SGD", options={"nesterov": True}), r"torch.optim.SGD refuses optimizer.options="),
+        (Optimizer("AdamW", fused=True, options={"foreach": True}), r"torch.optim.AdamW refuses optimizer.options="),
+        (Optimizer("Rprop", weight_decay=0.1), r"optimizer.weight_decay: torch.optim.Rprop has none; set it to 0"),
+        (Optimizer("Muon"), r"torch.optim.Muon refuses"),
+    ],
+)
+def test_what_the_class_refuses_is_told(optimizer: Optimizer, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        optimizer.build(net(), CPU)
+
+
+def test_fused_sgd_starts_with_a_momentum_that_a_skipped_first_step_leaves_at_zero() -> None:
+    """Torch's own first fused step allocates the buffers and, given found_inf, never writes them."""
+    model = nn.Linear(4, 4)
+    optimizer = Optimizer("SGD", lr=0.1, options={"momentum": 0.9}).build(model, CPU)
+    plain = torch.optim.SGD(reference := [nn.Parameter(p.detach().clone()) for p in model.parameters()], 0.1, 0.9)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())  # type: ignore[attr-defined]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), reference))
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    for _ in range(3):
+        for parameter in (*model.parameters(), *reference):
+            parameter.grad = torch.full_like(parameter, 0.3)
+        optimizer.step()
+        plain.step()
+    for parameter, expected in zip(model.parameters(), reference, strict=True):
+        assert torch.allclose(parameter, expected)
+        assert torch.allclose(optimizer.state[parameter]["momentum_buffer"], plain.state[expected]["momentum_buffer"])
+
+
+def test_sgd_with_dampening_is_not_fused() -> None:
+    """Its first momentum is the whole gradient, which a buffer that starts at zero would dampen."""
+    assert not Optimizer("SGD", options={"momentum": 0.9, "dampening": 0.1}).build(net(), CPU).defaults["fused"]
+    with pytest.raises(UserError, match=r"optimizer.fused=true.*dampening"):
+        Optimizer("SGD", fused=True, options={"momentum": 0.9, "dampening": 0.1}).build(net(), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {"eps": 1e-4}), ("Adam", {}), ("AdamW", {})],
+)
+def test_16_bit_weights_take_the_steps_of_fp32_ones(name: str, options: dict[str, float], dtype: torch.dtype) -> None:
+    """Whatever form of the optimizer is chosen here: torch 2.11's fused SGD leaves 96 of these 100 alone."""
+    weights = []
+    for kind in (torch.float32, dtype):
+        model = nn.Linear(100, 1, bias=False).to(kind)
+        nn.init.ones_(model.weight)
+        optimizer = Optimizer(name, lr=0.125, options=options).build(model, CPU)
+        for _ in range(3):
+            model.weight.grad = torch.full_like(model.weight, 0.5)
+            optimizer.step()
+        weights.append(model.weight.detach().float())
+    assert torch.allclose(*weights, rtol=0.03)
+    assert (weights[1] < 0.9).all()
+
+
+def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.optim.optimizer._fused_is_sound", lambda cls, dtype: cls is not torch.optim.SGD)
+    half = nn.Linear(4, 4).to(torch.bfloat16)
+    assert not Optimizer("SGD").build(half, CPU).defaults["fused"]
+    assert Optimizer("SGD").build(nn.Linear(4, 4), CPU).defaults["fused"]
+    assert Optimizer("AdamW").build(half, CPU).defaults["fused"]
+    with pytest.raises(UserError, match=r"optimizer\.fused=true: SGD's .* use optimizer\.fused=auto"):
+        Optimizer("SGD", fused=True).build(half, CPU)
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer("AdamW", fused=False), Optimizer("NAdam"), Optimizer("RMSprop")])
+def test_an_eps_that_is_zero_in_fp16_is_refused_where_the_optimizer_computes_in_fp16(optimizer: Optimizer) -> None:
+    half = nn.Linear(4, 4).to(torch.float16)
+    with pytest.raises(
+        UserError, match=r"optimizer\.options\.eps=1e-08 is 0 in fp16.* set optimizer\.options\.eps=1e-4"
+    ):
+        optimizer.build(half, CPU)
+    optimizer.options["eps"] = 1e-4
+    built = optimizer.build(half, CPU)
+    for parameter in half.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    assert all(bool(parameter.isfinite().all()) for parameter in half.parameters())
+    del optimizer.options["eps"]
+    optimizer.build(nn.Linear(4, 4).to(torch.bfloat16), CPU)  # 1e-8 is a number in bf16
+    Optimizer("AdamW").build(half, CPU)  # fused: computes in fp32

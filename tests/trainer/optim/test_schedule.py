@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.optim.schedule import Cosine, Schedule, WarmupStableDecay
+
+
+@pytest.mark.parametrize("schedule", [Schedule(10), Cosine(10), WarmupStableDecay(10)])
+def test_warmup_is_linear_and_ends_at_the_peak(schedule: Schedule) -> None:
+    assert [schedule.factor(step, 100) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert schedule.factor(9, 100) == 1.0
+    assert schedule.factor(10, 100) == 1.0
+
+
+@pytest.mark.parametrize("schedule", [Schedule(0), Cosine(0), WarmupStableDecay(0)])
+def test_without_warmup_the_first_step_is_at_the_peak(schedule: Schedule) -> None:
+    assert schedule.factor(0, 50) == 1.0
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (19, 0), (20, 1), (300, 15), (40_000, 2000), (10**6, 2000)])
+def test_auto_warmup_is_a_twentieth_and_at_most_2000(steps: int, warmup: int) -> None:
+    assert Schedule().warmup(steps) == warmup
+
+
+def test_constant_stays() -> None:
+    assert {Schedule(0).factor(step, 30) for step in range(30)} == {1.0}
+
+
+def test_cosine_falls_to_its_final_share() -> None:
+    schedule = Cosine(warmup_steps=20, final=0.1)
+    values = [schedule.factor(step, 120) for step in range(20, 121)]
+    assert values[0] == 1.0
+    assert values[50] == pytest.approx(0.55)  # half way: the mean of both ends
+    assert values[100] == pytest.approx(0.1)
+    assert values[99] == pytest.approx(0.1, abs=3e-4)  # the last step of the run
+    assert values == sorted(values, reverse=True)
+    assert values[25] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_cosine_does_not_rise_again_beyond_the_end() -> None:
+    assert Cosine(0, final=0.2).factor(150, 100) == pytest.approx(0.2)
+
+
+def test_wsd_is_flat_then_falls_linearly_over_its_share() -> None:
+    schedule = WarmupStableDecay(warmup_steps=0, decay=0.2, final=0.0)
+    values = [schedule.factor(step, 100) for step in range(101)]
+    assert set(values[:81]) == {1.0}
+    assert values[90] == pytest.approx(0.5)
+    assert values[99] == pytest.approx(0.05)
+    assert values[100] == pytest.approx(0.0)
+    half = WarmupStableDecay(warmup_steps=10, decay=0.5, final=0.4)
+    assert half.factor(59, 110) == 1.0  # 100 steps follow the warm-up; the last 50 decay
+    assert half.factor(85, 110) == pytest.approx(0.7)
+
+
+def test_wsd_can_decay_all_the_way_or_not_at_all() -> None:
+    assert {WarmupStableDecay(0, decay=0.0).factor(step, 40) for step in range(40)} == {1.0}
+    assert WarmupStableDecay(0, decay=1.0).factor(20, 40) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(30), Cosine(30), WarmupStableDecay(30)])
+def test_a_run_shorter_than_the_warmup_only_warms_up(schedule: Schedule) -> None:
+    assert [schedule.factor(step, 3) for step in range(3)] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), Cosine(), WarmupStableDecay()])
+@pytest.mark.parametrize("steps", [1, 2, 3, 25, 1000])
+def test_factors_lie_between_zero_and_one(schedule: Schedule, steps: int) -> None:
+    assert all(0 <= schedule.factor(step, steps) <= 1 for step in range(steps))
+    assert schedule.factor(0, steps) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: Schedule(-1), "warmup_steps"),
+        (lambda: Schedule("soon"), "warmup_steps"),
+        (lambda: Cosine(final=1.5), "final"),
+        (lambda: WarmupStableDecay(decay=-0.1), "decay"),
+        (lambda: WarmupStableDecay(final=2.0), "final"),
+        (lambda: Cosine(final=float("nan")), "final"),
+    ],
+)
+def test_values_that_cannot_work_are_named(make: object, key: str) -> None:
+    with pytest.raises(UserError, match=f"schedule.{key}="):
+        make()  # type: ignore[operator]

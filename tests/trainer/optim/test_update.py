@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.optim.optimizer import _fused_is_sound
+from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
+from trainer.precision.scaler import LossScale, StaticLossScale
+
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def loss_of(net: nn.Module) -> Tensor:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    return (net(x) * 5).square().mean()
+
+
+def gradients_after(clip: Clip, loss_scale: LossScale) -> tuple[list[Tensor], Tensor]:
+    """What the optimizer is given, and the norm the update reports."""
+    net = model()
+    seen: list[Tensor] = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            seen.extend(parameter.grad.clone() for group in self.param_groups for parameter in group["params"])
+
+    update = Update(Spy(net.parameters(), lr=0.1), net.parameters(), loss_scale, clip)
+    update.backward(loss_of(net))
+    norm = update.step().grad_norm
+    return seen, norm
+
+
+def plain_gradients() -> list[nn.Parameter]:
+    net = model()
+    loss_of(net).backward()
+    return list(net.parameters())
+
+
+@pytest.mark.parametrize("loss_scale", [LossScale(CPU), StaticLossScale(CPU, 2.0**16)], ids=["none", "2^16"])
+@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e6])
+def test_clip_norm_is_torchs_on_the_unscaled_gradients(max_norm: float, loss_scale: LossScale) -> None:
+    parameters = plain_gradients()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    seen, reported = gradients_after(ClipNorm(max_norm), loss_scale)
+    assert torch.equal(reported, norm)
+    assert reported.dtype == torch.float32
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+    if max_norm < 1:
+        assert torch.nn.utils.get_total_norm(seen).item() == pytest.approx(max_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("loss_scale", [LossScale(CPU), StaticLossScale(CPU, 2.0**16)], ids=["none", "2^16"])
+@pytest.mark.parametrize("max_value", [1e-3, 0.1, 1e6])
+def test_clip_value_is_torchs_on_the_unscaled_gradients(max_value: float, loss_scale: LossScale) -> None:
+    parameters = plain_gradients()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    torch.nn.utils.clip_grad_value_(parameters, max_value)
+    seen, reported = gradients_after(ClipValue(max_value), loss_scale)
+    assert torch.equal(reported, norm)  # measured before the cut
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+    assert (max(gradient.abs().max() for gradient in seen) == torch.tensor(max_value)) == (max_value < 1)
+
+
+def test_no_clip_measures_and_changes_nothing() -> None:
+    parameters = plain_gradients()
+    seen, reported = gradients_after(Clip(), LossScale(CPU))
+    assert torch.equal(reported, torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(parameters, seen, strict=True))
+
+
+def test_the_norm_is_that_of_all_gradients_as_one_vector() -> None:
+    _, reported = gradients_after(Clip(), LossScale(CPU))
+    flat = torch.cat([parameter.grad.flatten() for parameter in plain_gradients()])
+    assert reported.item() == pytest.approx(flat.double().norm().item(), rel=1e-6)
+
+
+def test_gradients_are_cleared_to_none_after_a_step_and_after_a_skip() -> None:
+    net = model()
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), StaticLossScale(CPU), Clip())
+    update.backward(loss_of(net))
+    assert not update.step().skipped
+    assert all(parameter.grad is None for parameter in net.parameters())
+    update.backward(loss_of(net) * float("inf"))
+    assert update.step().skipped
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_one_infinite_element_is_enough() -> None:
+    net = model()
+    net[0].bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([4]), float("inf")))
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), LossScale(CPU), ClipNorm())
+    before = [parameter.clone() for parameter in net.parameters()]
+    update.backward(loss_of(net))
+    result = update.step()
+    assert result.skipped
+    assert result.grad_norm.item() == float("inf")
+    assert all(map(torch.equal, net.parameters(), before))
+
+
+def given(gradient: Tensor, clip: Clip, on_device: bool) -> tuple[nn.Parameter, Update]:
+    """A weight of zeros with a gradient, and its update, which may not read anything back if it is as on a GPU."""
+    weight = nn.Parameter(torch.zeros_like(gradient))
+    weight.grad = gradient
+    update = Update(torch.optim.SGD([weight], lr=1.0, fused=True), [weight], LossScale(CPU), clip)
+    if on_device:  # fused optimizers take the flag on a CPU, too
+
+        def never(flag: Tensor) -> bool:
+            raise AssertionError("the host waited")
+
+        update._takes_flag, update._true = True, never  # type: ignore[method-assign]
+    return weight, update
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e19, 3e38])
+def test_finite_gradients_whose_squares_are_not_are_no_overflow(
+    value: float, dtype: torch.dtype, on_device: bool
+) -> None:
+    """At 3e38 even the norm is beyond fp32, which then gives its largest number."""
+    weight, update = given(torch.full((10, 10), value).to(dtype), ClipNorm(1.0), on_device)
+    expected = min(10 * weight.grad[0, 0].item(), torch.finfo(torch.float32).max)  # type: ignore[index]
+    result = update.step()
+    assert not result.skipped
+    assert result.grad_norm.dtype == torch.float32
+    assert result.grad_norm.item() == pytest.approx(expected, rel=1e-6)
+    if value < 1e20 and _fused_is_sound(torch.optim.SGD, dtype):  # not in torch 2.11 on a CPU
+        assert torch.allclose(weight, torch.tensor(-0.1, dtype=dtype))
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("others", [1.0, 1e19])
+def test_what_is_not_finite_is_found_among_any_numbers(
+    others: float, value: float, dtype: torch.dtype, on_device: bool
+) -> None:
+    gradient = torch.full((10, 10), others).to(dtype)
+    gradient[3, 4] = value
+    weight, update = given(gradient, ClipNorm(1.0), on_device)
+    result = update.step()
+    assert result.skipped
+    assert not result.grad_norm.isfinite()
+    assert not weight.any()
+
+
+def test_the_ordinary_norm_is_torchs_to_the_last_bit_where_the_host_does_not_look() -> None:
+    gradient = torch.randn(40, 40, generator=torch.Generator().manual_seed(0)) * 1e-3
+    _, update = given(gradient.clone(), Clip(), on_device=True)
+    assert torch.equal(update.step().grad_norm, torch.nn.utils.get_total_norm([gradient]))
+
+
+def test_microbatches_add_up() -> None:
+    net = model()
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), StaticLossScale(CPU, 1024.0), Clip())
+    for _ in range(4):
+        update.backward(loss_of(net) / 4)
+    reported = update.step().grad_norm
+    _, whole = gradients_after(Clip(), LossScale(CPU))
+    assert reported.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_frozen_and_unused_parameters_are_left_alone() -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)
+    unused = nn.Parameter(torch.ones(3))
+    parameters = [*net.parameters(), unused]
+    update = Update(
+        torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1), parameters, LossScale(CPU), Clip()
+    )
+    frozen = net[0].weight.clone()
+    update.backward(loss_of(net))
+    assert not update.step().skipped
+    assert torch.equal(net[0].weight, frozen)
+    assert torch.equal(unused, torch.ones(3))
+
+
+def test_results_do_not_change_with_later_steps() -> None:
+    """They wait on the device until the log step reads them."""
+    net = model()
+    update = Update(torch.optim.SGD(net.parameters(), lr=0.1), net.parameters(), LossScale(CPU), Clip())
+    update.backward(loss_of(net))
+    good = update.step()
+    update.backward(loss_of(net) * float("nan"))
+    bad = update.step()
+    assert (bool(good.skipped), bool(bad.skipped)) == (False, True)
+    assert torch.isfinite(good.grad_norm)
+
+
+def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:
+    weights = []
+    for set_to_none in (True, False):
+        torch.manual_seed(0)
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        update = Update(optimizer, net.parameters(), LossScale(CPU), Clip(), set_to_none=set_to_none)
+        places = []
+        for _ in range(2):
+            update.backward(loss_of(net))
+            assert net[0].weight.grad is not None
+            places.append(net[0].weight.grad)
+            update.step()
+        assert (net[0].weight.grad is None) == set_to_none
+        if not set_to_none:
+            assert places[0] is places[1] is net[0].weight.grad
+            assert not net[0].weight.grad.any()
+        weights.append(net[0].weight)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_values_that_cannot_work_are_named(value: float) -> None:
+    with pytest.raises(UserError, match=r"clip.max_norm="):
+        ClipNorm(value)
+    with pytest.raises(UserError, match=r"clip.max_value="):
+        ClipValue(value)

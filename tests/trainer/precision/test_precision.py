@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.hardware import Hardware, product_slowdown
+from trainer.precision.modes import Precision
+
+CPU = torch.device("cpu")
+PLAIN_CPU = Hardware(CPU, "plain CPU", 2**34, 2)
+AMX = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
+H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
+T4 = Hardware(torch.device("cuda", 0), "T4", 2**34, 8, (7, 5))
+
+
+@pytest.fixture(autouse=True)
+def leave_fp32() -> Iterator[None]:
+    yield
+    Precision("fp32").apply()
+
+
+def flags() -> dict[str, str]:
+    """Every backend's fp32 mode, as torch tells it."""
+    backends = torch.backends
+    return {
+        "all": backends.fp32_precision,
+        "cuda.matmul": backends.cuda.matmul.fp32_precision,
+        "cudnn": backends.cudnn.fp32_precision,
+        "cudnn.conv": backends.cudnn.conv.fp32_precision,
+        "cudnn.rnn": backends.cudnn.rnn.fp32_precision,
+        "mkldnn": backends.mkldnn.fp32_precision,
+        "mkldnn.matmul": backends.mkldnn.matmul.fp32_precision,
+        "mkldnn.conv": backends.mkldnn.conv.fp32_precision,
+        "mkldnn.rnn": backends.mkldnn.rnn.fp32_precision,
+    }
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_fp32_products_are_ieee_in_every_backend(mode: str) -> None:
+    """Also under autocast: the fp32 islands and the optimizer are fp32."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    Precision(mode).apply()
+    assert set(flags().values()) == {"ieee"}
+
+
+def test_tf32_is_on_in_every_cuda_backend_and_off_on_the_cpu() -> None:
+    Precision("tf32").apply()
+    now = flags()
+    assert {now[name] for name in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn")} == {"tf32"}
+    assert {now[name] for name in ("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")} == {"ieee"}
+
+
+@pytest.mark.parametrize("before", ["fp32", "tf32", "bf16", "fp16"])
+def test_no_trace_of_the_precision_before(before: str) -> None:
+    """A sweep runs several in one process."""
+    for mode in ("fp32", "tf32", "bf16", "fp16"):
+        Precision(mode).apply()
+        fresh = flags()
+        Precision(before).apply()
+        Precision(mode).apply()
+        assert flags() == fresh
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16"])
+def test_torchs_older_flags_can_still_be_read_and_agree(mode: str) -> None:
+    """torch.compile's kernel templates read them, and torch raises where both kinds of flag disagree."""
+    Precision("tf32" if mode == "fp32" else "fp32").apply()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Precision(mode).apply()
+        assert torch.backends.cuda.matmul.allow_tf32 == (mode == "tf32")
+        assert torch.backends.cudnn.allow_tf32 == (mode == "tf32")
+        assert torch.get_float32_matmul_precision() == ("high" if mode == "tf32" else "highest")
+
+
+def test_fp32_matmul_and_convolution_are_exact_to_fp32() -> None:
+    """An fp32 product differs from fp64's by fp32's rounding, 2^-24; one in bf16 by 2^-8."""
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    Precision("fp32").apply()
+    a, b = torch.randn(96, 96), torch.randn(96, 96)
+    assert (a @ b - a.double() @ b.double()).abs().max() < 1e-4
+    image, kernel = torch.randn(2, 16, 9, 9), torch.randn(16, 16, 3, 3)
+    exact = torch.nn.functional.conv2d(image.double(), kernel.double())
+    assert (torch.nn.functional.conv2d(image, kernel) - exact).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NVIDIA_TF32_OVERRIDE", "1"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "any"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "TF32"),
+    ],
+)
+def test_an_environment_that_lowers_fp32_is_refused(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=f"{variable}={value} lowers fp32.*unset {variable}"):
+        Precision("fp32").check(PLAIN_CPU)
+    Precision("bf16").check(PLAIN_CPU)
+    assert Precision("bf16").manifest(AMX, [])["environment"] == {variable: value}
+
+
+def test_an_environment_that_turns_tf32_off_is_refused_for_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    Precision("fp32").check(H100)
+    with pytest.raises(UserError, match=r"NVIDIA_TF32_OVERRIDE=0 turns TF32 off.*unset NVIDIA_TF32_OVERRIDE"):
+        Precision("tf32").check(H100)
+
+
+def test_a_harmless_environment_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "STRICT")
+    Precision("fp32").check(PLAIN_CPU)
+
+
+def test_what_the_hardware_cannot_is_refused_and_what_it_emulates_is_told() -> None:
+    for hardware in (PLAIN_CPU, T4):
+        with pytest.raises(UserError, match=r"precision=tf32 is not available .*precision=fp32 or precision=bf16"):
+            Precision("tf32").check(hardware)
+    Precision("tf32").check(H100)
+    Precision("bf16").check(T4)
+    assert Precision("bf16").warning(AMX) is None
+    assert "no bf16 instructions" in str(Precision("bf16").warning(T4))
+    assert Precision("fp32").warning(PLAIN_CPU) is None
+
+
+def test_how_much_slower_an_emulated_format_is_is_measured_and_said() -> None:
+    assert "a matrix product takes 92 times as long as in fp32; set precision=fp32" in str(
+        Precision("bf16").warning(PLAIN_CPU, 92.3)
+    )
+    assert "expect no speed" in str(Precision("bf16").warning(PLAIN_CPU, 1.3))
+    emulated = Precision("bf16").manifest(PLAIN_CPU, [])
+    assert emulated["effective"]["matmul_time_over_fp32"] > 0
+    assert Precision("bf16").manifest(AMX, [])["effective"]["matmul_time_over_fp32"] is None
+
+
+def test_the_slowdown_of_a_format_is_the_ratio_of_its_shortest_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = [90, 6, 8, 7, 90, 4, 2, 3]  # of bf16, then of fp32; the first of each also loads the kernel
+    clock = iter([float(second) for seconds in took for second in (0, seconds)])
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    assert product_slowdown(torch.bfloat16, CPU) == 3
+
+
+def test_values_that_cannot_work_are_named() -> None:
+    with pytest.raises(UserError, match=r"precision.mode=bf61"):
+        Precision("bf61")
+    with pytest.raises(UserError, match=r"precision.fp32_modules has no effect with precision=fp32"):
+        Precision("fp32", ["head"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("fp32", "float32"), ("tf32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+)
+def test_the_manifest_says_what_is_effective(mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
+    precision = Precision(mode)
+    precision.apply()
+    manifest = precision.manifest(AMX, ["head"] if mode == "bf16" else [])
+    assert json.loads(json.dumps(manifest)) == manifest
+    assert manifest["requested"] == {"mode": mode, "fp32_modules": []}
+    support = {"fp32": "native", "tf32": "not available", "bf16": "native", "fp16": "emulated"}
+    assert manifest["support"] == support[mode]
+    effective = manifest["effective"]
+    assert effective["matmul_dtype"] == dtype
+    assert effective["fp32_modules"] == (["head"] if mode == "bf16" else [])
+    backend = "tf32" if mode == "tf32" else "ieee"
+    assert effective["fp32_in_cuda_matmul"] == effective["fp32_in_cudnn_conv"] == backend
+    assert effective["fp32_in_mkldnn_matmul"] == effective["fp32_in_mkldnn_conv"] == "ieee"
+    assert manifest["environment"] == {}
+
+
+def test_the_manifest_reads_back_rather_than_repeating_the_request() -> None:
+    precision = Precision("fp32")
+    precision.apply()
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    assert precision.manifest(AMX, [])["effective"]["fp32_in_cudnn_conv"] == "tf32"
+
+
+def test_autocast_is_entered_afresh_so_a_weight_update_is_seen() -> None:
+    """Within one long-lived context the second product would use the copy of the weight made for the first."""
+    precision = Precision("bf16")
+    linear = nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8)
+    with precision.autocast(CPU):
+        first = linear(x)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    with precision.autocast(CPU):
+        second = linear(x)
+    assert torch.equal(second, first * 2)
+    assert precision.autocast(CPU) is not precision.autocast(CPU)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class Probe(nn.Module):
+    """Notes what reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.seen: list[torch.dtype] = []
+        self.autocast = True
+
+    def forward(
+        self, x: Tensor, *others: Tensor, pair: Pair | None = None, table: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        given = [x, *others, *(pair or ()), *(table or {}).values()]
+        self.seen = [tensor.dtype for tensor in given]
+        self.autocast = torch.is_autocast_enabled("cpu")
+        return self.linear(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.head = Probe()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_an_island_gets_fp32_computes_in_fp32_and_has_gradients(mode: str) -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(4, 16)
+    precision = Precision(mode, ["head"])
+    assert precision.keep_fp32(net, CPU) == ["head"]
+    with precision.autocast(CPU):
+        hidden = net.body(x)
+        out = net(x)
+    assert hidden.dtype == torch.bfloat16 if mode == "bf16" else torch.float16
+    assert net.head.seen == [torch.float32]
+    assert net.head.autocast is False
+    assert out.dtype == torch.float32
+    assert torch.equal(out, torch.nn.functional.linear(hidden.float(), net.head.linear.weight, net.head.linear.bias))
+    out.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in net.parameters())
+
+
+def test_an_island_upcasts_whatever_holds_its_tensors() -> None:
+    probe = nn.ModuleDict({"probe": Probe()})
+    precision = Precision("bf16", ["probe"])
+    precision.keep_fp32(probe, CPU)
+    half, whole = torch.ones(2, 16, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)
+    with precision.autocast(CPU):
+        probe["probe"](half, half, pair=Pair(half, whole), table={"key": half})
+    assert probe["probe"].seen == [torch.float32] * 3 + [torch.int64, torch.float32]
+
+
+def test_patterns_match_whole_names_and_last_parts() -> None:
+    def net() -> nn.Module:
+        block = lambda: nn.ModuleDict({"ln_1": nn.LayerNorm(4), "attn": nn.Linear(4, 4)})  # noqa: E731
+        return nn.ModuleDict({"h": nn.ModuleList([block(), block()]), "lm_head": nn.Linear(4, 4)})
+
+    kept = lambda *patterns: Precision("bf16", list(patterns)).keep_fp32(net(), CPU)  # noqa: E731
+    assert kept("ln_1") == ["h.0.ln_1", "h.1.ln_1"]
+    assert kept("*.ln_*") == ["h.0.ln_1", "h.1.ln_1"]
+    assert kept("h.0.*") == ["h.0.attn", "h.0.ln_1"]
+    assert kept("lm_head", "attn") == ["h.0.attn", "h.1.attn", "lm_head"]
+    assert kept() == []
+    with pytest.raises(UserError, match=r"'lmhead' matches no submodule; near it: .*lm_head"):
+        kept("lmhead")
+    with pytest.raises(UserError, match=r"'zzz' matches no submodule; names are such as h"):
+        kept("attn", "zzz")
+
+
+def test_the_test_environment_lowers_nothing() -> None:
+    assert os.environ.get("NVIDIA_TF32_OVERRIDE") != "1"
+
+
+def test_a_container_takes_its_children_along_and_what_is_never_called_is_refused() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](x)  # passes the container by
+
+    net = Net()
+    precision = Precision("bf16", ["blocks"])
+    assert precision.keep_fp32(net, CPU) == ["blocks"]
+    with precision.autocast(CPU):
+        assert net(torch.ones(2, 4)).dtype == torch.float32
+    with pytest.raises(UserError, match="name the whole of it: attention"):
+        Precision("bf16", ["out_proj"]).keep_fp32(Net(), CPU)
+    assert "attention" in Precision("bf16", ["attention"]).keep_fp32(Net(), CPU)

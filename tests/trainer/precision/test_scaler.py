@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.precision.scaler import (
+    AutoScaler,
+    DynamicLossScale,
+    DynamicScaler,
+    LossScale,
+    Scaler,
+    StaticLossScale,
+    StaticScaler,
+)
+
+CPU = torch.device("cpu")
+
+
+def grad_scaler_history(config: DynamicScaler, goods: list[bool]) -> list[float]:
+    """The scale that torch.amp.GradScaler uses at each step of a one-weight model."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=config.init,
+        growth_factor=config.growth,
+        backoff_factor=config.backoff,
+        growth_interval=config.interval,
+    )
+    scales = []
+    for good in goods:
+        scaler.scale(weight.sum())  # makes the scale's tensor
+        scales.append(scaler.get_scale())
+        weight.grad = torch.tensor(0.0 if good else float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    return [*scales, scaler.get_scale()]
+
+
+def own_history(config: DynamicScaler, goods: list[bool]) -> list[float]:
+    scale = DynamicLossScale(CPU, config)
+    scales = []
+    for good in goods:
+        scales.append(scale.scale.item())
+        scale.update(torch.tensor(good))
+    return [*scales, scale.scale.item()]
+
+
+@pytest.mark.parametrize(
+    ("growth", "backoff", "interval"), [(2.0, 0.5, 3), (2.0, 0.5, 1), (1.7, 0.3, 2), (1.1, 0.9, 4), (3.0, 0.1, 5)]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_dynamic_scale_is_grad_scalers_bit_for_bit(growth: float, backoff: float, interval: int, seed: int) -> None:
+    rng = random.Random(seed)
+    goods = [rng.random() < 0.8 for _ in range(150)]
+    config = DynamicScaler(init=1000.0, growth=growth, backoff=backoff, interval=interval, floor_scale=2.0**-120)
+    own = own_history(config, goods)
+    assert own == grad_scaler_history(config, goods)
+    assert len(set(own)) > 5
+
+
+def test_growth_comes_after_interval_good_steps_in_a_row() -> None:
+    config = DynamicScaler(init=8.0, interval=3)
+    good, bad = True, False
+    assert own_history(config, [good, good, good, good]) == [8, 8, 8, 16, 16]
+    assert own_history(config, [good, good, bad, good, good, good]) == [8, 8, 8, 4, 4, 4, 8]
+
+
+def test_growth_never_reaches_infinity() -> None:
+    config = DynamicScaler(init=2.0**125, interval=1)
+    own = own_history(config, [True] * 6)
+    assert own == [2.0**125, 2.0**126, 2.0**127, 2.0**127, 2.0**127, 2.0**127, 2.0**127]
+    assert own == grad_scaler_history(config, [True] * 6)
+
+
+def test_scale_stops_at_the_floor() -> None:
+    assert own_history(DynamicScaler(init=4.0, floor_scale=1.5), [False] * 4) == [4, 2, 1.5, 1.5, 1.5]
+
+
+def test_state_goes_on_where_it_was() -> None:
+    config = DynamicScaler(init=64.0, interval=4)
+    first, second = DynamicLossScale(CPU, config), DynamicLossScale(CPU, config)
+    for good in (True, False, True, True, True):
+        first.update(torch.tensor(good))
+    second.load_state_dict(first.state_dict())
+    assert first.state_dict() == {"scale": 32.0, "good_steps": 3}
+    for scale in (first, second):
+        scale.update(torch.tensor(True))
+        assert scale.state_dict() == {"scale": 64.0, "good_steps": 0}
+
+
+def test_update_leaves_what_the_step_reported_alone() -> None:
+    scale = DynamicLossScale(CPU, DynamicScaler(init=64.0))
+    reported = scale.scale
+    scale.update(torch.tensor(False))
+    assert reported.item() == 64
+    assert scale.scale.item() == 32
+
+
+@pytest.mark.parametrize("factor", [1024.0, 65536.0, 1000.0, 3.0])
+def test_unscale_has_grad_scalers_bits(factor: float) -> None:
+    parameters = [nn.Parameter(torch.randn(50)) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.randn(50)
+    own = [parameter.grad.clone() for parameter in parameters]
+    scaler = torch.amp.GradScaler("cpu", init_scale=factor)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    torch._foreach_mul_(own, StaticLossScale(CPU, factor).inverse())
+    for parameter, gradient in zip(parameters, own, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_no_scaling_multiplies_nothing() -> None:
+    loss = torch.tensor(3.0)
+    scale = LossScale(CPU)
+    assert scale.multiply(loss) is loss
+    assert scale.inverse() is None
+    scale.update(torch.tensor(False))
+    assert scale.state_dict() == {"scale": 1.0}
+    assert not scale.recovers
+
+
+def test_auto_scales_fp16_only() -> None:
+    for mode in ("fp32", "tf32", "bf16"):
+        assert type(AutoScaler().build(mode, CPU)) is LossScale
+    assert type(AutoScaler().build("fp16", CPU)) is DynamicLossScale
+    assert type(StaticScaler(scale=8.0).build("fp16", CPU)) is StaticLossScale
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
+def test_contradictions_are_refused_unless_forced(mode: str) -> None:
+    AutoScaler().check(mode)
+    for scaler in (DynamicScaler, StaticScaler):
+        scaler(force=True).check(mode)
+        if mode == "fp16":
+            scaler().check(mode)
+        else:
+            with pytest.raises(UserError, match=f"scaler={scaler.kind} with precision={mode}.*scaler=auto"):
+                scaler().check(mode)
+    Scaler(force=True).check(mode)
+    if mode == "fp16":
+        with pytest.raises(UserError, match=r"scaler=none with precision=fp16 .*scaler.force=true"):
+            Scaler().check(mode)
+    else:
+        Scaler().check(mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"init": 0.0}, "init"),
+        ({"init": float("inf")}, "init"),
+        ({"init": float("nan")}, "init"),
+        ({"init": 1e39}, "init"),
+        ({"growth": 1.0}, "growth"),
+        ({"growth": float("nan")}, "growth"),
+        ({"growth": float("inf")}, "growth"),
+        ({"backoff": 1.0}, "backoff"),
+        ({"backoff": 0.0}, "backoff"),
+        ({"interval": 0}, "interval"),
+        ({"floor_scale": 0.0}, "floor_scale"),
+        ({"floor_scale": 1e6}, "floor_scale"),
+        ({"max_consecutive_skips": 0}, "max_consecutive_skips"),
+    ],
+)
+def test_values_that_cannot_work_are_named(options: dict[str, float], key: str) -> None:
+    with pytest.raises(UserError, match=f"scaler.{key}="):
+        DynamicScaler(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1e39])
+def test_static_values_that_cannot_work_are_named(scale: float) -> None:
+    with pytest.raises(UserError, match=r"scaler.scale="):
+        StaticScaler(scale=scale)

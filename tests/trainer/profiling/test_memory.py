@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainer.profiling.ledger import CATEGORIES, STEADY, Ledger, MemoryLedger
+
+WIDE, HIDDEN, OUT, BATCH = 64, 128, 32, 1024
+W1, W2 = 4 * WIDE * HIDDEN, 4 * HIDDEN * OUT  # bytes of the two weight matrices in fp32
+
+
+def two_linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDE, HIDDEN, bias=False), nn.Linear(HIDDEN, OUT, bias=False))
+
+
+def bignet() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(20)])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: list[Tensor],
+    bf16: bool = False,
+    set_to_none: bool = True,
+) -> None:
+    for x in microbatches:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = model(x).sum()
+        loss.backward()
+        del loss
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def record(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: list[Tensor],
+    bf16: bool = False,
+    warm: bool = True,
+    set_to_none: bool = True,
+) -> Ledger:
+    if warm:
+        train_step(model, optimizer, microbatches, bf16, set_to_none)
+    with MemoryLedger(model, optimizer) as ledger:
+        train_step(model, optimizer, microbatches, bf16, set_to_none)
+    return ledger.report()
+
+
+def test_every_byte_of_two_linears_in_fp32() -> None:
+    model = two_linears()
+    ledger = record(model, adamw(model), [torch.randn(BATCH, WIDE)])
+    scalars = 4 * 2  # AdamW's step counter of each parameter
+    assert ledger.steady == {
+        "weights": W1 + W2,
+        "buffers": 0,
+        "gradients": W1 + W2,
+        "optimizer": 2 * (W1 + W2) + scalars,
+    }
+    # The peak is in the second layer's backward: its input is still saved, the gradients of that input and of
+    # the weight have just been made. The loss and its gradient, made before autograd runs, are 4 bytes each.
+    assert ledger.peak_phase == "backward"
+    assert ledger.at_peak == {
+        "weights": W1 + W2,
+        "buffers": 0,
+        "gradients": W2,
+        "optimizer": 2 * (W1 + W2) + scalars,
+        "autocast_copies": 0,
+        "inputs": 4 * BATCH * WIDE,
+        "activations": 4 * BATCH * HIDDEN + 8,
+        "temporary": 4 * BATCH * HIDDEN,
+    }
+    assert ledger.peak_bytes == sum(ledger.at_peak.values())
+    assert ledger.highest["activations"] == 4 * BATCH * (HIDDEN + OUT) + 4
+    assert sum(ledger.half_at_peak.values()) == 0
+
+
+def test_every_byte_of_two_linears_under_autocast() -> None:
+    model = two_linears()
+    ledger = record(model, sgd(model), [torch.randn(BATCH, WIDE)], bf16=True)
+    assert ledger.highest["autocast_copies"] == (W1 + W2) // 2
+    assert ledger.steady["weights"] == W1 + W2
+    assert ledger.steady["gradients"] == W1 + W2  # fp32 like the weights, though computed in bf16
+    # Alive together at the end of the forward pass: the input in bf16, both outputs in bf16, and the loss,
+    # which autocast sums in fp32.
+    copied_input, hidden, out = 2 * BATCH * WIDE, 2 * BATCH * HIDDEN, 2 * BATCH * OUT
+    forward_end = copied_input + hidden + out
+    assert forward_end <= ledger.highest["activations"] <= forward_end + 2 * out + 8
+    assert ledger.half_at_peak["autocast_copies"] == ledger.at_peak["autocast_copies"] > 0
+
+
+def test_adam_state_of_the_very_first_step_is_optimizer_state() -> None:
+    model = two_linears()
+    ledger = record(model, adamw(model), [torch.randn(8, WIDE)], warm=False)
+    assert ledger.steady["optimizer"] == 2 * (W1 + W2) + 8
+    assert ledger.peak_phase == "optimizer"
+
+
+def test_an_optimizers_own_temporaries_make_the_peak() -> None:
+    model = two_linears()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    ledger = record(model, optimizer, [torch.randn(8, WIDE)])
+    assert ledger.peak_phase == "optimizer"
+    assert ledger.at_peak["temporary"] >= W1 + W2  # the denominator, for all parameters at once
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16)
+        self.head = nn.Linear(16, 100, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(ids) * self.scale)
+        return out
+
+
+def test_tied_weights_count_once() -> None:
+    model = Tied()
+    ledger = record(model, adamw(model), [torch.randint(0, 100, (4, 8))])
+    assert ledger.steady == {"weights": 6400, "buffers": 64, "gradients": 6400, "optimizer": 12804}
+    assert ledger.at_peak["inputs"] == 4 * 8 * 8
+
+
+def test_accumulated_gradients_are_held_once() -> None:
+    model = two_linears()
+    batch = torch.randn(BATCH, WIDE)
+    once = record(model, adamw(model), [batch])
+    twice = record(model, adamw(model), [batch, batch.clone()])
+    assert twice.steady == once.steady
+    # While the second microbatch runs, the first one's gradients are alive, and the batch of each is.
+    assert twice.at_peak["gradients"] == W1 + W2
+    assert twice.at_peak["inputs"] == 2 * once.at_peak["inputs"]
+    assert twice.at_peak["activations"] == once.at_peak["activations"]
+    # The new gradient of the second layer is only added to the old one.
+    assert twice.at_peak["temporary"] == once.at_peak["temporary"] + W2
+
+
+def test_a_microbatch_that_waits_its_turn_is_already_there() -> None:
+    model = two_linears()
+    first, second = torch.randn(BATCH, WIDE), torch.randn(BATCH // 8, WIDE)
+    ledger = record(model, sgd(model), [first, second])
+    assert ledger.at_peak["activations"] == 4 * BATCH * HIDDEN + 8  # of the first, so the peak is there
+    assert ledger.at_peak["inputs"] == first.nbytes + second.nbytes
+
+
+def test_gradients_kept_as_zeros_are_there_from_the_start() -> None:
+    model = two_linears()
+    ledger = record(model, adamw(model), [torch.randn(BATCH, WIDE)], set_to_none=False)
+    assert ledger.at_peak["gradients"] == W1 + W2
+
+
+def test_views_and_in_place_operators_allocate_nothing() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDE, HIDDEN, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x).relu_().view(BATCH // 2, 2, HIDDEN).transpose(0, 1)
+            return h.chunk(2, dim=-1)[0].detach() + h[..., : HIDDEN // 2]
+
+    model = Views()
+    ledger = record(model, sgd(model), [torch.randn(BATCH, WIDE)])
+    # The hidden layer once, half of it as the sum, and the loss.
+    assert ledger.highest["activations"] == 4 * BATCH * HIDDEN * 3 // 2 + 4
+
+
+def test_gradients_of_a_skipped_fp16_step_are_gradients() -> None:
+    model = two_linears()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    before = model[0].weight.detach().clone()
+    with MemoryLedger(model, optimizer) as recorder:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.full((8, WIDE), 1000.0)).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert torch.equal(before, model[0].weight), "the step was meant to overflow"
+    assert recorder.report().steady["gradients"] == W1 + W2
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_fake_tensors_give_the_same_ledger(bf16: bool) -> None:
+    def measure() -> Ledger:
+        model = nn.Sequential(nn.Linear(WIDE, HIDDEN), nn.GELU(), nn.Dropout(0.1), nn.Linear(HIDDEN, OUT))
+        return record(model, adamw(model), [torch.randn(BATCH, WIDE)], bf16=bf16)
+
+    real = measure()
+    with FakeTensorMode():
+        fake = measure()
+    assert fake.to_dict() == real.to_dict()
+
+
+def test_the_recording_does_not_change_the_step() -> None:
+    weights = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = two_linears()
+        optimizer = adamw(model)
+        batch = torch.randn(BATCH, WIDE)
+        if recorded:
+            with MemoryLedger(model, optimizer):
+                train_step(model, optimizer, [batch, batch], bf16=True)
+        else:
+            train_step(model, optimizer, [batch, batch], bf16=True)
+        weights.append(model[0].weight.detach())
+        assert not model._forward_pre_hooks
+    assert torch.equal(*weights)
+
+
+def test_loss_outside_the_model_is_activation() -> None:
+    model = two_linears()
+    optimizer = sgd(model)
+    x, labels = torch.randn(BATCH, WIDE), torch.randint(0, OUT, (BATCH,))
+    with MemoryLedger(model, optimizer) as recorder:
+        nn.functional.cross_entropy(model(x), labels).backward()
+    ledger = recorder.report()
+    logits = log_softmax = 4 * BATCH * OUT
+    assert ledger.highest["activations"] >= 4 * BATCH * HIDDEN + logits + log_softmax
+    assert ledger.at_peak["inputs"] == 4 * BATCH * WIDE + 8 * BATCH
+    assert ledger.steady["gradients"] == W1 + W2
+
+
+def allocator_peak(step: Callable[[], None], folder: Path) -> int:
+    """Return by how many bytes the CPU allocator grew at most, as torch.profiler saw it."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        step()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in trace if e["name"] == "[memory]")
+    assert changes
+    now = highest = 0
+    for _, change in changes:
+        now += change
+        highest = max(highest, now)
+    return highest
+
+
+@pytest.mark.parametrize("size", [16, 4096])
+def test_the_peak_is_the_allocators(size: int, tmp_path: Path) -> None:
+    # The last layer makes the gradient dense: a matrix product copies an expanded one inside itself, unseen.
+    model = nn.Sequential(nn.Linear(WIDE, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, OUT), nn.Tanh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(size, WIDE)
+    ledger = record(model, optimizer, [batch, batch])
+    held = ledger.steady["weights"] + ledger.steady["optimizer"] + batch.nbytes
+    peak = held + allocator_peak(lambda: train_step(model, optimizer, [batch, batch]), tmp_path)
+    # Scalars inside the optimizer's arithmetic are below the ledger's notice.
+    assert ledger.peak_bytes == pytest.approx(peak, abs=256)
+
+
+@pytest.mark.parametrize(
+    ("batch", "bf16", "mib"), [(512, False, 154.8), (512, True, 154.6), (8192, False, 709), (8192, True, 445)]
+)
+def test_bignet_agrees_with_torchs_own_tracker(batch: int, bf16: bool, mib: float) -> None:
+    tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
+    with FakeTensorMode():  # the real sizes, but nothing is allocated
+        model = bignet()
+        optimizer = sgd(model)
+        x = torch.randn(batch, 1000)
+        ledger = record(model, optimizer, [x], bf16=bf16, warm=False)
+        tracker = tracker_module.MemTracker()
+        tracker.track_external(model, optimizer, x)
+        with tracker:
+            train_step(model, optimizer, [x], bf16=bf16)
+        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    assert ledger.peak_bytes == snapshot["Total"]
+    # The published figures leave out the batch itself.
+    assert (ledger.peak_bytes - ledger.at_peak["inputs"]) / 2**20 == pytest.approx(mib, abs=2.2)
+
+
+def test_the_sentence_says_what_autocast_cannot_save() -> None:
+    with FakeTensorMode():
+        model = bignet()
+        small = record(model, sgd(model), [torch.randn(512, 1000)])
+        large = record(model, sgd(model), [torch.randn(8192, 1000)])
+        large_bf16 = record(model, sgd(model), [torch.randn(8192, 1000)], bf16=True)
+    assert small.sentence().startswith("Weights and gradients are 9")
+    assert "micro_batch_size" in small.sentence()
+    assert "autocast could save up to half" in large.sentence()
+    # The saving it promises is an upper bound on what autocast then saves.
+    working = large.at_peak["activations"] + large.at_peak["temporary"]
+    assert f" {working / 2 / 2**20:.1f} MiB or" in large.sentence()
+    assert 0 < large.peak_bytes - large_bf16.peak_bytes <= working / 2
+    assert f"{20 * 1001000 * 2 / 2**20:.1f} MiB of copies of the weights" in large_bf16.sentence()
+
+
+def test_table_text_and_json_show_the_same_numbers() -> None:
+    model = two_linears()
+    ledger = record(model, adamw(model), [torch.randn(BATCH, WIDE)])
+    rows = ledger.table()
+    assert [row[0] for row in rows] == [name for name in CATEGORIES if ledger.highest[name]]
+    assert sum(row[1] for row in rows) == pytest.approx(ledger.peak_bytes / 2**20)
+    assert sum(row[2] for row in rows) == pytest.approx(1)
+    assert all(f"{highest:.1f} MiB" in ledger.text() for *_, highest in rows)
+    record_ = json.loads(json.dumps(ledger.to_dict()))
+    assert record_["steady"] == {name: ledger.highest[name] for name in STEADY}
+    assert record_["sentence"] == ledger.sentence()
+
+
+def test_the_largest_tensors_are_named() -> None:
+    model = two_linears()
+    largest = record(model, adamw(model), [torch.randn(8, WIDE)]).largest
+    assert len(largest) == 5
+    assert [tensor.bytes for tensor in largest] == sorted((t.bytes for t in largest), reverse=True)
+    weight = next(tensor for tensor in largest if tensor.category == "weights")
+    assert (weight.name, weight.shape, weight.dtype, weight.bytes) == (
+        "0.weight",
+        [HIDDEN, WIDE],
+        "float32",
+        W1,
+    )
+
+
+def test_a_ledger_is_for_one_step() -> None:
+    model = two_linears()
+    recorder = MemoryLedger(model, sgd(model))
+    with pytest.raises(RuntimeError, match="after its with block"):
+        recorder.report()
+    with recorder:
+        pass
+    with pytest.raises(RuntimeError, match="one step"), recorder:
+        pass

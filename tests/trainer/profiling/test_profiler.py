@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.profiling.profiler import MemoryProfiler, Profiler, Session, TorchProfiler
+
+CPU = torch.device("cpu")
+CONF = Path(__file__).resolve().parents[3] / "conf" / "profiler"
+
+
+def run(profiler: Profiler, folder: Path, steps: int, fail_at: int | None = None) -> Session:
+    """Train a small model under ``profiler``; steps are counted from 100, as after a resume."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = profiler.start(folder, model, optimizer, CPU)
+    with suppress(InterruptedError):
+        for count in range(1, steps + 1):
+            with session.step(99 + count):
+                if count == fail_at:
+                    raise InterruptedError
+                model(torch.randn(16, 32)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return session
+
+
+def names_in_trace(path: Path) -> list[str]:
+    return [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+
+
+def test_none_writes_nothing_and_reuses_one_context(tmp_path: Path) -> None:
+    session = run(Profiler(), tmp_path, 3)
+    assert session.finish() == []
+    assert (session.ledger, session.summary) == (None, None)
+    assert list(tmp_path.iterdir()) == []
+    assert session.step(1) is session.step(2)
+
+
+def test_torch_profiles_exactly_the_active_steps(tmp_path: Path) -> None:
+    session = run(TorchProfiler(wait=1, warmup=1, active=2), tmp_path, 6)
+    files = session.finish()
+    assert files == [tmp_path / "profile" / name for name in ("trace.json", "operators.txt", "operators.json")]
+    times = json.loads(files[2].read_text())
+    assert times["device"] == "cpu"
+    assert times["self_time_us"]["aten::addmm"] > 0
+    names = names_in_trace(files[0])
+    # Two linear layers a step: two forward products, three backward (the input needs no gradient).
+    assert names.count("aten::addmm") == 2 * 2
+    assert names.count("Optimizer.step#AdamW.step") == 2
+    assert "AddmmBackward0" in " ".join(names)
+    table = files[1].read_text()
+    assert "aten::addmm" in table
+    assert "Self CPU time total" in table
+    assert session.summary is not None
+    assert "2 steps profiled" in session.summary
+    assert "%" in session.summary
+    assert session.ledger is None
+
+
+def test_torch_files_are_there_before_the_run_ends(tmp_path: Path) -> None:
+    run(TorchProfiler(wait=0, warmup=1, active=1), tmp_path, 3)
+    assert (tmp_path / "profile" / "trace.json").is_file()
+
+
+def test_torch_writes_what_a_short_run_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = run(TorchProfiler(wait=1, warmup=1, active=5), tmp_path, 4)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        files = session.finish()
+    assert names_in_trace(files[0]).count("Optimizer.step#AdamW.step") == 2
+    assert "needs 7 steps" in caplog.text
+    assert "this run made 4: only 2 of 5 steps" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_torch_warns_when_nothing_was_profiled(steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = run(TorchProfiler(wait=1, warmup=2, active=1), tmp_path, steps)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        assert session.finish() == []
+    assert f"needs 4 steps (wait, warmup and active together), but this run made {steps}" in caplog.text
+    assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.parametrize("fail_at", [2, 3, 4])
+def test_torch_profiler_can_be_finished_after_a_failed_step(
+    fail_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = run(TorchProfiler(wait=0, warmup=2, active=3), tmp_path, 5, fail_at)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        files = session.finish()
+    assert bool(files) == (fail_at > 3)
+    assert session.finish() == files
+    # The next profile in this process is not disturbed.
+    assert run(TorchProfiler(wait=0, warmup=1, active=1), tmp_path / "again", 2).finish()
+
+
+def test_torch_steps_outside_the_window_are_untouched(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    session = TorchProfiler(wait=2, warmup=1, active=1).start(tmp_path, model, torch.optim.SGD(model.parameters()), CPU)
+    assert session.step(0) is session.step(1)
+
+
+def test_memory_writes_the_ledger_of_the_chosen_step(tmp_path: Path) -> None:
+    session = run(MemoryProfiler(at_step=2), tmp_path, 4)
+    files = session.finish()
+    assert [file.name for file in files] == ["ledger.json", "ledger.txt"]
+    weights = 4 * (32 * 64 + 64 + 64 * 8 + 8)
+    record = json.loads(files[0].read_text())
+    assert record["step"] == 101
+    assert record["steady"]["weights"] == weights
+    assert record["steady"]["optimizer"] == 2 * weights + 4 * 4
+    assert session.ledger is not None
+    assert record == {"step": 101} | session.ledger.to_dict()
+    assert session.summary == session.ledger.sentence()
+    assert session.summary in files[1].read_text()
+
+
+def test_memory_warns_when_the_run_was_too_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = run(MemoryProfiler(at_step=3), tmp_path, 2)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        assert session.finish() == []
+    assert "records step 3, but this run made 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("profiler", "options", "key"),
+    [
+        (TorchProfiler, {"wait": -1}, "profiler.wait=-1"),
+        (TorchProfiler, {"warmup": 0}, "profiler.warmup=0"),
+        (TorchProfiler, {"active": 0}, "profiler.active=0"),
+        (MemoryProfiler, {"at_step": 0}, "profiler.at_step=0"),
+    ],
+)
+def test_impossible_step_counts_are_refused(profiler: type[Profiler], options: dict[str, int], key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        profiler(**options)
+
+
+@pytest.mark.parametrize("profiler", [Profiler, TorchProfiler, MemoryProfiler])
+def test_the_yaml_files_say_what_the_classes_default_to(profiler: type[Profiler]) -> None:
+    loaded = OmegaConf.load(CONF / f"{profiler.kind}.yaml")
+    assert loaded.pop("defaults") == [f"{profiler.kind}_schema", "_self_"]
+    merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(profiler), loaded))
+    assert merged == profiler()

@@ -1,0 +1,157 @@
+"""``micro_batch_size=auto`` shrinks to what is forecast to fit, is refused where nothing does, quick where all does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import compose
+from trainer.config.schema import Config, Plan
+from trainer.errors import OutOfMemory, RunError
+from trainer.hardware import detect
+from trainer.parallel.world import World
+from trainer.profiling.ledger import MIB, Ledger
+from trainer.recipe import Choice
+from trainer.run import fit, shortage
+from trainer.run.fit import earlier_plan, fit_plan, rough_bytes
+from trainer.run.folder import RunFolder
+from trainer.run.forecast import forecast, required_bytes
+from trainer.run.shortage import USABLE
+
+BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=8", "data.samples=64", "checkpoint=none"]
+
+
+def fitted(
+    monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str, world: World | None = None
+) -> tuple[Plan, list[Choice]]:
+    for module in (fit, shortage):
+        monkeypatch.setattr(module, "available_bytes", lambda device: int(free_mib * MIB))
+    config = compose(*overrides, "device=cpu")
+    asked = copy.deepcopy(config)
+    hardware = detect("cpu")
+    plan, choices = config.resolve(hardware, world)
+    datasets = config.recipe.datasets(config.data, 0)
+    plan, choices = fit_plan(asked, config, plan, choices, hardware, world or World(), datasets, overrides)
+    assert config.micro_batch_size == plan.batching.micro_batch_size
+    assert asked.device == config.device
+    return plan, [choice for choice in choices if choice.key == "micro_batch_size"]
+
+
+def need_mib(*overrides: str) -> float:
+    config = compose(*overrides, "device=cpu")
+    return required_bytes(config, forecast(config)) / MIB
+
+
+def test_auto_shrinks_to_the_largest_divisor_that_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = need_mib(*BIGNET, "micro_batch_size=128") / USABLE * 1.05
+    plan, [choice] = fitted(monkeypatch, free, *BIGNET)
+    assert (plan.batching.batch_size, plan.batching.micro_batch_size) == (512, 128)
+    assert (choice.key, choice.value) == ("micro_batch_size", 128)
+    assert choice.why.startswith("forecast to fit; 512 is forecast to need ")
+    assert need_mib(*BIGNET, "micro_batch_size=256") > USABLE * free
+
+
+def test_what_fits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = need_mib(*BIGNET) / USABLE * 1.01
+    plan, [choice] = fitted(monkeypatch, free, *BIGNET)
+    assert (plan.batching.micro_batch_size, choice.why) == (512, "suits this CPU")
+
+
+def test_ordinary_starts_are_not_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    forecasts: list[object] = []
+    monkeypatch.setattr(fit, "forecast", forecasts.append)
+    for job in (BIGNET, ["recipe=gpt2", "data=synthetic", "data.vocab_size=4096"], ["recipe=resnet"]):
+        fitted(monkeypatch, 8 * 1024, *job)
+    assert not forecasts
+
+
+def test_large_models_large_images_and_large_vocabularies_are() -> None:
+    def rough(*overrides: str) -> float:
+        config = compose(*overrides, "device=cpu")
+        plan, _ = config.resolve(detect("cpu"))
+        datasets = config.recipe.datasets(config.data, 0)
+        return (rough_bytes(config.recipe, datasets, plan.batching.micro_batch_size) or 0) / 2**30
+
+    assert rough("recipe=gpt2", "recipe.size=1558M", "data=synthetic") > 64
+    assert rough("recipe=gpt2", "recipe.size=nano", "recipe.context=1024", "data=synthetic") > 16
+    assert rough("recipe=resnet", "recipe.image_size=512", "data=synthetic") > 16
+    assert rough(*BIGNET) < 0.2
+
+
+def test_a_typed_microbatch_is_warned_of_and_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = need_mib(*BIGNET, "micro_batch_size=128") / USABLE * 1.05
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        plan, choices = fitted(monkeypatch, free, *BIGNET, "micro_batch_size=512")
+        assert (plan.batching.micro_batch_size, choices) == (512, [])
+        fitted(monkeypatch, 0.01, *BIGNET, "micro_batch_size=512")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("micro_batch_size=512 is forecast to need ")
+    assert first.endswith("; micro_batch_size=128 is forecast to fit")
+    assert second.endswith("; no smaller one is forecast to fit")
+
+
+def test_what_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ["recipe=bignet", "recipe.layers=3", "recipe.width=1024", "data.samples=64"]
+    smaller = need_mib(*job[:2], "recipe.width=512", *job[3:], "micro_batch_size=1")
+    with pytest.raises(OutOfMemory) as caught:
+        fitted(monkeypatch, smaller * 1.3, *job)
+    assert caught.value.exit_code == 4
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("micro_batch_size=512 is forecast to need ")
+    assert lines[0].endswith("can be used, and no smaller one is forecast to fit; nothing was started.")
+    assert lines[1:3] == ["Forecast to fit:", "  recipe.width=512 micro_batch_size=1"]
+
+
+def test_what_leaves_the_model_as_it_is_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ["recipe=bignet", "recipe.layers=3", "recipe.width=512", "data.samples=64"]
+    options = ["micro_batch_size=1", "checkpoint.background=false", "activation_checkpointing=blocks"]
+    least = need_mib(*job, *options, "precision=bf16_master")
+    with pytest.raises(OutOfMemory) as caught:
+        fitted(monkeypatch, least / USABLE * 1.02, *job, "micro_batch_size=auto", "precision=fp32")
+    assert str(caught.value).splitlines()[2] == f"  {' '.join(options)} precision=bf16_master"
+
+
+class Two(World):
+    """Two processes on one machine, the other of which has less."""
+
+    size = 2
+
+    def __init__(self, others: float) -> None:
+        self.others = int(others * MIB)
+
+    def largest(self, value: int) -> int:
+        return max(value, -self.others)
+
+
+def test_processes_of_a_machine_share_its_memory_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    alone = need_mib(*BIGNET, "batch_size=256", "micro_batch_size=64") / USABLE * 1.05
+    plan, _ = fitted(monkeypatch, 2 * alone, *BIGNET, world=Two(2 * alone))
+    assert (plan.batching.ranks, plan.batching.micro_batch_size) == (2, 64)
+    plan, _ = fitted(monkeypatch, 16 * alone, *BIGNET, world=Two(alone))
+    assert plan.batching.micro_batch_size == 64
+
+
+def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(config: Config) -> Ledger:
+        raise RunError("it decides by values")
+
+    monkeypatch.setattr(fit, "forecast", fails)
+    plan, [choice] = fitted(monkeypatch, 1, *BIGNET)
+    assert (plan.batching.micro_batch_size, choice.why) == (512, "suits this CPU")
+
+
+def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
+    config = compose(*BIGNET)
+    plan, choices = config.resolve(detect("cpu"))
+    for recorded, expected in (('{"micro_batch_size": 32}', 32), ('{"micro_batch_size": 3}', 512), ("{", 512)):
+        (tmp_path / "config.json").write_text(recorded)
+        kept, explained = earlier_plan(RunFolder(tmp_path), copy.deepcopy(config), plan, choices)
+        assert kept.batching.micro_batch_size == expected
+        assert [choice.value for choice in explained if choice.key == "micro_batch_size"] == [expected]

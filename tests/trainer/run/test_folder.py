@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.files import in_use
+from trainer.run.folder import RunFolder
+
+PROJECT = Path(__file__).resolve().parents[3]
+RUN: dict[str, Any] = {
+    "recipe": "resnet",
+    "recipe.image_size": "auto",
+    "precision.mode": "bf16",
+    "loader": "pinned",
+    "loader.workers": 0,
+    "deterministic": False,
+    "micro_batch_size": 8,
+    "steps": 10,
+    "device": "auto",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path)
+    run.write_config(RUN)
+    return run
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"steps": 20},
+        {"loader": "plain", "loader.workers": 2},
+        {"device": "cpu"},
+        {"micro_batch_size": 4},
+    ],
+)
+def test_goes_on_with_what_does_not_change_what_is_learnt(folder: RunFolder, change: dict[str, Any]) -> None:
+    folder.check_same(RUN | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"recipe": "gpt2"}, "recipe was resnet, now gpt2"),
+        ({"precision.mode": "fp16"}, "precision.mode was bf16, now fp16"),
+        ({"recipe.image_size": 64}, "recipe.image_size was auto, now 64"),  # auto is a choice like any other
+        ({"loader": "synthetic-on-device"}, "loader was pinned, now synthetic-on-device"),  # repeats a single batch
+        ({"new_key": 1}, "new_key was None, now 1"),
+    ],
+)
+def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        folder.check_same(RUN | change)
+
+
+def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.write_config(RUN | {"deterministic": True})
+    with pytest.raises(UserError, match="micro_batch_size was 8, now 4"):
+        run.check_same(RUN | {"deterministic": True, "micro_batch_size": 4})
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        RunFolder(tmp_path).check_same(RUN)
+
+
+def test_a_second_run_of_a_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    names = [RunFolder.create(str(tmp_path), "gpt2-bf16-s0").path.name for _ in range(3)]
+    assert names == ["gpt2-bf16-s0", "gpt2-bf16-s0-2", "gpt2-bf16-s0-3"]
+
+
+def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:
+    hold = "import sys; from trainer.files import in_use; from pathlib import Path\n"
+    hold += "with in_use(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=PROJECT
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another process"), in_use(tmp_path):
+            pass
+        process.kill()  # no goodbye
+        process.wait()
+    with in_use(tmp_path), pytest.raises(UserError, match="another process"), in_use(tmp_path):
+        pass

@@ -1,0 +1,135 @@
+"""The forecast of a step's memory against a ledger of the real one."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from evidence.memory.trial import measure
+from recipes.bignet import BigNet
+from tests.helpers import compose
+from trainer.config.compose import combinations
+from trainer.config.compose import compose as compose_line
+from trainer.data.contract import Batch
+from trainer.errors import RunError, UserError
+from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
+from trainer.profiling.ledger import CATEGORIES, Ledger
+from trainer.recipe import LossOutput
+from trainer.run.forecast import Forecast, forecast, table
+
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=512")
+RESNET = (
+    "recipe=resnet",
+    "recipe.arch=shufflenet_v2_x0_5",
+    "data=synthetic",
+    "recipe.image_size=32",
+    "data.samples=64",
+)
+BIGNET = ("recipe=bignet", "recipe.width=128", "recipe.layers=6", "data.samples=256")
+
+
+@pytest.mark.parametrize(
+    ("job", "mode"),
+    [
+        (GPT2, "bf16"),
+        (RESNET, "fp16"),
+        *((BIGNET, mode) for mode in ("fp32", "bf16_master", "bf16_sr", "fp16_pure")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_agrees_with_a_real_step(job: tuple[str, ...], mode: str) -> None:
+    line = [*job, f"precision={mode}", "device=cpu", "batch_size=12", "micro_batch_size=4"]
+    measured = measure(compose(*line), None, ledger=True).peak_bytes
+    assert forecast(compose(*line)).peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["blocks", "selective"])
+def test_agrees_where_activations_are_computed_again(mode: str) -> None:
+    line = [*GPT2, f"activation_checkpointing={mode}", "device=cpu", "batch_size=8", "optimizer=sgd", "clip=value"]
+    measured = measure(compose(*line), None, ledger=True).peak_bytes
+    plain = forecast(compose(*line, "activation_checkpointing.mode=none")).peak_bytes
+    found = forecast(compose(*line)).peak_bytes
+    assert found == pytest.approx(measured, rel=0.05)
+    assert plain > 1.1 * found
+
+
+def test_accumulation_holds_gradients_while_the_next_microbatch_runs() -> None:
+    line = (*BIGNET, "device=cpu", "micro_batch_size=64")
+    once, twice, often = (forecast(compose(*line, f"batch_size={64 * count}")) for count in (1, 2, 5))
+    assert twice.peak_bytes > 1.05 * once.peak_bytes
+    waiting = 3 * 64 * 128 * 2 * 4  # of the further microbatches: x and y in fp32
+    assert often.peak_bytes == twice.peak_bytes + waiting
+
+
+def test_a_model_larger_than_the_machine_takes_no_memory() -> None:
+    device = detect("cpu").device
+    config = compose("recipe=bignet", "recipe.width=100000", "data.samples=8", "batch_size=4", "device=cpu")
+    reset_peak_memory(device)
+    before = peak_memory_bytes(device)
+    ledger = forecast(config)
+    assert peak_memory_bytes(device) - before < 2**29
+    assert ledger.at_peak["weights"] == 20 * 4 * 100000 * 100001
+    assert ledger.highest["optimizer"] >= 2 * ledger.at_peak["weights"]
+
+
+class Whimsical(BigNet):
+    name = ""  # not to be found by recipe=
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        output = super().loss(model, batch)
+        return output if output.loss_sum.item() > 0 else output._replace(loss_sum=-output.loss_sum)
+
+
+def test_a_model_that_looks_at_values_is_told() -> None:
+    config = compose(*BIGNET, "device=cpu")
+    config.recipe = Whimsical(layers=6, width=128)
+    with pytest.raises(RunError, match="profiler=memory"):
+        forecast(config)
+
+
+def test_several_processes_are_refused() -> None:
+    with pytest.raises(UserError, match="parallel=ddp"):
+        forecast(compose(*BIGNET, "device=cpu", "parallel=ddp"))
+
+
+def test_every_combination_has_a_name_of_its_own() -> None:
+    found = combinations(["recipe=bignet", "precision=fp32,bf16", "batch_size=8,16"])
+    assert list(found) == ["fp32, batch_size=8", "fp32, batch_size=16", "bf16, batch_size=8", "bf16, batch_size=16"]
+    assert found["bf16, batch_size=8"] == ["recipe=bignet", "precision=bf16", "batch_size=8"]
+    assert combinations(["recipe=bignet", "checkpoint.every=[1]"]) == {"": ["recipe=bignet", "checkpoint.every=[1]"]}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("precision=bf61", "did you mean 'bf16'"), ("precison=bf16", "precision"), ("=3", "not an override")],
+)
+def test_mistakes_are_told_as_by_the_command_line(override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        compose_line(["recipe=bignet", override])
+
+
+def test_table_compares_with_the_first_column_and_wraps() -> None:
+    def column(label: str, peak: int, measured: int | None = None) -> Forecast:
+        at_peak = dict.fromkeys(CATEGORIES, 0) | {"weights": peak}
+        return Forecast(label, Ledger(peak, "forward", at_peak, at_peak, at_peak), measured)
+
+    text = table([column("one", 2**20, 2**21), column("two", 2**21)])
+    assert text.splitlines() == [
+        "MiB                      one          two",
+        "weights                  1.0          2.0",
+        "peak                     1.0          2.0",
+        "over the first                      2.00x",
+        "reached in           forward      forward",
+        "measured                 2.0",
+        "error                 -50.0%",
+    ]
+    narrow = table([column("one", 2**20), column("two", 2**21), column("three", 2**21)], width=45)
+    assert [line.split() for line in narrow.splitlines() if "MiB" in line] == [["MiB", "one", "two"], ["MiB", "three"]]
+
+
+@pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
+def test_an_optimizer_that_looks_at_its_numbers_is_named_and_not_the_model(name: str) -> None:
+    line = (*BIGNET, "device=cpu", "batch_size=4", f"optimizer.name={name}", "~optimizer.options.betas")
+    with pytest.raises(RunError, match=rf"^optimizer\.name={name} decides .* or use another optimizer") as raised:
+        forecast(compose(*line))
+    assert "model" not in str(raised.value)

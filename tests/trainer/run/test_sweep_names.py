@@ -1,0 +1,88 @@
+"""Names and the table of several runs from one command; real sweeps are in tests/command_line/test_sweep.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers import compose
+from trainer.formats import loss
+from trainer.run.sweep import Sweep, name_of, swept_keys
+
+
+def test_what_is_swept_is_read_off_the_command_line() -> None:
+    line = ["-m", "recipe=bignet", "optimizer=adamw,sgd", "optimizer.lr=1e-3,3e-3", "optimizer.betas=[0.9,0.95]"]
+    assert swept_keys(line) == ["optimizer", "optimizer.lr"]
+    assert swept_keys(["--multirun", "+seed=range(0,3)"]) == ["seed"]
+    assert swept_keys(line[1:]) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "values", "name"),
+    [
+        ([], {"precision": "fp32", "seed": "0", "recipe": "bignet"}, "bignet-fp32-s0"),  # as without a sweep
+        ([], {"optimizer": "sgd", "optimizer.lr": "1e-3"}, "bignet-fp32-s0-sgd-lr_1e-3"),
+        ([], {"optimizer.betas": "[0.9,0.95]"}, "bignet-fp32-s0-betas_0.9_0.95"),
+        ([], {"optimizer.betas": "[0.95,0.9]"}, "bignet-fp32-s0-betas_0.95_0.9"),
+        ([], {"data.path": "'/my data/a.txt'"}, "bignet-fp32-s0-path_my_data_a.txt"),
+        ([], {"data.path": "a", "recipe.path": "b"}, "bignet-fp32-s0-data.path_a-recipe.path_b"),
+        (["run_name=mine"], {"seed": "1", "precision": "fp32"}, "mine-seed_1-fp32"),
+    ],
+)
+def test_a_run_is_named_by_what_is_swept(typed: list[str], values: dict[str, str], name: str) -> None:
+    assert name_of(compose("recipe=bignet", *typed), values) == name
+
+
+def test_long_names_stay_short_and_apart() -> None:
+    config = compose("recipe=bignet")
+    one, other = (name_of(config, {"data.path": 300 * "x" + end}) for end in "ab")
+    assert one != other
+    assert len(one) < 200
+
+
+def test_a_sweep_of_names_keeps_them() -> None:
+    sweep = Sweep(["run_name", "seed"])
+    config = compose("recipe=bignet", "run_name=mine")
+    sweep.begin(config, ["run_name=mine", "seed=3"])
+    assert config.run_name == "mine"
+
+
+def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> None:
+    def summary(best: float, **more: Any) -> dict[str, Any]:
+        common = {"status": "FINISHED", "best": {"step": 20.0, "value": best}, "final": {"valid/loss": 2 * best}}
+        return common | {"unit": "tokens", "units_per_s": 12_345.0, "peak_memory_bytes": 3 * 2**20} | more
+
+    sweep = Sweep(["optimizer.lr"])
+    for value, result in (("1", {}), ("2", summary(0.5)), ("3", summary(1.2e-5, run="bignet-fp32-s0-lr_3-2"))):
+        sweep.begin(compose("recipe=bignet"), ["steps=3", f"optimizer.lr={value}"])
+        if result:
+            sweep.end(result)
+    lines = [line.split() for line in sweep.table().splitlines()]
+    assert lines[0] == ["run", "optimizer.lr", "best", "at", "step", "final", "throughput", "peak", "memory", "status"]
+    assert lines[1] == [
+        "bignet-fp32-s0-lr_3-2",
+        "3",
+        "1.2e-05",
+        "20",
+        "2.4e-05",
+        "12.3k",
+        "tokens/s",
+        "3.0",
+        "MiB",
+        "finished",
+    ]
+    assert [line[1] for line in lines] == ["optimizer.lr", "3", "2", "1"]
+    assert lines[3] == ["bignet-fp32-s0-lr_1", "1", "failed"]
+    assert Sweep([]).table() == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0000123, "1.23e-05"), (0.00456, "0.00456"), (0.0123, "0.0123"), (0.0, "0.0000"), (2.5, "2.5000"),
+        (-0.00001, "-1e-05"), (None, "not finite"), (float("nan"), "not finite"),
+    ],
+)  # fmt: skip
+def test_small_losses_keep_their_digits(value: float | None, text: str) -> None:
+    assert loss(value) == text

@@ -1,0 +1,165 @@
+"""What keeps a run's checkpoints in MLflow, on a store that is a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.checkpoint.schema import sha256
+from trainer.files import write_json
+from trainer.tracking.mlflow import checkpoints as mlflow_checkpoints
+from trainer.tracking.mlflow.checkpoints import CheckpointSender
+from trainer.tracking.mlflow.note import closing_note
+
+RUN: Any = SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+
+class Client:
+    """As much of MLflow's client as sending takes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def log_artifact(self, run_id: str, path: str, place: str | None) -> None:
+        folder = self.root / (place or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder)
+
+    def list_artifacts(self, run_id: str, place: str) -> list[Any]:
+        return [
+            SimpleNamespace(
+                path=path.relative_to(self.root).as_posix(), is_dir=path.is_dir(), file_size=path.stat().st_size
+            )
+            for path in sorted((self.root / place).glob("*"))
+        ]
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def remove(client: Client, run: Any, name: str) -> None:
+        shutil.rmtree(client.root / "checkpoints" / name)
+
+    monkeypatch.setattr(mlflow_checkpoints, "_remove", remove)
+    return Client(tmp_path / "store")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (folder / name).write_text("{}\n")
+    return folder
+
+
+def save(run: Path, step: int) -> Path:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(f'{{"step": {step}}}')
+    hashes = {"state.json": sha256(folder / "state.json")}
+    write_json(folder / "manifest.json", {"format": 2, "step": step, "score": None, "sha256": hashes})
+    return folder
+
+
+def send(sender: CheckpointSender, client: Any) -> None:
+    sender.send(client, RUN, lambda size: None)
+
+
+def kept(client: Client) -> list[str]:
+    return sorted(path.name for path in (client.root / "checkpoints").iterdir())
+
+
+def test_a_damaged_checkpoint_is_read_and_said_once(
+    run: Path, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 10)
+    damaged = save(run, 20)
+    (damaged / "state.json").write_text("garbage")
+    read: list[str] = []
+
+    def counted(path: Path) -> str:
+        read.append(path.parent.name)
+        return sha256(path)
+
+    monkeypatch.setattr(mlflow_checkpoints, "sha256", counted)
+    sender = CheckpointSender(run, "all")
+    assert sender.unsent() == ["step-00000010", "step-00000020"]
+    for _ in range(3):
+        send(sender, client)
+    assert sender.unsent() == []
+    assert caplog.messages == ["The checkpoint step-00000020 is damaged (state.json) and is not sent to MLflow."]
+    assert read == ["step-00000010", "step-00000020"]
+    assert kept(client) == ["step-00000010"]
+    (damaged / "manifest.json").write_text("garbage")
+    send(sender, client)
+    assert "(manifest.json)" in caplog.messages[1]
+    shutil.rmtree(damaged)
+    save(run, 20)  # saved anew
+    send(sender, client)
+    assert kept(client) == ["step-00000010", "step-00000020"]
+
+
+def test_one_that_is_set_aside_is_sent_by_the_name_of_its_step(run: Path, client: Any) -> None:
+    saved = save(run, 20)
+    saved.rename(saved.with_name(f".{saved.name}.old"))
+    sender = CheckpointSender(run, "all")
+    assert sender.unsent() == ["step-00000020"]
+    send(sender, client)
+    assert kept(client) == ["step-00000020"]
+    assert sender.unsent() == []
+
+
+def test_what_cannot_be_removed_is_said_once_and_stops_nothing(
+    run: Path, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = CheckpointSender(run, "all")
+    first, second = save(run, 10), save(run, 20)
+    send(sender, client)
+
+    def forbidden(client: Client, run: Any, name: str) -> None:
+        raise PermissionError("no right at http://me:s3cret@host to delete")
+
+    monkeypatch.setattr(mlflow_checkpoints, "_remove", forbidden)
+    for folder, step in ((first, 30), (second, 40)):
+        shutil.rmtree(folder)
+        save(run, step)
+        send(sender, client)
+        send(sender, client)
+    assert [line.partition("@")[0] for line in caplog.messages] == [
+        "MLflow does not remove the checkpoint step-00000010 (no right at http://me:***",
+        "MLflow does not remove the checkpoint step-00000020 (no right at http://me:***",
+    ]
+    assert kept(client) == [f"step-000000{step}" for step in (10, 20, 30, 40)]
+
+
+@pytest.mark.parametrize(("status", "resumable"), [("FINISHED", True), ("KILLED", True), ("KILLED", False)])
+def test_the_note_says_how_to_continue_where_that_is_possible(run: Path, status: str, resumable: bool) -> None:
+    save(run, 10)
+    summary: dict[str, Any] = {
+        "status": status,
+        "recipe": "gpt2",
+        "precision": "bf16",
+        "step": 10,
+        "steps": 20,
+        "best": None,
+        "final": {},
+        "units_per_s": None,
+        "peak_memory_bytes": 1,
+        "memory_is": "allocated",
+        "skipped_steps": 0,
+        "wall_time_s": 1.0,
+        "hardware": {"name": "x", "device": "cpu"},
+        "processes": 1,
+        "versions": {},
+        "resume": "python scripts/train.py",
+    }
+    (run / "summary.json").write_text(json.dumps(summary))
+    note = closing_note(run, "r", None, resumable=resumable)
+    assert note
+    assert ("resume=mlflow:r" in note) == resumable
+    assert ("with more `steps=`" in note) == (status == "FINISHED")

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.tracking.mlflow.delivery import first_line
+from trainer.tracking.mlflow.store import cut, database_file, tracking_uri, valid_key, without_password
+from trainer.tracking.plots import plot_run, read_series, running_mean
+from trainer.tracking.tracker import Tracker, Tracking, truncate
+from trainer.tracking.ui import comparison_address, curves_address, experiment_address, free_port
+
+PROJECT = Path(__file__).resolve().parents[3]
+INF, NAN = float("inf"), float("nan")
+
+
+class OpenTracker(Protocol):
+    def __call__(self, resume_step: int | None = None) -> Tracker: ...
+
+
+@pytest.fixture
+def open_tracker(tmp_path: Path) -> Iterator[OpenTracker]:
+    opened = []
+
+    def open_one(resume_step: int | None = None) -> Tracker:
+        config = Tracking(mlflow=False)
+        opened.append(
+            Tracker(config, tmp_path, experiment="e", run_name="r", params={}, tags={}, resume_step=resume_step)
+        )
+        return opened[-1]
+
+    yield open_one
+    for tracker in opened:
+        tracker.close("KILLED", {})
+
+
+def strict_lines(path: Path) -> list[dict[str, object]]:
+    """Parse JSON that has no NaN and no Infinity in it."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_every_log_call_is_one_line_readable_at_once(open_tracker: OpenTracker, tmp_path: Path) -> None:
+    tracker = open_tracker()
+    tracker.log(1, {"loss": 2.5, "lr": 1e-3}, time_s=100.0)
+    assert strict_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 100.0, "loss": 2.5, "lr": 1e-3}]
+    tracker.log(2, {"loss": 2.25})
+    assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert tracker.run_id is None
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_value_that_is_not_finite_is_counted_not_replaced(
+    open_tracker: OpenTracker, tmp_path: Path, value: float
+) -> None:
+    open_tracker().log(3, {"loss": value, "lr": 0.1}, time_s=1.0)
+    line = {"step": 3, "time": 1.0, "loss": None, "loss_nonfinite": 1, "lr": 0.1}
+    assert strict_lines(tmp_path / "metrics.jsonl") == [line]
+
+
+def test_a_metric_cannot_take_the_place_of_the_step(open_tracker: OpenTracker, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step or time"):
+        open_tracker().log(1, {"time": 3.0})
+
+
+def test_finish_writes_the_summary_and_the_plots(open_tracker: OpenTracker, tmp_path: Path) -> None:
+    tracker = open_tracker()
+    for step in range(1, 4):
+        tracker.log(step, {"loss": 3.0 / step, "tokens_per_s": 1000.0})
+    tracker.close("FINISHED", {"loss": 1.0, "best": {"value": INF}, "sizes": [1, NAN]})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {
+        "status": "FINISHED",
+        "loss": 1.0,
+        "best": {"value": None, "value_nonfinite": 1},
+        "sizes": [1, None],
+    }
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"loss": 1.0})
+    with pytest.raises(TypeError):
+        write_json(path, {"loss": object()})
+    assert json.loads(path.read_text()) == {"loss": 1.0}
+
+
+def test_a_folder_with_another_runs_metrics_is_refused(open_tracker: OpenTracker, tmp_path: Path) -> None:
+    open_tracker().log(1, {"loss": 1.0})
+    with pytest.raises(UserError, match="resume="):
+        open_tracker()
+
+
+def test_resuming_removes_what_came_after_the_checkpoint(open_tracker: OpenTracker, tmp_path: Path) -> None:
+    tracker = open_tracker()
+    for step in range(1, 8):
+        tracker.log(step, {"loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "ti')  # killed in the middle of a line
+    resumed = open_tracker(resume_step=5)
+    resumed.log(6, {"loss": 60.0})
+    losses = {line["step"]: line["loss"] for line in strict_lines(tmp_path / "metrics.jsonl")}
+    assert losses == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0, 6: 60.0}
+
+
+def test_a_torn_last_line_is_removed_even_when_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 0, "loss": 1.0}\n{"step": 2')
+    truncate(path, 10)
+    assert path.read_text() == '{"step": 1, "time": 0, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize("garbage", ["garbage", "[" * 100_000])
+def test_damage_inside_the_log_is_named(garbage: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "time": 0}}\n{garbage}\n{{"step": 3, "time": 0}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
+        truncate(path, 10)
+    assert garbage in path.read_text()
+
+
+FULL_DISK = """
+import json, logging, resource, sys
+from pathlib import Path
+from trainer.tracking.tracker import Tracker, Tracking
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+folder = Path(sys.argv[1])
+tracker = Tracker(Tracking(mlflow=False), folder, experiment="e", run_name="r", params={}, tags={})
+def limit(size):  # of every file, kept by the kernel: it takes a part of a write, then refuses
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+limit(100)
+for step in range(1, 11):
+    tracker.log(step, {"loss": 1.0}, time_s=0)
+print((folder / "metrics.jsonl").stat().st_size)
+if sys.argv[2] == "freed":
+    limit(resource.RLIM_INFINITY)
+    tracker.log(11, {"loss": 1.0}, time_s=0)
+    limit(100)
+tracker.close("FINISHED", {"long": "x" * 100})
+"""
+
+
+@pytest.mark.parametrize("later", ["freed", "full to the end"])
+def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), later],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
+    warnings = child.stdout.splitlines()
+    assert warnings.pop(1) == "100"
+    assert f"{tmp_path}/metrics.jsonl cannot be written (File too large)" in warnings.pop(0)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines(True)
+             if line.endswith("\n")]  # fmt: skip
+    if later == "freed":
+        assert steps == list(range(1, 12))
+    else:
+        assert steps == [1, 2]
+        assert "its last 8 lines are lost" in warnings.pop(0)
+    assert f"{tmp_path}/summary.json cannot be written" in warnings.pop()
+    assert not (tmp_path / "summary.json").exists()
+    assert "plots" in "".join(warnings)  # matplotlib's files are larger than the limit
+
+
+@pytest.mark.parametrize("seconds", [-1.0, NAN, INF])
+def test_patience_must_be_a_duration(seconds: float) -> None:
+    with pytest.raises(UserError, match=r"tracking\.patience_s"):
+        Tracking(patience_s=seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, NAN])
+def test_flush_every_must_be_positive(seconds: float) -> None:
+    with pytest.raises(UserError, match=r"tracking\.flush_every_s"):
+        Tracking(flush_every_s=seconds)
+
+
+def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert database_file(tracking_uri()) == (tmp_path / "mlflow.db").resolve()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
+    assert tracking_uri() == "http://tracker:5000"
+    assert tracking_uri("sqlite:///x.db") == "sqlite:///x.db"
+    assert database_file("http://tracker:5000") is None
+    with pytest.raises(UserError, match=r"tracking.uri=runs.*sqlite:///runs"):
+        Tracking(uri="runs")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "here")
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
+        Tracking()
+    Tracking(mlflow=False)
+
+
+def test_passwords_are_not_shown() -> None:
+    assert without_password("postgresql://me:s3cret@host:5432/db") == "postgresql://me:***@host:5432/db"
+    assert without_password("http://127.0.0.1:5000") == "http://127.0.0.1:5000"
+    error = RuntimeError("request to http://me:s3@cret@host:5000/api failed: http://host:5000/a@b\nby …")
+    assert first_line(error) == "request to http://me:***@host:5000/api failed: http://host:5000/a@b"
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [
+        ("valid/top1", "valid/top1"),
+        ("data.files[0]", "data.files_0_"),
+        ("a//b/../c", "a/c"),
+        ("../x", "x"),
+        ("/", "_"),
+        ("k" * 300, "k" * 250),
+    ],
+)
+def test_keys_become_ones_that_mlflow_takes(name: str, valid: str) -> None:
+    assert valid_key(name) == valid
+
+
+def test_values_are_cut_visibly() -> None:
+    assert cut("x" * 10, 10) == "x" * 10
+    assert cut("x" * 11, 10) == "x" * 9 + "…"
+
+
+def write_log(folder: Path, lines: list[dict[str, object]]) -> Path:
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"time": 0} | line) + "\n" for line in lines))
+    return path
+
+
+def test_series_have_a_gap_where_a_value_was_not_finite(tmp_path: Path) -> None:
+    path = write_log(tmp_path, [{"step": 1, "loss": 1.5}, {"step": 2, "loss": None}, {"step": 4, "loss": 0.5}])
+    path.write_text(path.read_text() + '{"step": 5, "lo')
+    steps, values = read_series(path)["loss"]
+    assert steps.tolist() == [1, 2, 4]
+    assert values[0] == 1.5
+    assert math.isnan(values[1])
+
+
+def test_only_what_was_logged_is_drawn(tmp_path: Path) -> None:
+    assert plot_run(write_log(tmp_path, []), tmp_path / "plots", "run") == []
+    assert not (tmp_path / "plots").exists()
+    only_valid = write_log(tmp_path, [{"step": 5, "valid/loss": 1.0, "valid/tokens_per_s": 3.0}])
+    assert [path.name for path in plot_run(only_valid, tmp_path / "plots", "run")] == ["loss.png"]
+
+
+def test_plots_of_long_and_of_broken_runs(tmp_path: Path) -> None:
+    lines: list[dict[str, object]] = [
+        {"step": step, "loss": None if step % 50 == 0 else 1 / step, "images_per_s": None} for step in range(1, 300)
+    ]
+    drawn = plot_run(write_log(tmp_path, [*lines, {"step": 299, "valid/loss": None}]), tmp_path, "run")
+    assert [path.name for path in drawn] == ["loss.png", "throughput.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_running_mean_leaves_out_what_is_not_finite() -> None:
+    mean = running_mean(np.array([1.0, NAN, 3.0, 5.0, NAN, NAN, NAN]), 3)
+    np.testing.assert_allclose(mean, [1.0, 2.0, 4.0, 4.0, 5.0, NAN, NAN])
+
+
+def test_addresses() -> None:
+    base = "http://127.0.0.1:5000/"
+    assert experiment_address(base, "3").startswith("http://127.0.0.1:5000/#/experiments/3/runs?")
+    assert curves_address(base, "3").endswith("&compareRunsMode=CHART")
+    assert "/#/compare-runs?runs=%5B%22ab%22%2C%22cd%22%5D&experiments=%5B%223%22%5D&" in comparison_address(
+        base, "3", ["ab", "cd"]
+    )
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        if port > 65000:
+            pytest.skip("too near the last port to say what comes next")
+        assert free_port(port) > port

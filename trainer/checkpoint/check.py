@@ -1,0 +1,208 @@
+"""Whether what a checkpoint holds fits the run that is resumed. All of it is checked before anything is loaded.
+
+The optimizer's options, for example, come from the config; a checkpoint that has other ones is not of this run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.checkpoint.generators import random_state, set_random_state
+from trainer.checkpoint.schema import STATE_FILE, Refused, State, is_count, is_finite, is_number
+from trainer.parallel.wrap import own_part
+from trainer.precision.scaler import DynamicLossScale, LossScale
+
+OPTIMIZER_FILES, RNG_FILES = "optimizer.safetensors", "rng.safetensors"
+_KERNELS = ("fused", "foreach")
+"""Options that say which kernels do the work: a matter of this device, not of the checkpoint's."""
+_FP32_COUNTS = 2**24
+"""An fp32 counter that grows by one stays at this value."""
+
+
+def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
+    """Compare the options of the optimizer's groups with those that the config gave it.
+
+    Raises:
+        Refused: names the first one that differs.
+
+    """
+    for there, group in zip(state.groups, optimizer.param_groups, strict=True):
+        here = {key: value for key, value in group.items() if key != "params"}
+        for key, value in there.items():
+            if key not in here:
+                raise Refused(f"{STATE_FILE}: {key!r:.80} is no option of {type(optimizer).__name__}")
+            if key == "lr":  # the schedule's at every step
+                good = is_finite(value) and value >= 0
+            elif key in _KERNELS:
+                good = value is None or isinstance(value, bool)
+            else:
+                good = _same(value, here[key])
+            if not good:
+                raise Refused(f"{STATE_FILE}: the optimizer's {key} is {value!r:.80} there and {here[key]!r:.80} here")
+
+
+def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return, for each parameter, what its state looks like after a step: tensors without data, or other values.
+
+    Each kind of parameter is tried on a small twin, so this holds for every optimizer of torch.
+    """
+    tried: dict[tuple[Any, ...], dict[str, Any]] = {}
+    expected = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            key = (number, parameter.dtype, parameter.device, parameter.ndim)
+            if key not in tried:
+                tried[key] = _try_twin(optimizer, group, parameter)
+            twin = tried[key]
+            expected.append({name: _stretched(value, tuple(parameter.shape)) for name, value in twin.items()})
+    return expected
+
+
+def check_progress(
+    progress: Mapping[str, Any], step: int, score: float | None, monitor: Mapping[str, Any], loss_scale: LossScale
+) -> None:
+    """Check what else a run goes on with.
+
+    Args:
+        progress: from the checkpoint.
+        step: the checkpoint's.
+        score: what its weights were judged by, if they were.
+        monitor: the state of this run's monitor, for its keys.
+        loss_scale: this run's.
+
+    Raises:
+        Refused: names the first value that cannot be.
+
+    """
+    _keys("progress", progress, {"best", "final", "loss_scale", "monitor", "data"})
+    best, final = progress["best"], progress["final"]
+    if best is not None or score is not None:
+        _keys("best", best, {"step", "value"})
+        good = is_count(best["step"]) and 1 <= best["step"] <= step and is_finite(best["value"])
+        _require(good and (score is None or best["value"] <= score), "best is no step and score of this run")
+    good = isinstance(final, dict) and all(name.startswith("valid/") for name in final)
+    _require(good and all(map(is_number, final.values())), "final has values that are no validation metrics")
+    _require(isinstance(progress["data"], str), "data is no fingerprint")
+    _check_monitor(progress["monitor"], step, monitor, loss_scale.recovers)
+    _check_loss_scale(progress["loss_scale"], step, loss_scale)
+
+
+def check_counters(counters: list[Tensor], steps: int) -> None:
+    """Compare the optimizer's own counts of steps with those that changed weights.
+
+    Raises:
+        Refused: one is no count, or none is right (parameters that had no gradients count less).
+
+    """
+    values = [float(counter) if counter.numel() == 1 else -1 for counter in counters]
+    limit = min(steps, _FP32_COUNTS)
+    good = all(value in range(limit + 1) for value in values) and (not values or max(values) == limit)
+    if not good:
+        raise Refused(f"{OPTIMIZER_FILES}: the optimizer's counts of steps are not those of a run of {steps} updates")
+
+
+def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
+    """Try the states of a rank's generators, and put back those that were.
+
+    Raises:
+        Refused: one of them is missing, unknown, or no state of its generator.
+
+    """
+    like = random_state(device)
+    devices = {"cuda", "mps"}
+    for name in sorted((like.keys() - devices) ^ (state.keys() - devices)):
+        _require(False, f"{name!r:.80} is {'missing' if name in like else 'unknown'}", RNG_FILES)
+    for name, tensor in sorted(state.items()):
+        found, wanted = _kind(tensor), _kind(like.get(name, tensor))
+        optional = name == "python_gauss" and found in (_kind(torch.zeros(count).double()) for count in (0, 1))
+        _require(found == wanted or optional, f"{name} is {found} there and {wanted} here", RNG_FILES)
+        values = tensor.double()
+        good = bool((values >= 0).all() and (values < 2**32).all()) if "gauss" not in name else True
+        _require(good or name == "numpy_rest", f"{name} is no state of its generator", RNG_FILES)
+    position, has_gauss, _ = state["numpy_rest"].tolist()
+    finite = all(bool(torch.isfinite(state[name]).all()) for name in ("numpy_rest", "python_gauss"))
+    good = finite and position in range(625) and has_gauss in (0, 1)
+    _require(good, "numpy_rest is no state of its generator", RNG_FILES)
+    try:
+        set_random_state(state, device)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise Refused(f"{RNG_FILES}: no state of a generator ({str(error).splitlines()[0]:.80})") from None
+    finally:
+        set_random_state(like, device)
+
+
+def _try_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter of the same type, 2 × 3 × 4 …, after one step of an optimizer like this one."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in group.items() if key in accepted and key != "params"}
+    shape = range(2, 2 + parameter.ndim)
+    twin = nn.Parameter(torch.zeros(tuple(shape), dtype=parameter.dtype, device=own_part(parameter).device))
+    twin.grad = torch.zeros_like(twin)
+    maker: Any = type(optimizer)
+    other: torch.optim.Optimizer = maker([twin], **options)
+    other.step()
+    return dict(other.state[twin])
+
+
+def _stretched(value: Any, shape: tuple[int, ...]) -> Any:
+    """Return a tensor without data, of the shape that belongs to a parameter of ``shape`` where the twin has this."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    twin = tuple(range(2, 2 + len(shape)))
+    assert value.ndim == len(shape)
+    assert all(size in (1, wide) for size, wide in zip(value.shape, twin, strict=True))
+    stretched = [1 if size == 1 else length for size, length in zip(value.shape, shape, strict=True)]
+    return torch.empty(stretched, dtype=value.dtype, device="meta")
+
+
+def _check_monitor(state: Any, step: int, like: Mapping[str, Any], recovers: bool) -> None:
+    _keys("monitor", state, set(like))
+    skipped, in_a_row, losses, last = (state[key] for key in ("skipped_steps", "skipped_in_a_row", "losses", "last"))
+    _require(is_count(skipped) and skipped <= (step if recovers else 0), "skipped_steps is no count of this run")
+    _require(is_count(in_a_row) and in_a_row <= skipped, "skipped_in_a_row is no count of this run")
+    good = isinstance(losses, list) and len(losses) <= step and all(map(is_number, losses))
+    _require(good, "losses are no numbers of this run")
+    names = {"lr", "grad_norm", "loss_scale"}
+    good = isinstance(last, dict) and last.keys() <= names and all(map(is_number, last.values()))
+    _require(good, "last has values that are no metrics")
+
+
+def _check_loss_scale(state: Any, step: int, like: LossScale) -> None:
+    here = like.state_dict()
+    _keys("loss_scale", state, set(here))
+    scale = state["scale"]
+    _require(is_finite(scale) and 0 < scale <= torch.finfo(torch.float32).max, f"the loss scale is {scale!r:.80}")
+    if not isinstance(like, DynamicLossScale):
+        _require(state == here, f"the loss scale is {scale:g} there and {here['scale']:g} here")
+        return
+    good_steps, config = state["good_steps"], like.config
+    _require(scale >= torch.tensor(config.floor).item(), f"the loss scale {scale:g} is below its floor")
+    good = is_count(good_steps) and good_steps < config.interval and good_steps <= step
+    _require(good, "good_steps is no count of this run")
+
+
+def _keys(name: str, content: Any, expected: set[str]) -> None:
+    _require(isinstance(content, dict), f"{name} has no keys")
+    for key in sorted(expected ^ content.keys()):
+        raise Refused(f"{STATE_FILE}: {name} {'lacks' if key in expected else 'has an unknown'} {key!r:.80}")
+
+
+def _require(condition: object, problem: str, file: str = STATE_FILE) -> None:
+    if not condition:
+        raise Refused(f"{file}: {problem}")
+
+
+def _same(there: Any, here: Any) -> bool:
+    """Compare what was read from JSON with a live value: lists are tuples there, and True is not 1."""
+    if isinstance(here, tuple | list):
+        return isinstance(there, list) and len(there) == len(here) and all(map(_same, there, here))
+    return isinstance(there, bool) == isinstance(here, bool) and bool(there == here)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{' × '.join(map(str, tensor.shape)) or 'a number'} of {tensor.dtype}"

@@ -1,0 +1,290 @@
+"""A checkpoint read back into a model, an optimizer and the generators, whatever number of ranks wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from trainer.checkpoint.check import check_counters, check_generators, check_options, check_progress, expected_state
+from trainer.checkpoint.schema import Manifest, Refused, State, read_manifest, read_state
+from trainer.checkpoint.store import MASTER, find, parameter_names, untie
+from trainer.errors import UserError
+from trainer.optim.masters import MasterWeights
+from trainer.parallel.wrap import is_cut, own_part, own_rows
+from trainer.precision.scaler import LossScale
+
+
+class Saved:
+    """An opened checkpoint. Tensors are read when they are asked for, only the rows that are needed.
+
+    Whatever does not fit is refused with a UserError that names the file, before anything is loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the checkpoint at ``path``, which ``checkpoint.find`` has verified."""
+        self.path = path
+        with self._named():
+            self._manifest: Manifest = read_manifest(path)
+            self._state: State = read_state(path)
+            self._weights = _Parts(path, self._manifest.parts("model"))
+            self._moments = _Parts(path, self._manifest.parts("optimizer"))
+        self.step: int = self._state.step
+        self.progress: dict[str, Any] = self._state.progress
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, masters: MasterWeights | None = None
+    ) -> None:
+        """Load the weights, the optimizer's state and the fp32 masters, where there are any, in place.
+
+        The optimizer keeps its options, which are the config's.
+
+        Raises:
+            UserError: the checkpoint is not of this model and this optimizer.
+
+        """
+        with self._named():
+            weights = model.state_dict()
+            self._check_weights(weights, _statistics(model))
+            expected = None if optimizer is None else self._check_optimizer(masters or model, optimizer, masters)
+            for name, tensor in weights.items():
+                self._weights.fill(tensor, self._state.ties.get(name, name))
+            if optimizer is not None:
+                for name, master in masters.held() if masters is not None else ():
+                    self._moments.fill(master.detach(), f"{name}.{MASTER}")
+                assert expected is not None
+                self._restore_optimizer(optimizer, expected)
+
+    def check_progress(
+        self, monitor: Mapping[str, Any], loss_scale: LossScale, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Check ``progress``, and the optimizer's counts of steps against it.
+
+        Args:
+            monitor: the state of this run's monitor.
+            loss_scale: this run's.
+            optimizer: this run's.
+
+        Raises:
+            UserError: a value that cannot be of this run.
+
+        """
+        with self._named():
+            check_progress(self.progress, self.step, self._manifest.score, monitor, loss_scale)
+            names = [name for name in self._moments.names if not name.endswith(f".{MASTER}")]
+            updates = self.step - self.progress["monitor"]["skipped_steps"]
+            if updates and not names and any(expected_state(optimizer)):
+                raise Refused(f"{self._moments.file}: it lacks the optimizer's state")
+            check_counters([self._moments.whole(name) for name in names if name.endswith(".step")], updates)
+
+    def rng(self, rank: int, device: torch.device | None = None) -> dict[str, Tensor] | None:
+        """Return the states of a rank's generators, checked where a ``device`` is given; None: no such rank.
+
+        Raises:
+            UserError: one is no state of its generator.
+
+        """
+        files = self._manifest.parts("rng")
+        if rank >= len(files):
+            return None
+        with self._named():
+            state = _Parts(self.path, files[rank : rank + 1]).read()
+            if device is not None:
+                check_generators(state, device)
+        return state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor, whole: ``weights/…``, ``optimizer/…`` and each rank's ``rng/0/…``."""
+        result = {f"weights/{name}": tensor for name, tensor in self._weights.read().items()}
+        result |= {f"optimizer/{name}": tensor for name, tensor in self._moments.read().items()}
+        for rank in range(len(self._manifest.parts("rng"))):
+            result |= {f"rng/{rank}/{name}": tensor for name, tensor in (self.rng(rank) or {}).items()}
+        return result
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Refused as refused:
+            raise UserError(f"the checkpoint {self.path} does not fit this run: {refused}") from None
+
+    def _check_weights(self, weights: dict[str, Tensor], statistics: dict[str, torch.dtype]) -> None:
+        ties, file = self._state.ties, self._weights.file
+        saved = {*self._weights.names, *ties}
+        if weights.keys() != saved:
+            missing, unknown = sorted(weights.keys() - saved), sorted(saved - weights.keys())
+            parts = [f"it lacks {missing[0]}"] if missing else []
+            parts += [f"this model has no {unknown[0]}"] if unknown else []
+            raise Refused(f"{file}: {' and '.join(parts)}")
+        here = untie(weights)[1]
+        for alias, target in sorted(ties.items() ^ here.items()):
+            if own_part(weights[alias]).numel():  # of a weight that it has no rows of, a rank cannot tell
+                where = "there" if alias in ties else "here"
+                raise Refused(f"{file}: only {where} is {alias} the same as {target}")
+        for name, tensor in weights.items():
+            self._weights.check(ties.get(name, name), tuple(tensor.shape), tensor.dtype, statistics.get(name))
+
+    def _check_optimizer(
+        self, model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
+    ) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        """Return each parameter that has state, and what its state looks like, by name."""
+        names, state, file = parameter_names(model, optimizer), self._state, self._moments.file
+        if names != state.names or len(state.groups) != len(optimizer.param_groups):
+            raise Refused(f"{file}: this optimizer has other groups of parameters")
+        check_options(state, optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = dict(masters.held()) if masters is not None else {}
+        wanted = {f"{name}.{MASTER}": (tuple(master.shape), master.dtype) for name, master in held.items()}
+        present = {name.rpartition(".")[0] for name in self._moments.names if name not in wanted} | state.scalars.keys()
+        if state.stateless is not None:
+            present |= set(names) - set(state.stateless)
+        expected = {}
+        for name, parameter, values in zip(names, parameters, expected_state(optimizer), strict=True):
+            if name not in present:
+                continue
+            expected[name] = (parameter, values)
+            scalars = state.scalars.get(name, {})
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    shape = tuple(value.shape)
+                    wanted[f"{name}.{key}"] = (shape, value.dtype)
+                elif type(scalars.get(key)) is not type(value):
+                    raise Refused(f"{file}: {key} of {name} is no {type(value).__name__}")
+            if unknown := sorted(key for key in scalars if key not in values or isinstance(values[key], Tensor)):
+                raise Refused(f"{file}: {name} has an unknown {unknown[0]!r:.80}")
+        for name in sorted(wanted.keys() ^ set(self._moments.names)):
+            raise Refused(f"{file}: {f'it lacks {name}' if name in wanted else f'this optimizer has no {name!r:.80}'}")
+        for name, (shape, dtype) in wanted.items():
+            self._moments.check(name, shape, dtype)
+        return expected
+
+    def _restore_optimizer(
+        self, optimizer: torch.optim.Optimizer, expected: dict[str, tuple[Tensor, dict[str, Any]]]
+    ) -> None:
+        optimizer.state.clear()
+        for name, (parameter, values) in expected.items():
+            entry = optimizer.state[parameter]
+            for key, like in values.items():
+                full_name = f"{name}.{key}"
+                if not isinstance(like, Tensor):
+                    entry[key] = self._state.scalars[name][key]
+                # A moment has its parameter's layout (fused kernels take that for granted) and rows; a count of
+                # steps has no dimensions, nor have some parameters, and it may have to stay on the CPU.
+                elif like.is_meta and like.shape == parameter.shape:
+                    entry[key] = self._moments.like(full_name, parameter)
+                else:
+                    device = own_part(parameter).device if like.is_meta else like.device
+                    entry[key] = self._moments.whole(full_name).to(device)
+
+
+class _Parts:
+    """Named tensors in one file, or cut by rows over several."""
+
+    def __init__(self, path: Path, files: list[str]) -> None:
+        self.file = files[0] if len(files) == 1 else f"{files[0]} to {files[-1]}"
+        self._opened = [safe_open(path / file, "pt") for file in files]
+        self._where: dict[str, list[Any]] = {}
+        for file in self._opened:
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                self._where.setdefault(name, []).append(file)
+        for name in self.names:
+            shapes = [file.get_slice(name).get_shape() for file in self._where[name]]
+            types = {self._dtype(name, file) for file in self._where[name]}
+            if len(shapes) > 1 and (len({tuple(s[1:]) for s in shapes}) > 1 or not all(shapes) or len(types) > 1):
+                raise Refused(f"{self.file}: the parts of {name} do not fit together")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shapes = [file.get_slice(name).get_shape() for file in self._where[name]]
+        rows = [sum(shape[0] for shape in shapes), *shapes[0][1:]] if shapes[0] else []
+        return tuple(rows)
+
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, earlier: torch.dtype | None = None) -> None:
+        """Refuse a tensor of another shape or type; ``earlier`` is a narrower type that is allowed, too."""
+        if name not in self._where:
+            raise Refused(f"{self.file}: it lacks {name}")
+        if self.shape(name) != shape:
+            raise Refused(f"{self.file}: {name} is {_by(self.shape(name))} there and {_by(shape)} here")
+        if (found := self._dtype(name, self._where[name][0])) not in (dtype, earlier):
+            raise Refused(f"{self.file}: {name} is {found} there and {dtype} here")
+
+    def whole(self, name: str) -> Tensor:
+        return self._number(name, self._stored(name))
+
+    def read(self) -> dict[str, Tensor]:
+        """Return every tensor as it is stored, NaN and all."""
+        return {name: self._stored(name) for name in self._where}
+
+    def _stored(self, name: str) -> Tensor:
+        tensors: list[Tensor] = [file.get_tensor(name) for file in self._where[name]]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def own(self, name: str, like: Tensor) -> Tensor:
+        """Read all of a tensor, or the rows of it that this rank has of ``like``."""
+        if not is_cut(like):
+            return self.whole(name)
+        first, count = own_rows(like)
+        wanted: list[Tensor] = []
+        for file in self._where[name]:
+            part = file.get_slice(name)
+            length = part.get_shape()[0]
+            start, stop = max(0, first), min(length, first + count)
+            if start < stop:
+                wanted.append(part[start:stop])
+            first -= length
+        return self._number(name, torch.cat(wanted) if wanted else self._where[name][0].get_tensor(name)[:0])
+
+    def like(self, name: str, parameter: Tensor) -> Tensor:
+        """Return a tensor with the parameter's layout, device and rows, in its own type."""
+        source = self.own(name, parameter)
+        tensor = torch.empty_like(parameter, dtype=source.dtype, requires_grad=False)
+        own_part(tensor).copy_(source)
+        return tensor
+
+    def fill(self, target: Tensor, name: str) -> None:
+        """Overwrite ``target``, or the rows of it that this rank has; infinities stand only where it has them, too."""
+        source, held = self.own(name, target), own_part(target)
+        # The saver refuses such weights. A mask of -inf is a buffer that was built so.
+        if source.is_floating_point() and bool((source.isinf() & held.isfinite().to(source.device)).any()):
+            raise Refused(f"{self.file}: {name} is not finite")
+        held.copy_(source)
+
+    def _number(self, name: str, tensor: Tensor) -> Tensor:
+        """Refuse NaN, which would spread at the next step."""
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise Refused(f"{self.file}: {name} is not a number")
+        return tensor
+
+    def _dtype(self, name: str, file: Any) -> torch.dtype:
+        part = file.get_slice(name)
+        dtype: torch.dtype = (part[:0] if part.get_shape() else file.get_tensor(name)).dtype
+        return dtype
+
+
+def load(folder: Path, step: int | None = None) -> Saved:
+    """Open the checkpoint of ``step`` (None: the newest) below ``folder``, verified.
+
+    Raises:
+        UserError: see ``checkpoint.find``.
+
+    """
+    return Saved(find(folder, step))
+
+
+def _statistics(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the fp32 buffers of a model with 16-bit weights, which were 16-bit in checkpoints of earlier versions."""
+    narrow = {parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize == 2}
+    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+    return dict.fromkeys(names, narrow.pop()) if len(narrow) == 1 else {}
+
+
+def _by(shape: Any) -> str:
+    return " × ".join(map(str, shape)) or "a number"

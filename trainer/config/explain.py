@@ -1,0 +1,144 @@
+"""Errors of Hydra and OmegaConf as one sentence that names the key and what to type instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from trainer.config import schema as config
+from trainer.errors import nearest
+
+# What OmegaConf's messages say, and what the value has to be.
+_WANTED = (
+    ("converted to Integer", "a whole number"),
+    ("converted to Float", "a number"),
+    ("is not a valid bool", "true or false"),
+    ("Union[int, str]", "a whole number, or auto"),
+    ("Union[bool, str]", "true, false or auto"),
+    ("to string", "one word or text"),
+    ("is not Optional", "given a value"),
+    ("not a ListConfig", "a list, such as '[a,b]', in quotes for the shell"),
+    ("to Dict[", "options by name, such as {a: 1}"),
+)
+
+
+def explain(error: BaseException) -> str:
+    """Return what was wrong with the command line, or with a YAML file it composes."""
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    text = "\n".join(str(link) for link in chain)
+    full_key = re.search(r"full_key: (\S+)", text)
+    key = full_key[1] if full_key else None
+    offered = re.search(r"append to your config use \+\S+?=(.*)", text)
+    value = offered[1] if offered else ""
+
+    if found := re.search(r"Could not find '(.*)'\n\nAvailable options in '(.*)':\n((?:\t.*\n)*)", text):
+        group, typed = found[2], found[1].removeprefix(f"{found[2]}/")
+        choices = [name for name in found[3].split() if not name.endswith("_schema")]
+        return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
+    if key and re.search(r"Key '[^']+' is not in struct", text):
+        return f"{key} is not set yet; type +{key}=… to add it"
+    if found := re.search(r"Key '[^']+' not in '(\w+)'", text):
+        return _unknown(key or "", found[1], value)
+    if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
+        return _unknown(key or found[1], "", value)
+    if found := re.search(r"Error parsing override '(.*)'|LexerNoViableAltException: (.*)", text):
+        typed = found[1] or found[2]
+        return f"{typed!r} is not an override; write key=value, such as steps=100 or precision=bf16"
+    if found := re.search(r"Ambiguous value for argument '(.*)'", text):
+        return f"{found[1]} has several values; add -m to run one after the other"
+    if found := re.search(r"Multiple values for (\S+)\.|An item is already at '(.*)'", text):
+        there = found[1] or found[2]
+        return f"{there} has a value already; type {there}=… without the +"
+    overrides: list[str] = re.findall(r"Error merging override (.*)", text)
+    typed = overrides[0] if overrides else key or ""
+    for words, wanted in _WANTED:
+        if typed and words in text:
+            return f"{typed} must be {wanted}{_where(text)}"
+    lines = [line.strip() for line in str(chain[-1]).splitlines() if line.strip()]
+    return f"{typed}: {lines[0]}" if typed else lines[0]
+
+
+def _where(text: str) -> str:
+    found = re.search(r"In '([^']+)': \w+ raised while composing", text)
+    return f" (in conf/{found[1]}.yaml)" if found else ""
+
+
+def _unknown(key: str, owner: str, value: str = "") -> str:
+    """Say which choice of the group has this option, if any, or what is nearest to it; ``value`` was typed."""
+    group, _, option = key.partition(".")
+    classes = config.groups().get(group, {})
+    holders = [name for name, cls in classes.items() if any(entry.name == option for entry in dataclasses.fields(cls))]
+    if holders:
+        here = next((name for name, cls in classes.items() if cls.__name__ == owner), None)
+        which = f"{group}={here}" if here else f"this {group}"
+        return f"{key} is not an option of {which}; it belongs to {', '.join(f'{group}={name}' for name in holders)}"
+    if classes:
+        options = [entry.name for cls in classes.values() for entry in dataclasses.fields(cls)]
+        near = nearest(option, options, f"{group}.")
+    elif (better := meant(key)) != key:
+        # Under the same name in a group the value is right, too; other trainers' names may want another one.
+        near = f"; did you mean '{better}{f'={value}' if better.endswith(f'.{key}') and value else ''}'?"
+    else:
+        near = nearest(key, [*(entry.name for entry in dataclasses.fields(config.Config)), "experiment"])
+    return f"{key} is not a key of the config{near}; --cfg job shows all of them"
+
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("betas", "momentum", "eps", "nesterov"), "optimizer.options."),
+    **dict.fromkeys(("batch", "bs", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("epochs", "epoch", "num_epochs", "max_steps", "iterations", "iters", "max_iters"), "steps"),
+    **dict.fromkeys(("model", "network", "task"), "recipe"),
+    **dict.fromkeys(("dataset", "datasets"), "data"),
+    **dict.fromkeys(("amp", "dtype", "fp16", "bf16", "mixed_precision"), "precision"),
+    **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad"), "clip.max_norm"),
+    **dict.fromkeys(("warmup", "warmup_iters"), "schedule.warmup_steps"),
+    **dict.fromkeys(("gpu", "cuda"), "device"),
+    **dict.fromkeys(("num_workers", "n_workers"), "loader.workers"),
+    **dict.fromkeys(("out", "out_dir", "output"), "output_dir"),
+    **dict.fromkeys(("resume_from", "resume_from_checkpoint"), "resume"),
+    **dict.fromkeys(("name",), "run_name"),
+    **dict.fromkeys(("dataset_name",), "data.name"),
+    **dict.fromkeys(("augmentation", "aug"), "augment"),
+}
+"""What other trainers call a key, and what it is here; a dot at the end: the name follows."""
+
+
+def meant(key: str) -> str:
+    """Return the key that somebody meant who typed ``lr`` or ``model.size``, or ``key`` itself.
+
+    That is an option of a group by the option's name alone, or the name that other trainers have for it.
+    """
+    if key in {entry.name for entry in dataclasses.fields(config.Config)}:
+        return key
+    head, dot, rest = key.partition(".")
+    if head in _OTHER_NAMES:
+        other = _OTHER_NAMES[head]
+        return f"{other}{head}" if other.endswith(".") else f"{other}{dot}{rest}"
+    holders = [
+        group
+        for group, classes in config.groups().items()
+        if any(key == entry.name for cls in classes.values() for entry in dataclasses.fields(cls))
+    ]
+    return f"{min(holders, key=_PREFERRED.index)}.{key}" if holders else key
+
+
+_PREFERRED = ("optimizer", "schedule", "recipe", "data", *config.Config.__dataclass_fields__)
+"""Of several groups with an option of one name, the first is meant."""
+
+
+def is_text(key: str) -> bool:
+    """Whether the value of a key is text whatever it looks like, such as a path."""
+    group, dot, option = key.partition(".")
+    owners = config.groups().get(group, {}).values() if dot else [config.Config]
+    return any(
+        entry.name == (option or key) and entry.type in _TEXT for cls in owners for entry in dataclasses.fields(cls)
+    )
+
+
+_TEXT = ("str", "str | None")

@@ -1,0 +1,286 @@
+"""The root config: what a run is made of, how Hydra's YAML becomes typed objects, and what does not fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import recipes
+from recipes.data.images.augment import CHOICES, REASONS, Augment, AutomaticAugment
+from recipes.data.images.source import ImageSource
+from trainer.checkpoint.store import Checkpoint
+from trainer.data.loader import Batching, Loader, OnDeviceLoader, PinnedLoader
+from trainer.errors import UserError, nearest
+from trainer.hardware import Hardware
+from trainer.optim.optimizer import Optimizer, accepted_options
+from trainer.optim.schedule import Cosine, Schedule, WarmupStableDecay
+from trainer.optim.update import Clip, ClipNorm, ClipValue
+from trainer.parallel.activation import ActivationCheckpointing
+from trainer.parallel.compile import Compile
+from trainer.parallel.world import World
+from trainer.parallel.wrap import DDP, FSDP, Parallel
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
+from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
+from trainer.recipe import Choice, DataSource, Recipe
+from trainer.tracking.tracker import Tracking
+
+_GROUPS: dict[str, dict[str, type]] = {
+    "augment": dict(CHOICES),
+    "precision": {"precision": Precision},
+    "scaler": {cls.kind: cls for cls in (Scaler, StaticScaler, DynamicScaler, AutoScaler)},
+    "clip": {cls.kind: cls for cls in (Clip, ClipNorm, ClipValue)},
+    "loader": {cls.kind: cls for cls in (Loader, PinnedLoader, OnDeviceLoader)},
+    "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
+    "optimizer": {"optimizer": Optimizer},
+    "schedule": {cls.kind: cls for cls in (Schedule, Cosine, WarmupStableDecay)},
+    "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing},
+    "compile": {"compile": Compile},
+    "parallel": {cls.kind: cls for cls in (Parallel, DDP, FSDP)},
+    "checkpoint": {"checkpoint": Checkpoint},
+    "tracking": {"tracking": Tracking},
+}
+
+_AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
+
+
+@dataclass
+class Config:
+    """Everything that decides a run. ``auto`` fields hold numbers after ``resolve``."""
+
+    recipe: Recipe
+    data: DataSource
+    augment: Augment = field(default_factory=Augment)
+    precision: Precision = field(default_factory=Precision)
+    scaler: Scaler = field(default_factory=Scaler)
+    clip: Clip = field(default_factory=Clip)
+    loader: Loader = field(default_factory=Loader)
+    profiler: Profiler = field(default_factory=Profiler)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    compile: Compile = field(default_factory=Compile)
+    parallel: Parallel = field(default_factory=Parallel)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    tracking: Tracking = field(default_factory=Tracking)
+    device: str = "auto"
+    seed: int = 0
+    steps: int | str = "auto"
+    batch_size: int | str = "auto"
+    micro_batch_size: int | str = "auto"
+    eval_every: int | str = "auto"
+    eval_samples: int | str = "auto"
+    log_every: int = 10
+    deterministic: bool = False
+    resume: str | None = None
+    output_dir: str = "outputs"
+    run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in _AUTO_FIELDS:
+            value = getattr(self, key)
+            if isinstance(value, str) and value != "auto":
+                raise UserError(f"{key}={value} must be a whole number, or auto")
+            if isinstance(value, int) and value < 1:
+                raise UserError(f"{key}={value} must be at least 1")
+        if self.log_every < 1:
+            raise UserError(f"log_every={self.log_every} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
+        self.scaler.check(self.precision.mode)
+        self.parallel.check(self.precision)
+        self.set_augment(self.augment)
+        self.dropped: list[Choice] = []
+
+    def set_augment(self, augment: Augment) -> None:
+        """Have the images augmented in this way.
+
+        Raises:
+            UserError: the data has no images.
+
+        """
+        self.augment = augment
+        if isinstance(self.data, ImageSource):
+            self.data.augment = augment
+        elif augment.kind not in (Augment.kind, AutomaticAugment.kind):
+            raise UserError(f"augment={augment.kind} has no effect: data={self.data.kind} has no images; leave it out")
+
+    def settle_augment(self) -> list[Choice]:
+        """Replace ``augment=auto`` by what the images, which are open now, made of it; say so if there are any."""
+        if self.augment.kind != AutomaticAugment.kind:
+            return []
+        settled = self.data.augment if isinstance(self.data, ImageSource) else self.augment
+        if settled.kind == AutomaticAugment.kind:  # no images were opened
+            self.augment = Augment()
+            return []
+        self.augment = settled
+        return [Choice("augment", settled.kind, REASONS[settled.kind])]
+
+    def default_name(self) -> str:
+        """Return the name of a run that was given none."""
+        return f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
+
+    def resolve(self, hardware: Hardware, world: World | None = None) -> tuple[Plan, list[Choice]]:
+        """Replace every ``auto`` by a number, check what depends on the hardware, and say what was chosen.
+
+        Args:
+            hardware: of this process.
+            world: the processes that train together; None: this one alone.
+
+        Raises:
+            UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
+
+        """
+        self.precision.check(hardware)
+        choices = [*self.dropped, *self.recipe.resolve(hardware, self.data)]
+        sizes = self.recipe.sizes(hardware)
+
+        def number(key: str, auto: int, why: str) -> int:
+            value = getattr(self, key)
+            if isinstance(value, int):
+                return value
+            setattr(self, key, auto)
+            choices.append(Choice(key, auto, why))
+            return auto
+
+        suits = f"suits {'a GPU' if hardware.is_gpu else 'this CPU'}"
+        steps = number("steps", sizes.steps, suits)
+        if self.schedule.warmup(steps) >= max(2, steps):
+            raise UserError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} leaves nothing of steps={steps}; "
+                "use schedule.warmup_steps=auto or a longer run"
+            )
+        batch_size = number("batch_size", sizes.batch_size, suits)
+        world = world or World()
+        most = min(batch_size, sizes.micro_batch_size)
+        fitting = max((s for s in range(1, most + 1) if batch_size % (s * world.size) == 0), default=1)
+        micro_batch_size = number("micro_batch_size", fitting, suits)
+        plan = Plan(
+            steps,
+            Batching(batch_size, micro_batch_size, world.size, world.rank),
+            eval_every=number("eval_every", max(steps // 10, min(steps, 25)), "ten evaluations a run, or fewer"),
+            eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
+        )
+        self.run_name = self.run_name or self.default_name()
+        if "/" in self.run_name or self.run_name in (".", ".."):
+            raise UserError(f"run_name={self.run_name} must be the name of a folder, without a slash")
+        if not self.output_dir:
+            raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
+        return plan, choices
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a run, resolved."""
+
+    steps: int
+    batching: Batching
+    eval_every: int
+    eval_samples: int
+
+
+def groups() -> dict[str, dict[str, type]]:
+    """Return the classes of every config group by name; recipes and data sources are found in ``recipes/``."""
+    for module in pkgutil.walk_packages(recipes.__path__, "recipes."):
+        importlib.import_module(module.name)
+    return _GROUPS | {
+        "recipe": {cls.name: cls for cls in _subclasses(Recipe) if cls.name},
+        "data": {cls.kind: cls for cls in _subclasses(DataSource) if cls.kind},
+    }
+
+
+def register() -> None:
+    """Tell Hydra the schema of every config group."""
+    store = ConfigStore.instance()
+    schemas: dict[tuple[str | None, str], type] = {(None, "root"): Config}
+    schemas |= {(group, name): cls for group, classes in groups().items() for name, cls in classes.items()}
+    for (group, name), cls in schemas.items():
+        if _registered.get((group, name)) is not cls:
+            store.store(group=group, name=f"{name}_schema", node=cls)
+            _registered[group, name] = cls
+
+
+_registered: dict[tuple[str | None, str], type] = {}
+"""What Hydra knows already: a process that composes many configs makes each schema once."""
+
+
+def _subclasses(cls: type) -> list[Any]:
+    direct: list[Any] = cls.__subclasses__()
+    return [sub for one in direct for sub in (one, *_subclasses(one))]
+
+
+def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
+    """Turn what Hydra composed into live, typed objects.
+
+    Args:
+        composed: of the root's schema.
+        overrides: the command line. Options that an optimizer's YAML has for another class are left out where the
+            command line names the class and not the options.
+
+    Raises:
+        UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
+
+    """
+    _refuse_unknown(composed, Config, "")
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise UserError(f"{missing[0]} has no value; type {missing[0]}=…")
+    dropped = _drop_options(composed, overrides)
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    config.dropped = dropped
+    return config
+
+
+def _drop_options(composed: DictConfig, overrides: Sequence[str]) -> list[Choice]:
+    """Remove the optimizer's options that were not typed and that the class which was typed does not have."""
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if "optimizer.name" not in typed or "optimizer.options" in typed:
+        return []
+    accepted = accepted_options(composed.optimizer.name)
+    foreign = [
+        key
+        for key in composed.optimizer.options
+        if accepted is not None and key not in accepted and f"optimizer.options.{key}" not in typed
+    ]
+    with open_dict(composed.optimizer.options) as options:
+        for key in foreign:
+            del options[key]
+    left = composed.optimizer.options
+    why = f"{composed.optimizer.name} has no {' and no '.join(map(str, foreign))}"
+    return [Choice("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
+
+
+def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:
+    # OmegaConf accepts a key added with + and drops it silently when it makes the object.
+    fields = {entry.name for entry in dataclasses.fields(cls)}
+    for key in map(str, node):
+        if key not in fields:
+            near = nearest(key, fields, prefix)
+            raise UserError(f"{prefix}{key} is not a key of the config{near}; --cfg job shows all of them")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+            child_type = OmegaConf.get_type(child)
+            if dataclasses.is_dataclass(child_type) and isinstance(child_type, type):
+                _refuse_unknown(child, child_type, f"{prefix}{key}.")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the config as one level of dotted keys and plain values, for records and comparison."""
+    flat: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            kind = getattr(value, "kind", None) or getattr(value, "name", None)
+            if isinstance(kind, str):
+                flat[f"{prefix}{entry.name}"] = kind
+            flat |= flatten(value, f"{prefix}{entry.name}.")
+        else:
+            flat[f"{prefix}{entry.name}"] = value
+    return flat

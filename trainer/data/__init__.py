@@ -1,0 +1,1 @@
+"""Which sample comes when, batching, and the way to the device."""

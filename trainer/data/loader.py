@@ -1,0 +1,312 @@
+"""Data order, loading and copies: which sample comes when, as a pure function of the seed."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.errors import RunError, UserError
+from trainer.hardware import Hardware
+
+
+class DataOrder:
+    """The endless stream of samples: epoch after epoch, each a permutation that only (seed, epoch) decides.
+
+    Position ``p`` of the stream lies in epoch ``p // length``. The position is the whole state: neither the
+    batch size, nor the number of workers or devices, changes which sample stands where, or its randomness.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length = length
+        self.seed = seed
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def __getitem__(self, position: int) -> SampleId:
+        """Return the sample at this position of the stream."""
+        return self.samples(position, 1)[0]
+
+    def samples(self, first: int, count: int) -> list[SampleId]:
+        """Return the ``count`` samples from position ``first`` on."""
+        samples: list[SampleId] = []
+        while count:
+            epoch, index = divmod(first, self.length)
+            if epoch != self._epoch:
+                self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.length)
+                self._epoch = epoch
+            chosen = self._permutation[index : index + count]
+            seeds = _mixed(_mixed(_mixed(np.zeros(1, np.uint64), self.seed), epoch), chosen.astype(np.uint64)) >> 1
+            samples += map(SampleId, chosen.tolist(), seeds.tolist())
+            first += len(chosen)
+            count -= len(chosen)
+        return samples
+
+    def batches(self, first: int, size: int, count: int) -> Iterator[list[SampleId]]:
+        """Yield ``count`` lists of ``size`` consecutive samples, from position ``first`` on."""
+        ahead = max(1, 1024 // size)  # batches worked out at once: numpy's calls cost more than their arithmetic
+        for batch in range(0, count, ahead):
+            samples = self.samples(first + batch * size, min(ahead, count - batch) * size)
+            for start in range(0, len(samples), size):
+                yield samples[start : start + size]
+
+
+def _mixed(state: np.ndarray, value: np.ndarray | int) -> np.ndarray:
+    """Add ``value`` to a hash of 64 bits, with the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    state = state + np.asarray(value, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> 27)) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> 31)
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the global batch of one optimizer step is cut into microbatches and dealt out to the ranks."""
+
+    batch_size: int
+    micro_batch_size: int
+    ranks: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for key, value in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size)):
+            if value < 1:
+                raise UserError(f"{key}={value} must be at least 1")
+        at_once = self.micro_batch_size * self.ranks
+        if self.batch_size % at_once == 0:
+            return
+        sizes = [size for size in range(1, self.batch_size + 1) if self.batch_size % (size * self.ranks) == 0]
+        near = sorted(sizes, key=lambda size: abs(size - self.micro_batch_size))[:2]
+        below = self.batch_size // at_once * at_once
+        batches = " or ".join(str(size) for size in (below, below + at_once) if size)
+        remedies = [f"micro_batch_size={' or '.join(map(str, sorted(near)))}"] if near else []
+        processes = f" × {self.ranks} processes" if self.ranks > 1 else ""
+        raise UserError(
+            f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}{processes}; "
+            f"use {', or '.join([*remedies, f'batch_size={batches}'])}"
+        )
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches per optimizer step on each rank."""
+        return self.batch_size // (self.micro_batch_size * self.ranks)
+
+    def deal(self, order: DataOrder, first_step: int, count: int) -> Iterator[list[SampleId]]:
+        """Yield this rank's microbatches of ``count`` optimizer steps from ``first_step`` on.
+
+        A step takes the same samples of the stream whatever the number of ranks: they are dealt out like cards.
+        """
+        in_a_step = self.accumulation * self.ranks
+        microbatches = order.batches(first_step * self.batch_size, self.micro_batch_size, count * in_a_step)
+        return islice(microbatches, self.rank, None, self.ranks)
+
+
+class _Fetch(torch.utils.data.Dataset[Batch]):
+    """Lets DataLoader fetch a whole microbatch at once, and brings a known error back in one piece."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, samples: list[SampleId]) -> Batch | RunError:
+        try:
+            return self.dataset.batch(samples)
+        except RunError as error:  # DataLoader would wrap it in the worker's traceback
+            return error
+
+
+def _forkserver() -> BaseContext:
+    """Return how loading processes are started: from a server, which every signal meant for the run leaves alone.
+
+    A terminal, torchrun and SLURM signal every process of a job. Workers (or the server, or Python's tracker of
+    shared memory) that died of it would take the unfinished step with them. They inherit the blocked signals.
+    """
+    # A server, because a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
+    # there once; otherwise every worker of every evaluation would spend seconds on it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "trainer.data.loader"])
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+    for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[name] for name in names])
+        try:
+            ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return context
+
+
+def _end_with_the_run(worker: int) -> None:
+    """End this loading process when the main one is gone. DataLoader's own check sees only the server, its parent."""
+    main_process = multiprocessing.parent_process()
+    assert main_process is not None
+
+    def wait() -> None:
+        main_process.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the run", daemon=True).start()
+
+
+def _as_fetched(batch: Batch) -> Batch:
+    return batch
+
+
+@dataclass
+class Loader:
+    """The ``loader`` config group; this base is ``loader=plain``: pageable memory, workers are not kept."""
+
+    kind: ClassVar[str] = "plain"
+    workers: int | str = "auto"
+    """Loading processes; auto: none for data in memory, one per core (at most 16) where samples are decoded."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, str) and self.workers != "auto":
+            raise UserError(f"loader.workers={self.workers} must be a whole number, or auto")
+        if isinstance(self.workers, int) and self.workers < 0:
+            raise UserError(f"loader.workers={self.workers} must not be negative; 0 loads in the main process")
+
+    def resolve(self, decodes: bool, hardware: Hardware) -> int:
+        """Replace ``workers=auto`` and return the number."""
+        if isinstance(self.workers, str):
+            self.workers = min(16, hardware.cpu_cores) if decodes else 0
+        return self.workers
+
+    def _options(self, hardware: Hardware) -> dict[str, object]:
+        return {}
+
+    def loader(
+        self,
+        dataset: Dataset,
+        samples: Sequence[list[SampleId]] | Iterator[list[SampleId]],
+        hardware: Hardware,
+    ) -> DataLoader[Batch]:
+        """Return a DataLoader that yields one microbatch per list of samples."""
+        assert isinstance(self.workers, int), "resolve() comes first"
+        options = self._options(hardware)
+        if self.workers:
+            options |= {
+                "num_workers": self.workers,
+                "multiprocessing_context": _forkserver(),
+                "worker_init_fn": _end_with_the_run,
+            }
+        return DataLoader(
+            _Fetch(dataset),
+            batch_sampler=samples,
+            collate_fn=_as_fetched,  # type: ignore[arg-type]
+            generator=torch.Generator(),  # DataLoader draws a seed: not from the generator training uses
+            **options,  # type: ignore[arg-type]
+        )
+
+    def steps(
+        self,
+        dataset: Dataset,
+        order: DataOrder,
+        batching: Batching,
+        first_step: int,
+        count: int,
+        hardware: Hardware,
+    ) -> Iterator[list[Batch]]:
+        """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
+        microbatches = checked(self.loader(dataset, batching.deal(order, first_step, count), hardware))
+        while step := list(islice(microbatches, batching.accumulation)):
+            yield step
+
+
+@dataclass
+class PinnedLoader(Loader):
+    """``loader=pinned``: page-locked host memory (with a GPU), persistent workers, prefetching."""
+
+    kind: ClassVar[str] = "pinned"
+    prefetch: int = 4
+    """Microbatches that each worker keeps ready."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefetch < 1:
+            raise UserError(f"loader.prefetch={self.prefetch} must be at least 1")
+
+    def _options(self, hardware: Hardware) -> dict[str, object]:
+        options: dict[str, object] = {"pin_memory": hardware.device.type == "cuda"}
+        if self.workers:
+            options |= {"persistent_workers": True, "prefetch_factor": self.prefetch}
+        return options
+
+
+@dataclass
+class OnDeviceLoader(Loader):
+    """``loader=synthetic-on-device``: the first step's microbatches, kept on the device and repeated.
+
+    The loss is meaningless (one batch is learnt by heart); the throughput is what the step alone can reach.
+    """
+
+    kind: ClassVar[str] = "synthetic-on-device"
+
+    def steps(
+        self,
+        dataset: Dataset,
+        order: DataOrder,
+        batching: Batching,
+        first_step: int,
+        count: int,
+        hardware: Hardware,
+    ) -> Iterator[list[Batch]]:
+        """Yield the same microbatches ``count`` times."""
+        first = next(super().steps(dataset, order, batching, 0, 1, hardware))
+        yield from repeat([_Copied(batch, hardware.device) for batch in first], count)
+
+
+class _Copied(dict[str, torch.Tensor]):
+    """A microbatch on the host, where its targets are counted without waiting, with a copy on the device."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        super().__init__(batch)
+        self.on_device = to_device(batch, device)
+
+
+def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
+    """Yield the batches; raise an error that a dataset reported (from a worker, perhaps) here."""
+    for batch in batches:
+        if isinstance(batch, RunError):
+            try:
+                raise batch
+            finally:
+                del batch  # its traceback holds this frame: a cycle, which would put off the end of the workers
+        yield batch
+
+
+def evaluation_samples(length: int, limit: int | None, size: int) -> list[list[SampleId]]:
+    """Return the evaluation batches: ``limit`` samples (None: all) spread evenly, in order, never augmented."""
+    chosen = np.arange(length) if limit is None or limit >= length else np.linspace(0, length - 1, limit).astype(int)
+    return [[SampleId(int(i), None) for i in chosen[start : start + size]] for start in range(0, len(chosen), size)]
+
+
+def fingerprint(datasets: Datasets) -> str:
+    """Return a hash of the sizes and of a few samples of both parts: another corpus, split or tokenizer shows."""
+    digest = hashlib.sha256()
+    for dataset in (datasets.train, datasets.valid):
+        length = len(dataset)
+        digest.update(str(length).encode())
+        chosen = [SampleId(index, None) for index in sorted({0, length // 3, 2 * length // 3, length - 1})]
+        for name, tensor in sorted(dataset.batch(chosen).items()):
+            digest.update(name.encode() + str((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to the device, or return the copy it has there; from pinned memory the host does not wait for it."""
+    if isinstance(batch, _Copied):
+        return batch.on_device
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

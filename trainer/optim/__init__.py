@@ -1,0 +1,1 @@
+"""From gradients to new weights: optimizer, schedule, clipping, master weights, the update."""

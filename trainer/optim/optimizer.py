@@ -1,0 +1,183 @@
+"""The ``optimizer`` config group: any optimizer of torch.optim, named, with weight decay where it belongs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import UserError, nearest
+from trainer.optim.masters import MasterWeights
+
+
+@dataclass
+class Optimizer:
+    """One class of ``torch.optim`` and its options: a new choice costs one YAML."""
+
+    name: str = "AdamW"
+    """The class in torch.optim."""
+    lr: float = 1e-3
+    """Peak learning rate; the schedule multiplies it."""
+    weight_decay: float = 0.0
+    """Applied to the weights of linear, convolution, embedding and attention layers. Everything else is not decayed,
+    whatever its shape: biases, norms, scales, class tokens, bare position embeddings. The rule is ``decayed``.
+    """
+    fused: bool | str = "auto"
+    """One kernel for the whole update; auto: where torch has it for this device."""
+    set_to_none: bool = True
+    """Clear gradients to None; false fills them with zeros, to see what that costs."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the class, such as ``betas`` or ``momentum``."""
+
+    def __post_init__(self) -> None:
+        cls = getattr(torch.optim, self.name, None)
+        if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
+            raise UserError(f"optimizer.name={self.name} is not in torch.optim{nearest(self.name, dir(torch.optim))}")
+        if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
+            raise UserError(f"optimizer.name={self.name} needs a closure or sparse gradients, which no recipe has")
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"optimizer.lr={self.lr} must be a number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"optimizer.weight_decay={self.weight_decay} must be a number of at least 0")
+        if isinstance(self.fused, str) and self.fused != "auto":
+            raise UserError(f"optimizer.fused={self.fused} must be true, false or auto")
+        accepted = set(inspect.signature(cls).parameters) - {"params"}
+        for option in self.options:
+            if option in ("lr", "weight_decay", "fused"):
+                raise UserError(f"optimizer.options.{option} has a key of its own; type optimizer.{option}=…")
+            if option not in accepted:
+                raise UserError(
+                    f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}"
+                )
+        if self.fused is True and "fused" not in accepted:
+            raise UserError(
+                f"optimizer.fused=true: torch.optim.{self.name} has no fused form; use optimizer.fused=auto"
+            )
+        if self.fused is True and self._dampened:
+            raise UserError("optimizer.fused=true cannot go with optimizer.options.dampening; use optimizer.fused=auto")
+
+    @property
+    def _dampened(self) -> bool:
+        return self.name == "SGD" and bool(self.options.get("dampening", 0))
+
+    def build(self, model: nn.Module | MasterWeights, device: torch.device) -> torch.optim.Optimizer:
+        """Return the optimizer over the trainable parameters of a model or its masters, decayed ones first."""
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        parameters = [parameter for _, parameter in named]
+        weights = decayed(model.model if isinstance(model, MasterWeights) else model)
+        matrices = [parameter for name, parameter in named if name in weights]
+        others = [parameter for name, parameter in named if name not in weights]
+        groups = [
+            {"params": members, "weight_decay": decay}
+            for members, decay in ((matrices, self.weight_decay), (others, 0.0))
+            if members
+        ]
+        cls = getattr(torch.optim, self.name)
+        accepted = set(inspect.signature(cls).parameters)
+        if "weight_decay" not in accepted:
+            if self.weight_decay:
+                raise UserError(f"optimizer.weight_decay: torch.optim.{self.name} has none; set it to 0")
+            groups = [{"params": parameters}]
+        keywords: dict[str, object] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
+        }
+        # Of torch's fused kernels, only Adam's take weights that are cut into rows (FSDP2's DTensors).
+        sharded = hasattr(parameters[0], "full_tensor") and self.name not in ("Adam", "AdamW")
+        if sharded and self.fused is True:
+            raise UserError(f"optimizer.fused=true: {self.name} has none for parallel=fsdp; use optimizer.fused=auto")
+        halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
+        unsound = device.type == "cpu" and "fused" in accepted and not all(_fused_is_sound(cls, d) for d in halves)
+        if unsound and self.fused is True:
+            raise UserError(
+                f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
+                "wrongly on a CPU; use optimizer.fused=auto"
+            )
+        auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not (self._dampened or sharded or unsound)
+        if "fused" in accepted and (self.fused is True or auto):
+            keywords["fused"] = True
+        if torch.float16 in halves and "fused" not in keywords:
+            self._check_eps(cls)
+        try:
+            optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
+        if self.name == "SGD" and "fused" in keywords:
+            _start_momentum(optimizer)
+        return optimizer
+
+    def _check_eps(self, cls: type[torch.optim.Optimizer]) -> None:
+        """Refuse an ``eps`` that is 0 in fp16, where an optimizer that is not fused adds it: 0 / 0 is NaN."""
+        default = inspect.signature(cls).parameters.get("eps")
+        eps = self.options.get("eps", default.default if default else None)
+        if isinstance(eps, (int, float)) and eps < 2.0**-24:  # fp16's smallest number
+            raise UserError(
+                f"optimizer.options.eps={eps:g} is 0 in fp16, where {self.name} divides by it if it is not fused: the "
+                "weights turn NaN; set optimizer.options.eps=1e-4, or precision=fp16_master"
+            )
+
+
+@functools.cache
+def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> bool:
+    """Try whether torch's fused form of an optimizer updates 16-bit weights on a CPU as it does those of fp32.
+
+    The true gradient of the trial, 2^-30, is 0 in fp16. In torch 2.11 SGD's leaves whole vectors of weights as they
+    were and overruns its momentum; Adagrad's computes in 16 bits.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    updated = {}
+    with unset_fake_temporarily():  # also while memory is forecast
+        for kind in (torch.float32, dtype):
+            weight = nn.Parameter(torch.zeros(64, dtype=kind))
+            weight.grad = torch.full_like(weight, 2.0**-10)
+            optimizer: Any = cls([weight], lr=2.0**10, fused=True)  # type: ignore[call-arg]
+            optimizer.grad_scale = torch.tensor(2.0**20)
+            optimizer.step()
+            updated[kind] = weight.detach().float()
+        return torch.allclose(updated[dtype], updated[torch.float32], rtol=2.0**-6, atol=0.0)
+
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+_NOT_DECAYED = ("bias", "scale", "gamma", "gain", "norm", "token", "pos_emb", "position", "temperature")
+"""What the name of a parameter contains that adds to activations, scales them or stands for one."""
+
+
+def decayed(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that weight decay applies to.
+
+    A parameter's role decides: it has two or more dimensions (a matrix or a convolution's kernel), belongs to no
+    normalisation layer, and its own name speaks of no bias, scale, token or position. So ConvNeXt's ``layer_scale``,
+    a vision transformer's ``class_token`` and ``pos_embedding``, and Swin's ``relative_position_bias_table`` and
+    ``logit_scale`` are left alone. ``nn.Embedding`` is decayed, of positions too, as in GPT-2's published recipe.
+    """
+    names = set()
+    for owner, module in model.named_modules():
+        if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
+            continue
+        for name, parameter in module.named_parameters(owner, recurse=False):
+            own = name.rpartition(".")[2].lower()
+            if parameter.ndim >= 2 and not any(word in own for word in _NOT_DECAYED):
+                names.add(name)
+    return names
+
+
+def accepted_options(name: str) -> set[str] | None:
+    """Return the arguments of an optimizer of torch.optim, or None if there is none of this name."""
+    cls = getattr(torch.optim, name, None)
+    return set(inspect.signature(cls).parameters) if inspect.isclass(cls) else None
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give fused SGD momentum buffers of zeros, from which its first step goes on as from none.
+
+    Torch's own first fused step allocates them without writing, and where that step is skipped for an overflow
+    they stay so: whatever was in that memory then goes into the weights.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,0 +1,234 @@
+"""The end of an optimizer step as one act: unscale, measure, clip, step, update the scale, clear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.optim.masters import MasterWeights
+from trainer.parallel.wrap import is_cut
+from trainer.precision.scaler import LossScale
+
+
+@dataclass
+class Clip:
+    """The ``clip`` config group; this base is ``clip=none``: gradients are measured, never changed."""
+
+    kind: ClassVar[str] = "none"
+
+    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        """Clip the true gradients in place; ``norm`` is their total 2-norm, fp32 scalar."""
+
+    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+        """Clip gradients that stay in 16 bits, without rounding them again where that can be avoided.
+
+        Args:
+            gradients: as backward left them; may be changed in place.
+            norm: total 2-norm of the true gradients, fp32 scalar.
+            factor: what makes them the true ones, fp32 scalar; None: they are.
+
+        Returns:
+            What is still to be multiplied by, in place of ``factor``: the optimizer does it, in fp32.
+
+        """
+        return factor
+
+
+@dataclass
+class ClipNorm(Clip):
+    """``clip=norm``: scale all gradients so that their total norm is at most ``max_norm`` (Pascanu et al. 2013)."""
+
+    kind: ClassVar[str] = "norm"
+    max_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:  # not a number is neither
+            raise UserError(f"clip.max_norm={self.max_norm} must be above 0; use clip=none to leave gradients alone")
+
+    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+
+    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+        coefficient = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
+        return coefficient if factor is None else factor * coefficient
+
+
+@dataclass
+class ClipValue(Clip):
+    """``clip=value``: cut every gradient element to ±``max_value``."""
+
+    kind: ClassVar[str] = "value"
+    max_value: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.max_value > 0:
+            raise UserError(f"clip.max_value={self.max_value} must be above 0; use clip=none to leave gradients alone")
+
+    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        torch.nn.utils.clip_grad_value_(parameters, self.max_value)
+
+    def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+        limit = torch.full_like(norm, self.max_value) if factor is None else self.max_value / factor
+        for gradient in gradients:
+            gradient.clamp_(-limit, limit)  # beyond fp16's range the limit is infinite, and nothing is cut
+        return factor
+
+
+class UpdateResult(NamedTuple):
+    """What one update did: scalars that stay on the device until the tracker copies them."""
+
+    grad_norm: Tensor
+    """Total 2-norm of the unscaled gradients before clipping, fp32."""
+    skipped: Tensor
+    """Whether the weights were left alone because a gradient was not finite, bool."""
+    loss_scale: Tensor
+    """The scale this step's loss was multiplied by, fp32."""
+
+
+class Update:
+    """Owns the way from a loss to changed weights.
+
+    Gradients that are not finite never reach the optimizer. Where the loss scale recovers (fp16) the step is
+    skipped and the next one tries again with a smaller scale; otherwise every later update is blocked too,
+    until the host reads ``skipped`` and ends the run: the weights stay as they were before the bad step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[nn.Parameter],
+        loss_scale: LossScale,
+        clip: Clip,
+        masters: MasterWeights | None = None,
+        set_to_none: bool = True,
+    ) -> None:
+        """Take what an update needs.
+
+        Args:
+            optimizer: over ``parameters``.
+            parameters: of the model, or of ``masters`` where there are any.
+            loss_scale: of the run.
+            clip: what is done to the gradients.
+            masters: the fp32 weights that the optimizer changes in the place of the model's 16-bit ones.
+            set_to_none: how gradients are cleared; False fills them with zeros, which keeps their memory.
+
+        """
+        self.optimizer = optimizer
+        self.masters = masters
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.loss_scale = loss_scale
+        self.clip = clip
+        self.set_to_none = set_to_none
+        self._wide = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
+        device = self.parameters[0].device
+        self._widest = torch.float32 if device.type == "mps" else torch.float64
+        self._blocked = torch.zeros((), dtype=torch.bool, device=device)
+        # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
+        # and on CUDA take the flag on the device. For all others the host has to look, which costs nothing on a CPU
+        # and two waits per step on a GPU: whether the norm is finite, and whether the step is taken.
+        self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._takes_flag = device.type == "cuda" and self._takes_scale
+
+    def backward(self, loss: Tensor, exchanged: bool = False) -> None:
+        """Add the gradient of one microbatch's share of the step's loss.
+
+        Args:
+            loss: fp32 scalar.
+            exchanged: whether the ranks sum their gradients in this pass.
+
+        """
+        if exchanged and self.masters is not None:
+            self.masters.before_exchange()
+        self.loss_scale.multiply(loss).backward()
+
+    @torch.no_grad()
+    def step(self, number: int = 0, rest: float = 1.0) -> UpdateResult:
+        """End an optimizer step: change the weights, unless a gradient is not finite, and clear the gradients.
+
+        Args:
+            number: of the step; ``bf16_sr``'s rounding depends on it.
+            rest: a factor that the gradients lack, besides the loss scale's; see ``Precision.normaliser``.
+
+        """
+        if self.masters is not None:
+            self.masters.take_gradients()
+        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        factor = self.loss_scale.inverse(rest)
+        if self._wide and factor is not None:
+            torch._foreach_mul_(gradients, factor)
+            factor = None
+        norm, finite = self._measure(gradients, factor)
+        skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
+        if self._wide:
+            self.clip.apply(parameters, norm)
+        else:  # 16-bit gradients are not written again: what is unscaled would vanish in fp16
+            factor = self.clip.fold(gradients, norm, factor)
+            self._hand_over(gradients, factor)
+        self._step_unless(skipped)
+        if self.masters is not None:
+            self.masters.write_back(number)  # after a skipped step: what they were
+        scale = self.loss_scale.scale
+        self.loss_scale.update(finite)
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        return UpdateResult(norm, skipped, scale)
+
+    def _measure(self, gradients: list[Tensor], factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the total 2-norm of the true gradients, and whether all of them are finite.
+
+        The norm of finite gradients is finite, too: at most the largest number of its format.
+        """
+        norm = _whole(torch.nn.utils.get_total_norm(gradients) if self._wide else _total_norm(gradients, torch.float32))
+        norm = norm if factor is None else norm * factor
+        finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
+        # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. A GPU is not waited for:
+        # there it is always done (one more read of the gradients), but not in fp16, whose numbers end at 65504.
+        in_doubt = not self.loss_scale.recovers if self._takes_flag else self._true(~finite)
+        if not in_doubt:
+            return norm, finite
+        wide = _whole(_total_norm(gradients, self._widest))
+        wide = wide if factor is None else wide * factor
+        finite = wide < math.inf
+        largest = wide.clamp(max=torch.finfo(norm.dtype).max)
+        return torch.where(norm < math.inf, norm, torch.where(finite, largest, wide).to(norm.dtype)), finite
+
+    def _hand_over(self, gradients: list[Tensor], factor: Tensor | None) -> None:
+        """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to 16 bits once."""
+        if self._takes_scale:
+            self.optimizer.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
+        elif factor is not None:
+            for gradient in gradients:  # in fp32: the inverse of a large scale is 0 in fp16
+                gradient.copy_(gradient.float().mul_(factor))
+
+    def _step_unless(self, skipped: Tensor) -> None:
+        if self._takes_flag:
+            self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not self._true(skipped):
+            self.optimizer.step()
+
+    def _true(self, flag: Tensor) -> bool:
+        """Read a flag; the host waits for it."""
+        return bool(flag)
+
+
+def _total_norm(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the 2-norm of all gradients as one vector, computed in ``dtype``."""
+    # Torch's own would add up squares in fp32, and then round each tensor's norm to fp16, beyond which it is infinite.
+    if any(map(is_cut, gradients)):  # DTensors know no dtype for many at once
+        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
+    else:
+        norms = list(torch._foreach_norm(gradients, 2.0, dtype=dtype))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return a norm over the rows on all ranks, where gradients are cut into rows and it is a DTensor."""
+    whole: Tensor = norm.full_tensor() if is_cut(norm) else norm  # type: ignore[attr-defined]
+    return whole

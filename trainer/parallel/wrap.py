@@ -1,0 +1,262 @@
+"""Several processes on one model: the ``parallel`` config group wraps it and decides when gradients are summed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.parallel.world import World, join, launched_local_rank, launched_processes
+from trainer.precision.modes import AUTOCAST_DTYPE, WEIGHTS_DTYPE, Precision
+
+
+@dataclass
+class Parallel:
+    """The ``parallel`` config group; this base is ``parallel=single``: one process, one device."""
+
+    kind: ClassVar[str] = "single"
+
+    def world(self, device: str) -> World:
+        """Join the other processes of the job.
+
+        Args:
+            device: as typed; ``auto`` and ``cuda`` become the GPU of this process's local rank.
+
+        Raises:
+            UserError: the processes that were started and this choice contradict each other.
+
+        """
+        if (processes := launched_processes()) > 1:
+            raise UserError(
+                f"torchrun started {processes} processes, and parallel=single uses one; "
+                "type parallel=ddp or parallel=fsdp, or start with python alone"
+            )
+        return World()
+
+    def check(self, precision: Precision) -> None:
+        """Refuse options that contradict the precision.
+
+        Raises:
+            UserError: as said.
+
+        """
+
+    def effective(self) -> dict[str, Any]:
+        """Return what precision.json says about it."""
+        return {}
+
+    def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+        """Return what torch.compile is to compile: the model as a whole."""
+        return [model]
+
+    def wrap(
+        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+    ) -> nn.Module:
+        """Return what training's forward passes call; ``model`` keeps its parameters' names.
+
+        Args:
+            model: on its device, with the same weights on every rank.
+            blocks: the model's repeated blocks, the units of sharding.
+            device: where the model is.
+            accumulation: the format in which the gradients of microbatches add up; None: that of the weights.
+
+        """
+        return model
+
+    def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
+        """Return the context of one microbatch's forward and backward; only in the ``last`` are gradients summed."""
+        return nullcontext()
+
+    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
+        """Return the model with whole weights, to export; None on a rank other than 0 that would have to build it.
+
+        Args:
+            model: in training; every rank has to call this.
+            build: makes another model with the same names, on the host.
+
+        """
+        return model
+
+
+@dataclass
+class SeveralProcesses(Parallel):
+    """What ``ddp`` and ``fsdp`` share."""
+
+    timeout_s: float = 1800.0
+    """How long a rank waits for the others (while rank 0 prepares data, for example) before the job fails."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise UserError(f"parallel.timeout_s={self.timeout_s} must be a positive number of seconds, such as 1800")
+
+    def world(self, device: str) -> World:
+        on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        if not on_gpu and device not in ("auto", "cpu"):
+            raise UserError(
+                f"device={device} with parallel={self.kind}: each process has its own; use cuda, cpu or auto"
+            )
+        if on_gpu and launched_processes():  # before joining: NCCL would fail on a GPU that is not there
+            number, processes = launched_local_rank()
+            if processes > torch.cuda.device_count():
+                raise UserError(
+                    f"torchrun started {processes} processes here, and there are {torch.cuda.device_count()} GPUs; "
+                    f"use --nproc-per-node={torch.cuda.device_count()}"
+                )
+            torch.cuda.set_device(number)
+        return join("cuda" if on_gpu else "cpu", self.timeout_s)
+
+
+@dataclass
+class DDP(SeveralProcesses):
+    """``parallel=ddp``: every process holds the whole model; gradients are summed while backward runs."""
+
+    kind: ClassVar[str] = "ddp"
+    bucket_mb: int = 25
+    """Gradients are exchanged in buckets of this many MiB, as they become ready."""
+
+    def wrap(
+        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+    ) -> nn.Module:
+        ddp: Any = nn.parallel.DistributedDataParallel
+        newer = "forward_sync_buffers"  # in torch 2.15
+        replica: nn.parallel.DistributedDataParallel = ddp(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_mb,
+            gradient_as_bucket_view=True,
+            # Training does not read them (batch norm's running statistics); evaluation and saving take rank 0's.
+            **{newer if newer in inspect.signature(ddp).parameters else "broadcast_buffers": False},
+        )
+        replica.register_comm_hook(None, _sum)
+        return replica
+
+    def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(replica, nn.parallel.DistributedDataParallel)
+        return nullcontext() if last else replica.no_sync()
+
+
+def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which are strings here
+    """Sum a bucket of gradients. DDP would average, but the loss is already divided by the whole step's targets."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+@dataclass
+class FSDP(SeveralProcesses):
+    """``parallel=fsdp``: weights, gradients and optimizer state are cut into rows, one part per process (FSDP2)."""
+
+    kind: ClassVar[str] = "fsdp"
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights between forward and backward: less memory, one more gathering."""
+    param_dtype: str | None = None
+    """``bf16``/``fp16``: FSDP2's own policy, which gathers and computes with weights cast to it (half the traffic;
+    gradients are still summed in fp32). None: weights are gathered in fp32 and only autocast decides, as elsewhere."""
+
+    def check(self, precision: Precision) -> None:
+        if precision.mode in WEIGHTS_DTYPE and precision.fp32_modules:
+            raise UserError(
+                f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one format; "
+                "drop it, or use parallel=ddp"
+            )
+        if precision.mode == "bf16_sr":
+            raise UserError(
+                "precision=bf16_sr rounds whole weights, and parallel=fsdp cuts them into rows; "
+                "use precision=bf16_master, or parallel=ddp"
+            )
+        if self.param_dtype is None:
+            return
+        if precision.mode in WEIGHTS_DTYPE:
+            raise UserError(
+                f"parallel.param_dtype has no effect with precision={precision.mode}, whose weights are 16-bit; drop it"
+            )
+        if self.param_dtype != precision.mode:
+            raise UserError(
+                f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the weights would be "
+                "rounded to another format than the run is named after; drop it, or make the two equal (bf16 or fp16)"
+            )
+        if precision.mode not in ("bf16", "fp16"):
+            raise UserError(f"parallel.param_dtype={self.param_dtype} must be bf16 or fp16, or left out")
+        if precision.fp32_modules:
+            raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; drop one of them")
+
+    def effective(self) -> dict[str, Any]:
+        return {"gathered_weights_dtype": self.param_dtype or "as weights_dtype"}
+
+    def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+        """Return the blocks: gathering their weights happens between them, outside of what is compiled."""
+        return blocks or [model]
+
+    def wrap(
+        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
+    ) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        # FSDP2 cuts no weights in channels_last; a convolution takes that layout from its input too.
+        model.to(memory_format=torch.contiguous_format)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        # FSDP2 adds microbatches up, and sums over the ranks, in this format.
+        policy = MixedPrecisionPolicy(reduce_dtype=accumulation)
+        if self.param_dtype is not None:
+            # The inputs are left to autocast: a batch of token ids or pixels has a type of its own.
+            dtype = AUTOCAST_DTYPE[self.param_dtype]
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in [*blocks, model]:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Sums: the loss is divided by the whole step's targets.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(replica, FSDPModule)
+        replica.set_requires_gradient_sync(last)
+        replica.set_is_last_backward(last)
+        return nullcontext()
+
+    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
+        from torch.distributed.tensor import DTensor
+
+        other = build() if dist.get_rank() == 0 else None
+        target = {} if other is None else other.state_dict()
+        for name, tensor in model.state_dict().items():  # one after another: the whole need not fit on a device
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # every rank takes part
+            if target:
+                target[name].copy_(whole)
+        return other
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Tell whether this rank has only some rows of the tensor (a DTensor, whose import costs a third of a second)."""
+    return hasattr(tensor, "to_local")
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of the tensor, sharing its memory."""
+    part: Tensor = tensor.to_local() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def own_rows(tensor: Any) -> tuple[int, int]:
+    """Return the first row, and the number of rows, that this rank has of a tensor cut as torch.chunk does."""
+    from torch.distributed.tensor import Shard
+
+    assert tensor.device_mesh.ndim == 1
+    assert tensor.placements == (Shard(0),)
+    length = tensor.shape[0]
+    chunk = math.ceil(length / tensor.device_mesh.size())
+    first = min(length, tensor.device_mesh.get_local_rank() * chunk)
+    count = tensor.to_local().shape[0]
+    assert count == min(chunk, length - first)
+    return first, count

@@ -1,0 +1,1 @@
+"""Which dtype what is computed in, and the scale of the loss."""

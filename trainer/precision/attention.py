@@ -1,0 +1,117 @@
+"""Which kernel torch's fused attention takes: what a run may use, and what it does use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+
+_NAMES = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.OVERRIDEABLE: "overrideable",
+    SDPBackend.ERROR: "none",
+}
+
+
+def allow_cudnn(allowed: bool) -> None:
+    """Let torch take cuDNN's attention on CUDA, or keep it from it (for this process).
+
+    Not for models that mask: its backward can give NaN gradients of the query beside a mask where the length is 64
+    more than a multiple of 128 (pytorch issue 196678, on Hopper, from torch 2.11 on), and no later cuDNN is known to be
+    free of it.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+
+
+def enabled() -> list[str]:
+    """Return the kernels that torch may take."""
+    backends = torch.backends.cuda
+    flags = {
+        "flash": backends.flash_sdp_enabled(),
+        "efficient": backends.mem_efficient_sdp_enabled(),
+        "cudnn": backends.cudnn_sdp_enabled(),
+        "math": backends.math_sdp_enabled(),
+    }
+    return [name for name, flag in flags.items() if flag]
+
+
+def taken(model: nn.Module, forward: Callable[[], object], gradients: bool = True) -> list[dict[str, Any]]:
+    """Return the kernel that torch chooses for each kind of call to ``scaled_dot_product_attention``.
+
+    Asked in one forward pass, not compiled, which leaves no trace in the model. The choice depends
+    on lengths, head width, format, mask, dropout and torch's flags, hardly on the number of samples.
+
+    Args:
+        model: in training.
+        forward: calls it on a few samples (two or more, because batch norm takes no statistics of one), and puts the
+            generators back.
+        gradients: whether the pass records operations for a backward pass, which none follows.
+
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    training = model.training
+    benchmark = torch.backends.cudnn.benchmark
+    asked = _Asked()
+    try:
+        model.train()
+        torch.backends.cudnn.benchmark = False  # no algorithms are tried out for a few samples
+        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients), asked:
+            forward()
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        model.train(training)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return [dict(call) | {"calls": count} for call, count in asked.calls.items()]
+
+
+class _Asked(TorchFunctionMode):
+    """Asks torch about every call of its fused attention, with the same inputs, before it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[tuple[str, Any], ...]] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            self.calls[_call(*args, **kwargs)] += 1
+        return function(*args, **kwargs)
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> tuple[tuple[str, Any], ...]:
+    device = query.device.type
+    masked = attn_mask is not None
+    if torch.is_autocast_enabled(device):  # what attention itself would do first
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+    chosen = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return (
+        ("kernel", _NAMES[SDPBackend(chosen)]),
+        ("dtype", str(query.dtype).removeprefix("torch.")),
+        ("heads", query.shape[-3]),
+        ("length", query.shape[-2]),
+        ("head_width", query.shape[-1]),
+        ("mask", masked),
+        ("causal", is_causal),
+        ("dropout", dropout_p),
+    )

@@ -1,0 +1,323 @@
+"""What runs in which number format: the ``precision`` config group, its fp32 islands and its manifest."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainer.errors import UserError
+from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
+from trainer.precision import fp8
+from trainer.precision.islands import Islands, cast, in_fp32, with_fp32_statistics
+
+BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
+"""Those that need nothing but torch and change nothing but what products compute in."""
+AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Of the modes that keep weights in fp32 and compute under torch.autocast."""
+WEIGHTS_DTYPE = {
+    "bf16_pure": torch.bfloat16,
+    "bf16_sr": torch.bfloat16,
+    "bf16_master": torch.bfloat16,
+    "fp16_pure": torch.float16,
+    "fp16_master": torch.float16,
+}
+"""Of the modes whose weights are 16-bit themselves, without autocast."""
+MODES = (*BASIC_MODES, *WEIGHTS_DTYPE, "fp8")
+
+# Libraries read these before torch's own flags, so a flag read back would not show what they did.
+_LOWERING_ENVIRONMENT = {
+    "NVIDIA_TF32_OVERRIDE": {"1"},
+    "ONEDNN_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
+    "DNNL_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
+}
+_NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
+
+
+@dataclass
+class Precision:
+    """The ``precision`` config group.
+
+    ``fp32`` is IEEE single precision in every backend, ``tf32`` lets matrix products and convolutions round
+    their inputs to TF32, ``bf16`` and ``fp16`` are fp32 weights under torch.autocast of that type. Without autocast:
+    ``*_pure`` has weights, gradients and optimizer state in 16 bits, ``*_master`` 16-bit weights and gradients of which
+    the optimizer holds fp32 copies, and ``bf16_sr`` 16-bit weights that are rounded at random
+    (``trainer.optim.masters``). ``fp8`` is bf16 whose linear layers compute in fp8 (``trainer.precision.fp8``).
+    """
+
+    mode: str = "fp32"
+    fp32_modules: list[str] = field(default_factory=list)
+    """Patterns (``lm_head``, ``*.ln_*``) of submodule names that compute, and keep their weights, in fp32."""
+    fp8_scaling: str | None = None
+    """``tensorwise`` or ``rowwise``: what shares a scale in ``fp8``."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(MODES)}")
+        if self.fp32_modules and self.mode in ("fp32", "tf32"):
+            raise UserError(
+                f"precision.fp32_modules has no effect with precision={self.mode}, which has no 16-bit format; "
+                "drop it, or use precision=bf16 or precision=fp16"
+            )
+        if self.mode == "fp8":
+            self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
+            if self.fp8_scaling not in fp8.SCALINGS:
+                raise UserError(f"precision.fp8_scaling={self.fp8_scaling} is unknown; use {' or '.join(fp8.SCALINGS)}")
+        elif self.fp8_scaling is not None:
+            raise UserError(
+                f"precision.fp8_scaling has no effect with precision={self.mode}; drop it, or use precision=fp8"
+            )
+
+    def check(self, hardware: Hardware) -> None:
+        """Refuse what this hardware cannot compute, what is not installed, what the environment would silently change.
+
+        Raises:
+            UserError: the mode is not available here, or a variable such as NVIDIA_TF32_OVERRIDE lowers fp32.
+
+        """
+        if hardware.support(self.mode) == UNAVAILABLE:
+            raise UserError(
+                f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); {self.mode} "
+                f"needs an NVIDIA GPU of compute capability {'8.9' if self.mode == 'fp8' else '8.0'} or later. "
+                "Use precision=fp32 or precision=bf16"
+            )
+        if self.mode == "fp8":
+            fp8.require_torchao()
+        variable, value = _NO_TF32
+        if self.mode == "tf32" and os.environ.get(variable) == value:
+            raise UserError(
+                f"the environment variable {variable}={value} turns TF32 off behind torch's back; "
+                f"unset it for precision=tf32 (unset {variable})"
+            )
+        if self.mode != "fp32":
+            return
+        for variable, lowering in _LOWERING_ENVIRONMENT.items():
+            if os.environ.get(variable, "").upper() in lowering:
+                raise UserError(
+                    f"the environment variable {variable}={os.environ[variable]} lowers fp32 behind torch's back; "
+                    f"unset it for precision=fp32 (unset {variable})"
+                )
+
+    def warning(self, hardware: Hardware, slowdown: float | None = None) -> str | None:
+        """Return a sentence for the user where this hardware only emulates the mode.
+
+        Args:
+            hardware: of the run.
+            slowdown: how many times as long as in fp32 a matrix product takes, where it was measured.
+
+        """
+        if hardware.support(self.mode) != EMULATED:
+            return None
+        name = family(self.mode)
+        text = f"{hardware.name} has no {name} instructions: results are {name}'s"
+        if slowdown is None or slowdown < 2:
+            return f"{text}, but expect no speed from it"
+        return (
+            f"{text}, but a matrix product takes {slowdown:.2g} times as long as in fp32; set precision=fp32 for speed"
+        )
+
+    def apply(self) -> None:
+        """Set every backend's fp32 mode for this process.
+
+        One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
+        """
+        fp32 = "tf32" if self.mode == "tf32" else "ieee"
+        with warnings.catch_warnings():
+            # The older flags are deprecated, but torch.compile's kernel templates read them, and torch raises
+            # where they disagree with the newer ones.
+            warnings.simplefilter("ignore")
+            torch.backends.cuda.matmul.allow_tf32 = fp32 == "tf32"
+            torch.backends.cudnn.allow_tf32 = fp32 == "tf32"
+        torch.backends.fp32_precision = fp32  # type: ignore[attr-defined]
+        torch.backends.cuda.matmul.fp32_precision = fp32
+        torch.backends.cudnn.fp32_precision = fp32
+        torch.backends.cudnn.conv.fp32_precision = fp32  # type: ignore[attr-defined]
+        torch.backends.cudnn.rnn.fp32_precision = fp32  # type: ignore[attr-defined]
+        torch.backends.mkldnn.fp32_precision = "ieee"
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a fresh autocast context for one forward pass and its loss.
+
+        Fresh, because a long-lived context caches low-precision copies of the weights, and the next forward
+        would not see the optimizer's update.
+        """
+        dtype = AUTOCAST_DTYPE.get(self.mode)
+        return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    def normaliser(self, targets: int) -> tuple[int, float]:
+        """Return what the summed loss is divided by before backward, and the factor its gradients then lack.
+
+        Gradients of 16-bit logits are multiplied by one over that number in 16 bits, which rounds all of them alike,
+        by up to 0.4 % in bf16; by a power of two they are multiplied exactly. Here it is the next one from ``targets``
+        up, so that no gradient is larger than that of the mean. The factor, from 1 to 2, is applied in fp32 when the
+        loss scale is undone.
+        """
+        if self.mode in ("fp32", "tf32"):
+            return targets, 1.0
+        power = 1 << (targets - 1).bit_length()
+        return power, power / targets
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The 16-bit format that layers compute in, under autocast or because weights have it; None: there is none."""
+        return AUTOCAST_DTYPE.get(self.mode, WEIGHTS_DTYPE.get(self.mode))
+
+    def convert(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Give the model's weights this mode's format; return the names of the submodules that stay in fp32.
+
+        Where weights are 16-bit, so is what comes into the model and what its buffers hold, but for two kinds that stay
+        as they are: running statistics of normalisation, whose small updates 16 bits would lose, and buffers that are
+        not saved with the model: constants such as rotary frequencies, which transformers keeps in fp32, too.
+
+        Raises:
+            UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits;
+                or no weight is left for 16 bits.
+
+        """
+        kept = self.keep_fp32(model, device)
+        if self.mode == "fp8":
+            fp8.convert(model, kept, str(self.fp8_scaling))
+        dtype = WEIGHTS_DTYPE.get(self.mode)
+        if dtype is None:
+            return kept
+        islands = {id(module) for name in kept for module in model.get_submodule(name).modules()}
+        shared = {id(parameter) for name in kept for parameter in model.get_submodule(name).parameters()}
+        for module_name, module in model.named_modules():
+            if id(module) in islands:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in shared:
+                    raise UserError(
+                        f"precision.fp32_modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
+                        f"precision={self.mode} makes 16-bit; name {module_name.rpartition('.')[2]} too, or neither"
+                    )
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                module.forward = with_fp32_statistics(module)
+                continue
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = buffer.to(dtype)
+        if kept and all(parameter.dtype != dtype for parameter in model.parameters()):
+            raise UserError(
+                f"precision.fp32_modules leaves nothing in 16 bits for precision={self.mode}; use precision=fp32"
+            )
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
+        )
+        return kept
+
+    def keep_fp32(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Let the submodules that match ``fp32_modules`` compute in fp32; return their names.
+
+        Their floating-point inputs are cast to fp32 and their forward runs with autocast off. In a model of 16-bit
+        weights their results return to that format, but for scalars, such as a loss.
+
+        Raises:
+            UserError: a pattern that matches no submodule.
+
+        """
+        modules = {name: module for name, module in model.named_modules() if name}
+        kept: dict[str, nn.Module] = {}
+        for pattern in self.fp32_modules:
+            matches = {name for name in modules if _matches(name, pattern)}
+            if not matches:
+                last = [name.rpartition(".")[2] for name in modules]
+                near = difflib.get_close_matches(pattern, [*modules, *dict.fromkeys(last)], n=3)
+                hint = f"near it: {', '.join(near)}" if near else f"names are such as {', '.join([*modules][:4])}"
+                raise UserError(f"precision.fp32_modules: {pattern!r} matches no submodule; {hint}")
+            kept |= {name: modules[name] for name in matches}
+        for name in kept:
+            parent = name.rpartition(".")[0]
+            if isinstance(modules.get(parent), nn.MultiheadAttention) and parent not in kept:
+                raise UserError(
+                    f"precision.fp32_modules: {name} is never called by itself, torch's attention takes its weights; "
+                    f"name the whole of it: {parent}"
+                )
+        # A container may be passed by: its children are called directly. So they are taken out with it.
+        inside = {id(module): module for match in kept.values() for module in match.modules()}
+        islands = Islands(WEIGHTS_DTYPE.get(self.mode))
+        for module in inside.values():
+            module.forward = in_fp32(module.forward, device.type, islands)
+        return sorted(kept)
+
+    def names(self, module: str) -> bool:
+        """Tell whether ``fp32_modules`` has a pattern of this submodule, or of one around it."""
+        parts = module.split(".")
+        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(_matches(name, pattern) for name in around for pattern in self.fp32_modules)
+
+    def manifest(self, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
+        """Return what was requested and what is effective, read back from torch and tried on the device.
+
+        ``matmul_dtype`` is the type that a product of two matrices in the weights' format really has in this run.
+        ``formats`` adds what depends on the model. ``matmul_time_over_fp32`` is measured where the mode is emulated.
+        """
+        with self.autocast(hardware.device):
+            one = torch.ones(8, 8, device=hardware.device, dtype=WEIGHTS_DTYPE.get(self.mode, torch.float32))
+            product = (one @ one).dtype
+        support = hardware.support(self.mode)
+        slowdown = product_slowdown(product, hardware.device) if support == EMULATED else None
+        backends = torch.backends
+        return {
+            "requested": {"mode": self.mode, "fp32_modules": list(self.fp32_modules)}
+            | ({} if self.fp8_scaling is None else {"fp8_scaling": self.fp8_scaling}),
+            "support": support,
+            "effective": {
+                "device": str(hardware.device),
+                "matmul_dtype": str(product).removeprefix("torch."),
+                "matmul_time_over_fp32": slowdown,
+                "fp32_modules": fp32_modules,
+                "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
+                "fp32_in_cudnn_conv": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+                "fp32_in_cudnn_rnn": backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
+                "fp32_in_mkldnn_matmul": backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+                "fp32_in_mkldnn_conv": backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
+                "fp16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+                "bf16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+            },
+            "environment": {name: os.environ[name] for name in _LOWERING_ENVIRONMENT if name in os.environ},
+        }
+
+
+def family(mode: str) -> str:
+    """Return the format that a mode computes in, as ``precision=`` names it: bf16 of bf16_master."""
+    return mode.partition("_")[0]
+
+
+def formats(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the manifest says about the weights of the model, and about those that the optimizer changes.
+
+    Read from their tensors; where there are several formats, that of most weights comes first.
+    """
+    changed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        "weights_dtype": _dtypes(model.parameters()),
+        "optimizer_dtype": _dtypes(changed),
+        "fp8_modules": fp8.converted(model),
+    }
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
+    count: Counter[str] = Counter()
+    for tensor in tensors:
+        count[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return ", ".join(name for name, _ in count.most_common())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

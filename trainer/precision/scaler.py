@@ -1,0 +1,232 @@
+"""Loss scaling: the ``scaler`` config group and the scale it keeps on the device.
+
+fp16 gradients below 2^-24 vanish; multiplying the loss by a large scale lifts them, and dividing the fp32
+gradients by it afterwards restores them (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.precision.modes import family
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class LossScale:
+    """The scale of one run. This class is the constant 1: nothing to multiply, divide or update."""
+
+    recovers: bool = False
+    """Whether a step with non-finite gradients is skipped and training goes on."""
+
+    def __init__(self, device: torch.device, scale: float = 1.0) -> None:
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
+        # torch.amp.GradScaler computes in double; so do we, for the same bits. MPS has no double.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, fp32 scalar."""
+        return loss
+
+    def inverse(self, rest: float = 1.0) -> Tensor | None:
+        """Return what turns a gradient of the scaled loss into the true one, fp32 scalar; None: it is that.
+
+        Args:
+            rest: a factor that it lacks besides, see ``Precision.normaliser``.
+
+        """
+        return None if rest == 1 else torch.full_like(self.scale, rest)
+
+    def update(self, finite: Tensor) -> None:
+        """Adapt the scale to whether this step's gradients were ``finite`` (bool scalar on the device)."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the scale, and what decides about its next change."""
+        return {"scale": self.scale.item()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what ``state_dict`` returned."""
+        self.scale.fill_(state["scale"])
+
+
+class StaticLossScale(LossScale):
+    """A fixed scale."""
+
+    recovers = True
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+    def inverse(self, rest: float = 1.0) -> Tensor | None:
+        return (self.scale.to(self._wide).reciprocal() * rest).float()
+
+
+class DynamicLossScale(StaticLossScale):
+    """A scale that grows after ``interval`` good steps in a row and backs off at every overflow.
+
+    The rule is torch.amp.GradScaler's, with a floor, and kept in device tensors: nothing here makes the host
+    wait, whatever the optimizer.
+    """
+
+    def __init__(self, device: torch.device, config: DynamicScaler) -> None:
+        super().__init__(device, config.init)
+        self.config = config
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, finite: Tensor) -> None:
+        good_steps = (self.good_steps + 1) * finite
+        grow = good_steps == self.config.interval
+        scale = self.scale.to(self._wide)
+        larger = (scale * self.config.growth).float()
+        kept = torch.where(grow & torch.isfinite(larger), larger, self.scale)
+        smaller = (scale * self.config.backoff).float().clamp(min=self.config.floor)
+        self.scale = torch.where(finite, kept, smaller)
+        self.good_steps = good_steps * ~grow
+
+    def state_dict(self) -> dict[str, float]:
+        return super().state_dict() | {"good_steps": self.good_steps.item()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        super().load_state_dict(state)
+        self.good_steps.fill_(state["good_steps"])
+
+
+@dataclass
+class Scaler:
+    """The ``scaler`` config group; this base is ``scaler=none``."""
+
+    kind: ClassVar[str] = "none"
+    force: bool = False
+    """Allow a scaler that contradicts the precision, to demonstrate what then happens."""
+
+    @property
+    def floor(self) -> float:
+        """The scale at which a further overflow ends the run."""
+        return 0.0
+
+    @property
+    def skip_limit(self) -> int | None:
+        """How many skipped steps in a row are borne; None where no step is ever skipped."""
+        return None
+
+    def check(self, mode: str) -> None:
+        """Refuse a scaler that contradicts the precision, unless ``force``.
+
+        Raises:
+            UserError: fp16 without a scaler, or a scaler with a precision whose range is fp32's.
+
+        """
+        if _in_fp16(mode) and not self.force:
+            raise UserError(
+                f"scaler=none with precision={mode} loses gradients below 2^-24 without a word; use scaler=auto, "
+                "or scaler.force=true to see that happen"
+            )
+
+    def build(self, mode: str, device: torch.device) -> LossScale:
+        """Return the run's loss scale."""
+        return LossScale(device)
+
+
+@dataclass
+class StaticScaler(Scaler):
+    """``scaler=static``: a fixed scale."""
+
+    kind: ClassVar[str] = "static"
+    scale: float = 1024.0
+    max_consecutive_skips: int = 25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale <= _LARGEST:
+            raise UserError(f"scaler.scale={self.scale} must be a positive number that fp32 holds, such as 1024")
+        _check_skips(self.max_consecutive_skips)
+
+    @property
+    def skip_limit(self) -> int | None:
+        return self.max_consecutive_skips
+
+    def check(self, mode: str) -> None:
+        _refuse_needless(self, mode)
+
+    def build(self, mode: str, device: torch.device) -> LossScale:
+        return StaticLossScale(device, self.scale)
+
+
+@dataclass
+class DynamicScaler(Scaler):
+    """``scaler=dynamic``: the defaults are torch.amp.GradScaler's."""
+
+    kind: ClassVar[str] = "dynamic"
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    """Good steps in a row before the scale grows."""
+    floor_scale: float = 2.0**-10
+    """The scale never goes below this; an overflow at it ends the run."""
+    max_consecutive_skips: int = 25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.init <= _LARGEST:
+            raise UserError(f"scaler.init={self.init} must be a positive number that fp32 holds, such as 65536")
+        if not 1 < self.growth < math.inf:
+            raise UserError(f"scaler.growth={self.growth} must be above 1, such as 2")
+        if not 0 < self.backoff < 1:
+            raise UserError(f"scaler.backoff={self.backoff} must lie between 0 and 1, such as 0.5")
+        if self.interval < 1:
+            raise UserError(f"scaler.interval={self.interval} must be at least 1 step")
+        if not 0 < self.floor_scale <= self.init:
+            raise UserError(
+                f"scaler.floor_scale={self.floor_scale} must be above 0 and at most scaler.init={self.init}"
+            )
+        _check_skips(self.max_consecutive_skips)
+
+    @property
+    def floor(self) -> float:
+        return torch.tensor(self.floor_scale, dtype=torch.float32).item()  # as the scale, which it is compared with
+
+    @property
+    def skip_limit(self) -> int | None:
+        return self.max_consecutive_skips
+
+    def check(self, mode: str) -> None:
+        _refuse_needless(self, mode)
+
+    def build(self, mode: str, device: torch.device) -> LossScale:
+        return DynamicLossScale(device, self)
+
+
+@dataclass
+class AutoScaler(DynamicScaler):
+    """``scaler=auto``: dynamic where gradients are computed in fp16, none for every other precision."""
+
+    kind: ClassVar[str] = "auto"
+
+    def check(self, mode: str) -> None:
+        pass
+
+    def build(self, mode: str, device: torch.device) -> LossScale:
+        return DynamicLossScale(device, self) if _in_fp16(mode) else LossScale(device)
+
+
+def _in_fp16(mode: str) -> bool:
+    return family(mode) == "fp16"
+
+
+def _check_skips(skips: int) -> None:
+    if skips < 1:
+        raise UserError(f"scaler.max_consecutive_skips={skips} must be at least 1")
+
+
+def _refuse_needless(scaler: Scaler, mode: str) -> None:
+    if not _in_fp16(mode) and not scaler.force:
+        reason = "every tensor has a scale of its own" if mode == "fp8" else f"{family(mode)} has fp32's range"
+        raise UserError(
+            f"scaler={scaler.kind} with precision={mode}: {reason}, so there is nothing to scale; "
+            "use scaler=auto, or scaler.force=true to measure it anyway"
+        )

@@ -1,0 +1,1 @@
+"""The profiler, bytes by category, energy."""

@@ -1,0 +1,248 @@
+"""Where the time and the memory of a step go: the ``profiler`` config group."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.profiling.ledger import Ledger, MemoryLedger
+
+log = logging.getLogger("mantissa")
+
+_NOTHING = nullcontext()
+
+
+class Session:
+    """A profiler at work in one run. This one, of ``profiler=none``, does nothing.
+
+    Steps are counted from the start of this process, so a resumed run is profiled like a fresh one.
+    """
+
+    ledger: Ledger | None = None
+    summary: str | None = None
+    """One line for the end of the run."""
+
+    def step(self, step_index: int) -> AbstractContextManager[None]:
+        """Return the context in which optimizer step ``step_index`` is to run."""
+        return _NOTHING
+
+    def finish(self) -> list[Path]:
+        """Write what is not written yet and return every file written. May be called after a failed step."""
+        return []
+
+
+@dataclass
+class Profiler:
+    """The ``profiler`` config group; this choice, ``none``, measures nothing and costs nothing."""
+
+    kind: ClassVar[str] = "none"
+
+    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
+        """Begin a session whose files go to ``folder/profile``."""
+        return Session()
+
+
+@dataclass
+class TorchProfiler(Profiler):
+    """Profile a few steps with ``torch.profiler``: a Chrome trace and a table of operators.
+
+    Writes ``profile/trace.json`` (open it at https://ui.perfetto.dev or chrome://tracing) and
+    ``profile/operators.txt``, sorted by the time spent in each operator itself, on the device;
+    ``profile/operators.json`` holds these times by operator.
+    """
+
+    kind: ClassVar[str] = "torch"
+    wait: int = 3
+    """Steps to leave alone at first: caches, autotuning and memory settle in them."""
+    warmup: int = 2
+    """Steps traced and thrown away, because the tracer itself is slow at first."""
+    active: int = 3
+    """Steps that are kept."""
+    record_shapes: bool = True
+    """Tell operators apart by the shapes of their inputs in the trace."""
+    with_stack: bool = False
+    """Record the Python source line of every operator: a much larger trace, and slower steps."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("wait", 0), ("warmup", 1), ("active", 1)):
+            value = getattr(self, key)
+            if value < least:
+                raise UserError(f"profiler.{key}={value} is too few steps; use profiler.{key}={least} or more")
+
+    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
+        """Begin a session; nothing is traced before ``wait`` steps have passed."""
+        return _TorchSession(self, folder / "profile", device)
+
+
+@dataclass
+class MemoryProfiler(Profiler):
+    """Record the memory ledger of one step.
+
+    Writes ``profile/ledger.json`` and ``profile/ledger.txt``, and on CUDA the allocator's history over the
+    same step, ``profile/memory_snapshot.pickle`` (open it at https://pytorch.org/memory_viz).
+    """
+
+    kind: ClassVar[str] = "memory"
+    at_step: int = 3
+    """Which step, counting from 1: by the third the optimizer state exists and caches are warm."""
+
+    def __post_init__(self) -> None:
+        if self.at_step < 1:
+            raise UserError(f"profiler.at_step={self.at_step}: steps count from 1; use profiler.at_step=3")
+
+    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
+        """Begin a session; steps other than ``at_step`` run untouched."""
+        return _MemorySession(self, folder / "profile", model, optimizer, device)
+
+
+class _TorchSession(Session):
+    def __init__(self, config: TorchProfiler, folder: Path, device: torch.device) -> None:
+        self._config = config
+        self._folder = folder
+        self._device = device
+        self._started = 0
+        self._kept = 0
+        self._profile: torch.profiler.profile | None = None
+        self._files: list[Path] = []
+
+    def step(self, step_index: int) -> AbstractContextManager[None]:
+        self._started += 1
+        traced = self._started - self._config.wait
+        if traced < 1 or traced > self._config.warmup + self._config.active:
+            return _NOTHING
+        return self._traced(traced)
+
+    @contextmanager
+    def _traced(self, traced: int) -> Iterator[None]:
+        if self._profile is None:
+            self._profile = self._start_profile()
+        yield
+        self._kept = max(0, traced - self._config.warmup)
+        self._profile.step()  # after the last active step this writes the files
+        if self._kept == self._config.active:
+            self._profile.stop()
+            self._profile = None
+
+    def _start_profile(self) -> torch.profiler.profile:
+        # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profile = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=0, warmup=self._config.warmup, active=self._config.active, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=self._config.record_shapes,
+            with_stack=self._config.with_stack,
+            acc_events=True,  # there is one cycle; without it torch 2.11 warns that events of others are dropped
+        )
+        profile.start()
+        return profile
+
+    def finish(self) -> list[Path]:
+        if self._profile is not None:
+            profile, self._profile = self._profile, None
+            profile.stop()  # writes the files, if an active step was reached
+        wanted = self._config.wait + self._config.warmup + self._config.active
+        if self._kept < self._config.active:
+            kept = f"only {self._kept} of {self._config.active} steps are" if self._kept else "nothing is"
+            log.warning(
+                "profiler=torch needs %d steps (wait, warmup and active together), but this run made %d: "
+                "%s in the profile. Use a smaller profiler.wait or a larger steps.",
+                wanted,
+                self._started,
+                kept,
+            )
+        return self._files
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        if not self._kept:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files = [self._folder / name for name in ("trace.json", "operators.txt", "operators.json")]
+        profile.export_chrome_trace(str(self._files[0]))
+        averages = profile.key_averages()
+        where = "device" if self._device.type == "cuda" else "cpu"
+        table = averages.table(sort_by=f"self_{where}_time_total", row_limit=60, max_name_column_width=70)
+        self._files[1].write_text(table)
+        # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
+        times = {
+            row.key: getattr(row, f"self_{where}_time_total")
+            for row in averages
+            if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
+        }
+        record = {"device": self._device.type, "steps": self._kept, "self_time_us": times}
+        self._files[2].write_text(json.dumps(record, indent=1))
+        total = sum(times.values())
+        top = sorted(times, key=lambda key: -times[key])[:3]
+        shares = ", ".join(f"{key.removeprefix('aten::')} {times[key] / total:.0%}" for key in top if total)
+        self.summary = f"{self._kept} steps profiled; operator time on {self._device.type}: {shares}"
+
+
+class _MemorySession(Session):
+    def __init__(
+        self,
+        config: MemoryProfiler,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._model = model
+        self._optimizer = optimizer
+        self._device = device
+        self._started = 0
+        self._files: list[Path] = []
+
+    def step(self, step_index: int) -> AbstractContextManager[None]:
+        self._started += 1
+        return self._recorded(step_index) if self._started == self._config.at_step else _NOTHING
+
+    @contextmanager
+    def _recorded(self, step_index: int) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._allocator_history(), MemoryLedger(self._model, self._optimizer) as recorder:
+            yield
+        self.ledger = recorder.report()
+        self.summary = self.ledger.sentence()
+        record = {"step": step_index} | self.ledger.to_dict()
+        for name, text in (("ledger.json", json.dumps(record, indent=1)), ("ledger.txt", self.ledger.text())):
+            (self._folder / name).write_text(text)
+            self._files.append(self._folder / name)
+
+    @contextmanager
+    def _allocator_history(self) -> Iterator[None]:
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
+        try:
+            yield
+            path = self._folder / "memory_snapshot.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+            self._files.append(path)
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def finish(self) -> list[Path]:
+        if self.ledger is None:
+            log.warning(
+                "profiler=memory records step %d, but this run made %d: no ledger. "
+                "Use a smaller profiler.at_step or a larger steps.",
+                self._config.at_step,
+                self._started,
+            )
+        return self._files

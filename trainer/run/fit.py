@@ -1,0 +1,177 @@
+"""Whether a run fits into memory, looked at before it starts: what ``micro_batch_size=auto`` becomes, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from trainer.config.schema import Config, Plan
+from trainer.data.contract import Datasets, SampleId
+from trainer.errors import OutOfMemory, RunError
+from trainer.hardware import Hardware, available_bytes
+from trainer.parallel.world import World, launched_local_rank
+from trainer.parallel.wrap import FSDP, Parallel
+from trainer.profiling.ledger import MIB, STEADY
+from trainer.recipe import Choice, Recipe
+from trainer.run.folder import RunFolder
+from trainer.run.forecast import forecast, required_bytes
+from trainer.run.shortage import USABLE, advice
+
+KEY = "micro_batch_size"
+
+log = logging.getLogger("mantissa")
+
+
+def fit_plan(
+    asked: Config, config: Config, plan: Plan, choices: list[Choice], hardware: Hardware, world: World,
+    datasets: Datasets, overrides: Sequence[str],
+) -> tuple[Plan, list[Choice]]:  # fmt: skip
+    """Return a plan that is forecast to fit into the free memory, and the choices with the one that was made for it.
+
+    A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
+    ``micro_batch_size`` that was typed stays as it is, with a warning.
+
+    Args:
+        asked: the config before it was resolved; is not changed.
+        config: the resolved one, whose recipe has opened ``datasets``; takes the number that is chosen.
+        plan: resolved.
+        choices: so far.
+        hardware: of this process.
+        world: the processes that train together; all get the same plan.
+        datasets: to train on.
+        overrides: of the command line, for what would fit instead.
+
+    Raises:
+        OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
+
+    """
+    free = available_bytes(hardware.device)
+    if world.size > 1 and not hardware.is_gpu:
+        free //= launched_local_rank()[1]  # the processes of a machine share its memory
+    free = -world.largest(-free)
+
+    def look() -> tuple[int, str]:
+        size = plan.batching.micro_batch_size
+        rough = rough_bytes(config.recipe, datasets, size)
+        if rough is None or rough < free / 2:
+            return size, ""
+        log.info("this may need most of the free memory (%d MiB): forecasting a step of training", free / MIB)
+        return _Search(asked, plan, int(USABLE * free)).choose(overrides)
+
+    size, why = world.on_first(look)
+    return _changed(config, plan, choices, size, why) if why else (plan, choices)
+
+
+def earlier_plan(folder: RunFolder, config: Config, plan: Plan, choices: list[Choice]) -> tuple[Plan, list[Choice]]:
+    """Return the plan with the microbatch that the run in ``folder`` was begun with, whatever memory is free now.
+
+    With another number of processes, which it cannot be dealt out to, the plan stays as it is.
+    """
+    try:
+        size = int(json.loads((folder.path / "config.json").read_text())[KEY])
+    except (OSError, ValueError, KeyError, TypeError):  # it is refused with a sentence when it is compared
+        return plan, choices
+    batching = plan.batching
+    if size < 1 or size == batching.micro_batch_size or batching.batch_size % (size * batching.ranks):
+        return plan, choices
+    return _changed(config, plan, choices, size, "as when the run was begun")
+
+
+def _changed(config: Config, plan: Plan, choices: list[Choice], size: int, why: str) -> tuple[Plan, list[Choice]]:
+    config.micro_batch_size = size
+    others = [choice for choice in choices if choice.key != KEY]
+    return replace(plan, batching=replace(plan.batching, micro_batch_size=size)), [*others, Choice(KEY, size, why)]
+
+
+def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:
+    """Return a step's memory to a factor of a few, in milliseconds; None where the model cannot be built so quickly.
+
+    A parameter counts 64 bytes, four times what it takes in fp32 with Adam; a token of the input six rows of fp32
+    logits; any other number of the input (of an image, a vector) 200 fp32 activations, about as many as ResNet-50 has.
+    """
+    try:
+        with torch.device("meta"):
+            shapes = [parameter.shape for parameter in recipe.build_model().parameters()]
+        sample = datasets.train.batch([SampleId(0, None)]).values()
+    except Exception:  # it computes while it is built, or is broken, and then the trainer says how
+        return None
+    rows = max((shape[0] for shape in shapes if len(shape) == 2), default=0)
+    a_sample = sum(tensor.numel() * (24 * rows if tensor.dtype == torch.int64 else 800) for tensor in sample)
+    return 64 * sum(shape.numel() for shape in shapes) + micro_batch_size * a_sample
+
+
+class _Search:
+    """The search for a microbatch that fits, by a few forecasts.
+
+    Args:
+        asked: the config before it was resolved.
+        plan: what it became.
+        usable: bytes.
+
+    """
+
+    def __init__(self, asked: Config, plan: Plan, usable: int) -> None:
+        self.asked, self.batching, self.usable = asked, plan.batching, usable
+        self.steady = 0
+        """Bytes of weights, gradients and optimizer state at the last forecast's peak, whatever the microbatch is."""
+
+    def choose(self, overrides: Sequence[str]) -> tuple[int, str]:
+        """Return the microbatch, and why, if it is not the plan's.
+
+        Raises:
+            OutOfMemory: see ``fit_plan``.
+
+        """
+        size, typed = self.batching.micro_batch_size, self.asked.micro_batch_size != "auto"
+        try:
+            need = self.need(size)
+            fitting = size if need <= self.usable else self.largest(size, need)
+        except (RunError, RuntimeError, ValueError) as error:  # the model cannot be forecast, or not in such a batch
+            log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
+            return size, ""
+        needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {self.usable / MIB:,.0f} can be used"
+        if fitting == size:
+            return size, ""
+        if typed:
+            remedy = f"{KEY}={fitting} is forecast to fit" if fitting else "no smaller one is forecast to fit"
+            log.warning("%s=%s; %s", KEY, needs, remedy)
+            return size, ""
+        if fitting:
+            return fitting, f"forecast to fit; {needs}"
+        raise OutOfMemory(
+            f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started.\n"
+            f"{advice(overrides, self.usable)}\n{KEY}=1, set by you, starts it all the same."
+        )
+
+    def need(self, size: int) -> int:
+        """Return the bytes that one rank needs with microbatches of ``size``."""
+        config = copy.deepcopy(self.asked)
+        ranks = self.batching.ranks
+        config.parallel = Parallel()  # a rank's forward and backward passes are those of a single process
+        config.batch_size, config.micro_batch_size = self.batching.batch_size // ranks, size
+        ledger = forecast(config)
+        self.steady = sum(ledger.at_peak[name] for name in STEADY)
+        if isinstance(self.asked.parallel, FSDP):
+            ledger.peak_bytes -= self.steady - self.steady // ranks
+            self.steady //= ranks
+        return required_bytes(config, ledger)
+
+    def largest(self, size: int, need: int) -> int:
+        """Return the largest microbatch below ``size`` that fits, 0 if none does, by the line through two forecasts."""
+        per_rank = self.batching.batch_size // self.batching.ranks
+        sizes = [smaller for smaller in range(1, size) if per_rank % smaller == 0]
+        if not sizes or self.steady > self.usable:
+            return 0
+        below = sizes[-1]
+        below_need = self.need(below)
+        slope = (need - below_need) / (size - below)
+        likely = [smaller for smaller in sizes if below_need - slope * (below - smaller) <= self.usable]
+        for smaller in reversed(likely[-2:]):  # the line may be a little off
+            if (below_need if smaller == below else self.need(smaller)) <= self.usable:
+                return smaller
+        return 0

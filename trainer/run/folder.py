@@ -1,0 +1,220 @@
+"""The run folder: where one run keeps everything, and how an earlier one is found again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.data.images import augment
+from trainer.checkpoint import store as checkpoint
+from trainer.data.loader import OnDeviceLoader
+from trainer.errors import UserError
+from trainer.files import check_output_dir, make_folder, read_json, write_json, write_text
+from trainer.parallel.world import launch_id, launched_processes, restarted
+
+# What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
+# makes the run longer (and with it the schedule), as the user asked.
+_FREE = (
+    "steps",
+    "eval_every",
+    "log_every",
+    "resume",
+    "output_dir",
+    "run_name",
+    "device",
+)
+FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking", "parallel", "activation_checkpointing")
+
+
+class RunFolder:
+    """One run's folder: config.json, config.yaml, precision.json, metrics.jsonl, checkpoints/, summary.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, output_dir: str, run_name: str) -> RunFolder:
+        """Make a new folder: ``run_name``, or ``run_name-2`` and so on where that exists.
+
+        Raises:
+            UserError: the folder cannot be written.
+
+        """
+        root = Path(output_dir).expanduser()
+        try:
+            make_folder(root)
+            number = 1
+            while True:
+                path = root / (run_name if number == 1 else f"{run_name}-{number}")
+                try:
+                    make_folder(path, exist_ok=False)
+                    return cls(path)
+                except FileExistsError:
+                    number += 1
+        except OSError as error:
+            raise UserError(
+                f"output_dir={output_dir} cannot be written ({error.strerror}); choose another with output_dir=…"
+            ) from error
+
+    @classmethod
+    def find(cls, resume: str, output_dir: str, run_name: str, uri: str | None = None) -> RunFolder | None:
+        """Return the folder to resume: the one named, or with ``auto`` the newest of this run name, if any.
+
+        Raises:
+            UserError: the folder named does not exist or holds no checkpoint.
+
+        """
+        if resume == "auto":
+            root = Path(output_dir).expanduser()
+            named = [path for path in root.glob(f"{run_name}*") if _is_run(path, run_name)]
+            saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
+            return cls(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
+        return local_folder(resume, output_dir, uri)
+
+    def mark_launch(self) -> None:
+        """Note by which torchrun the run was started, so that its restart finds the run again."""
+        if launched_processes():
+            self.write(_LAUNCH_FILE, {"launch": launch_id()})
+
+    def write(self, name: str, content: dict[str, Any]) -> Path:
+        """Write a JSON file whole or not at all."""
+        path = self.path / name
+        write_json(path, content)
+        return path
+
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says, or nothing where there is none that can be read."""
+        try:
+            content = json.loads((self.path / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write_config(self, flat: dict[str, Any]) -> None:
+        """Record the resolved config, as JSON and, for people, as YAML."""
+        self.write("config.json", flat)
+        write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
+
+    def config(self) -> dict[str, Any]:
+        """Return what ``write_config`` recorded.
+
+        Raises:
+            UserError: the file cannot be read.
+
+        """
+        try:
+            recorded = read_json(self.path / "config.json")
+            if not isinstance(recorded, dict):
+                raise ValueError("it has no keys")
+        except (OSError, ValueError) as error:
+            raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
+        return recorded
+
+    def check_same(self, flat: dict[str, Any], reads_images: bool = False) -> None:
+        """Refuse to continue a run under a config that would make it another run.
+
+        Args:
+            flat: the config now, by dotted keys.
+            reads_images: whether the recipe reads images.
+
+        Raises:
+            UserError: names the keys that differ, the recipe first.
+
+        """
+        before = self.config()
+        if "augment" in flat:
+            before |= augment.recorded(before, reads_images)
+        different = {
+            key: (before.get(key), flat.get(key))
+            for key in dict.fromkeys([*before, *flat])
+            if before.get(key) != flat.get(key) and not is_free(key, before, flat)
+        }
+        if different:
+            raise another_run(self.path, different)
+
+
+def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFolder:
+    """Return the run folder that ``resume=FOLDER`` names, or that ``resume=mlflow:RUN_ID`` brings here.
+
+    Every process of a job may call it, also before they know each other.
+
+    Args:
+        resume: as typed, neither null nor auto.
+        output_dir: where run folders are made.
+        uri: ``tracking.uri``, where one was typed.
+
+    Raises:
+        UserError: the folder does not exist or holds no checkpoint; or MLflow does not give the run.
+
+    """
+    if resume.startswith(("mlflow:", "runs:/")):
+        from trainer.tracking.mlflow.fetch import fetch
+
+        return RunFolder(fetch(resume, uri, output_dir))
+    folder = RunFolder(Path(resume).expanduser())
+    if not folder.path.is_dir():
+        raise UserError(f"resume={resume}: no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0")
+    if not checkpoint.steps(folder.checkpoints):
+        raise UserError(
+            f"resume={resume}: the folder holds no complete checkpoint (looked in {folder.checkpoints}); "
+            "give another run folder, or start without resume="
+        )
+    return folder
+
+
+def another_run(folder: Path, different: dict[str, tuple[Any, Any]]) -> UserError:
+    """Return the error that names what differs between a run and what is to continue it, by key: before, now."""
+    keys = ["recipe"] if "recipe" in different else list(different)[:4]
+    changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
+    restore = "restore it" if len(keys) == 1 else "restore them"
+    return UserError(f"cannot resume {folder}: {changes}; {restore} or start a new run")
+
+
+def earlier_folder(resume: str | None, output_dir: str, run_name: str, uri: str | None) -> RunFolder | None:
+    """Return the folder of the run to go on with, if any: ``resume``, or what torchrun's restart interrupted.
+
+    Args:
+        resume: null, ``auto``, a folder or an address in MLflow.
+        output_dir: where run folders are made.
+        run_name: of the run, and the beginning of its folder's name.
+        uri: ``tracking.uri``.
+
+    Raises:
+        UserError: ``resume`` names no run, or the output folder cannot be written.
+
+    """
+    check_output_dir(output_dir)
+    if restarted():
+        marks = Path(output_dir).expanduser().glob(f"{run_name}*/{_LAUNCH_FILE}")
+        ours = [mark for mark in marks if json.loads(mark.read_text()).get("launch") == launch_id()]
+        saved = [mark for mark in ours if checkpoint.steps(mark.parent / "checkpoints")]
+        if saved:
+            return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
+    return RunFolder.find(resume, output_dir, run_name, uri) if resume else None
+
+
+_LAUNCH_FILE = "launch.json"
+
+
+def _is_run(path: Path, run_name: str) -> bool:
+    suffix = path.name.removeprefix(run_name)
+    return suffix == "" or (suffix.startswith("-") and suffix[1:].isdigit())
+
+
+def is_free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Tell whether this key may differ between a run and its continuation."""
+    if key == "loader":  # one that repeats a single batch is other training data
+        return OnDeviceLoader.kind not in (before.get(key), now.get(key))
+    if key == "parallel.param_dtype":  # a precision of its own
+        return False
+    if key == "micro_batch_size":  # rounding, and what batch norm sees
+        return not now.get("deterministic")
+    return key in _FREE or key.partition(".")[0] in FREE_GROUPS

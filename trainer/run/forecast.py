@@ -1,0 +1,223 @@
+"""The memory of an optimizer step, forecast: the trainer's own step, taken with tensors that have no storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    unset_fake_temporarily,
+)
+
+from trainer.config.schema import Config, Plan
+from trainer.data.contract import Batch, Datasets
+from trainer.data.loader import OnDeviceLoader
+from trainer.errors import RunError, UserError
+from trainer.hardware import Hardware, detect
+from trainer.optim.masters import StochasticWeights
+from trainer.optim.update import Update
+from trainer.profiling.ledger import CATEGORIES, MIB, Ledger, MemoryLedger
+from trainer.recipe import Recipe
+from trainer.trainer import Trainer
+
+_SAMPLES = 2
+"""Real samples that are looked at for the shapes of a batch."""
+
+
+def forecast(config: Config) -> Ledger:
+    """Return the ledger of the second optimizer step (by then the optimizer has its state), of the eager model.
+
+    Nothing is allocated but the datasets and two of their samples. Of accumulation, two microbatches are taken: in the
+    second the gradients of the first exist, and all others repeat it. Recipes whose samples differ in shape are
+    forecast for the shape of their first ones.
+
+    Args:
+        config: as composed; its ``auto`` fields are resolved in place, and torch.compile is switched off.
+
+    Raises:
+        UserError: the config, the data or the hardware cannot do this.
+        RunError: the model decides by the values of its tensors what to compute.
+
+    """
+    if config.parallel.kind != "single":
+        raise UserError(
+            f"parallel={config.parallel.kind}: memory is forecast and measured for one process; leave it out"
+        )
+    hardware = detect(config.device)
+    plan, _ = config.resolve(hardware)
+    config.compile.mode = "off"
+    taken = min(2, plan.batching.accumulation)
+    try:
+        # The recipe may hold tensors of its own, made with the data: the mode takes their shapes.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            trainer = FakeTrainer(config, plan, hardware)
+            trainer.model.train()
+            microbatches = [trainer.microbatch() for _ in range(taken)]
+            trainer.train_step(microbatches[:1])
+            with MemoryLedger(trainer.model, trainer.optimizer) as recording:
+                trainer.train_step(microbatches)
+            ledger = recording.report()
+    except _NEEDS_VALUES as error:
+        raise RunError(
+            f"this model decides by the values of its tensors what to compute ({error}), so its memory cannot be "
+            "forecast; train with profiler=memory to see it"
+        ) from error
+    # What the loader puts on the device waits there for its turn.
+    waiting = [tensor for tensor in microbatches[0].values() if tensor.device == trainer.device]
+    more = (plan.batching.accumulation - taken) * sum(tensor.nbytes for tensor in waiting)
+    ledger.peak_bytes += more
+    ledger.at_peak["inputs"] += more
+    ledger.highest["inputs"] += more
+    return ledger
+
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What is raised where the result depends on numbers, which fake tensors have not."""
+
+
+@dataclass
+class Forecast:
+    """One column of ``table``."""
+
+    label: str
+    ledger: Ledger
+    measured_bytes: int | None = None
+    """The peak of a real step, where one was taken."""
+
+    def rows(self, first: Forecast) -> dict[str, str]:
+        """Return the column's cells by row; ``first`` is the column it is compared with."""
+        ledger = self.ledger
+        cells = {name: f"{ledger.at_peak[name] / MIB:.1f}" if ledger.at_peak[name] else "" for name in CATEGORIES}
+        cells["peak"] = f"{ledger.peak_bytes / MIB:.1f}"
+        if self is not first:
+            cells["over the first"] = f"{ledger.peak_bytes / first.ledger.peak_bytes:.2f}x"
+        cells["reached in"] = ledger.peak_phase
+        if self.measured_bytes is not None:
+            cells["measured"] = f"{self.measured_bytes / MIB:.1f}"
+            cells["error"] = f"{ledger.peak_bytes / self.measured_bytes - 1:+.1%}"
+        return cells
+
+
+def table(forecasts: list[Forecast], width: int = 120) -> str:
+    """Return the forecasts side by side, as many as ``width`` characters hold, in MiB at the peak."""
+    cells = [each.rows(forecasts[0]) for each in forecasts]
+    names = [name for name in _ROWS if any(column.get(name) for column in cells)]
+    margin = max(map(len, names)) + 1
+    lines: list[str] = []
+    while cells:
+        widths = [max(11, len(each.label)) + 2 for each in forecasts]
+        fitting = max(1, sum(sum(widths[: count + 1]) <= width - margin for count in range(len(widths))))
+        shown = list(zip(forecasts, cells, widths, strict=True))[:fitting]
+        lines.append("MiB".ljust(margin) + "".join(each.label.rjust(size) for each, _, size in shown))
+        for name in names:
+            row = name.ljust(margin) + "".join(column.get(name, "").rjust(size) for _, column, size in shown)
+            lines.append(row.rstrip())
+        lines.append("")
+        forecasts, cells = forecasts[fitting:], cells[fitting:]
+    return "\n".join(lines[:-1])
+
+
+_ROWS = (*CATEGORIES, "peak", "over the first", "reached in", "measured", "error")
+
+
+def required_bytes(config: Config, ledger: Ledger) -> int:
+    """Return what a run needs: the ledger's peak, and on a CPU a checkpoint's copy and the next step's samples."""
+    copied = ("weights", "buffers", "optimizer") if copies_on_device(config) else ()
+    loaded = ("inputs",) if detect(config.device).device.type != "cuda" else ()
+    return ledger.peak_bytes + sum(ledger.highest[name] for name in (*copied, *loaded))
+
+
+def copies_on_device(config: Config) -> bool:
+    """Tell whether the host's copy of a checkpoint (weights, buffers, optimizer state) takes the device's memory."""
+    on_host = detect(config.device).device.type != "cuda"
+    return on_host and config.checkpoint.enabled and config.checkpoint.background
+
+
+def meta_model(recipe: Recipe) -> nn.Module:
+    """Return the model without its weights where it can be built so, on the meta device."""
+    try:
+        with torch.device("meta"):
+            return recipe.build_model()
+    except (NotImplementedError, RuntimeError):  # one that computes while it is built
+        return recipe.build_model()
+
+
+class FakeTrainer(Trainer):
+    """A Trainer under FakeTensorMode: its tensors have shapes, dtypes and a device, and no storage.
+
+    Args:
+        config: resolved; without torch.compile.
+        plan: the resolved numbers.
+        hardware: what it is forecast for.
+
+    """
+
+    def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
+        super().__init__(config, plan, hardware)
+        if isinstance(self.masters, StochasticWeights):
+            self.masters.hold_nothing()
+        changed = self.update.parameters
+        self.update = _UpdateAlways(self.optimizer, changed, self.loss_scale, config.clip, self.masters)
+        with unset_fake_temporarily():
+            few = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
+            self._sample = self.datasets.train.batch(few)
+
+    def _open_datasets(self) -> Datasets:
+        with unset_fake_temporarily():
+            return super()._open_datasets()
+
+    def _new_model(self) -> nn.Module:
+        """Make a fake tensor of everything in the model.
+
+        (Built as fake tensors it could not be converted: ``Module.to`` cannot swap them.)
+        """
+        with unset_fake_temporarily():
+            model = meta_model(self.recipe)
+        fakes: dict[int, Tensor] = {}  # a shared parameter stays shared
+        for module in model.modules():
+            holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for tensors in holders:
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = fakes.setdefault(id(tensor), self._fake(tensor))
+        return model
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    def microbatch(self) -> Batch:
+        """Return a microbatch of the plan's size, where the loader would put it."""
+        size = self.plan.batching.micro_batch_size
+        device = self.device if isinstance(self.config.loader, OnDeviceLoader) else None
+        return {
+            name: torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+            for name, tensor in self._sample.items()
+        }
+
+    def _counts(self, microbatches: list[Batch]) -> tuple[int, int]:
+        with unset_fake_temporarily():  # any number does; only real samples can be counted
+            return super()._counts([self._sample])
+
+
+class _UpdateAlways(Update):
+    """Takes every step: a fake flag cannot be read."""
+
+    def _true(self, flag: Tensor) -> bool:
+        return False
+
+    def _step_unless(self, skipped: Tensor) -> None:
+        try:
+            super()._step_unless(skipped)
+        except _NEEDS_VALUES as error:
+            raise RunError(
+                f"optimizer.name={type(self.optimizer).__name__} decides by the values of its tensors what to compute "
+                f"({error}), so its memory cannot be forecast; train with profiler=memory to see it, or use "
+                "another optimizer"
+            ) from error

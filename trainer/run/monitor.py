@@ -1,0 +1,201 @@
+"""What happened in each step, copied from the device once per log interval, judged and handed on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.errors import NonFiniteError
+from trainer.hardware import peak_memory_bytes, reset_peak_memory
+from trainer.parallel.world import World
+from trainer.precision.scaler import Scaler
+from trainer.trainer import StepRecord
+
+Emit = Callable[[int, dict[str, float]], None]
+
+
+class Monitor:
+    """Collects step records, ends the run when the numbers leave the finite, and emits one line per interval.
+
+    Between log steps nothing here touches the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_every: int,
+        last_step: int,
+        unit: str,
+        scaler: Scaler,
+        recovers: bool,
+        device: torch.device,
+        emit: Emit,
+        world: World | None = None,
+    ) -> None:
+        self.log_every = log_every
+        self.last_step = last_step
+        self.unit = unit
+        self.scaler = scaler
+        self.recovers = recovers
+        self.device = device
+        self.emit = emit
+        self.world = world or World()
+        self.skipped_steps = 0
+        self.units = 0
+        """Trained on since this process began or went on."""
+        self._disturbed = False
+        self._stall_s = 0.0
+        self._memory = 0
+        self._memory_read = -math.inf
+        self._skipped_in_a_row = 0
+        self._on_device: list[StepRecord] = []
+        self._losses: list[float] = []
+        self._last: dict[str, float] = {}
+        self._window_units = 0
+        self._window_steps = 0
+        self._clock = time.perf_counter()
+        self._measured = [(0, 0, 0.0)]  # units, steps, seconds of every window
+
+    def start(self) -> None:
+        """Start the clock of the first window, and measure the peak memory from here on."""
+        reset_peak_memory(self.device)
+        self._clock = time.perf_counter()
+
+    def add(self, record: StepRecord) -> None:
+        """Take a step's record; at a log step, emit the metrics of the window that it ends.
+
+        Raises:
+            NonFiniteError: see ``collect``.
+
+        """
+        self._on_device.append(record)
+        # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
+        if record.step == 1 or record.step % self.log_every == 0 or record.step == self.last_step:
+            self.collect()
+            self._log(record.step)
+
+    def collect(self) -> None:
+        """Copy the pending records to the host and judge them.
+
+        Raises:
+            NonFiniteError: the gradients were not finite and no loss scale can recover, or it has given up.
+
+        """
+        if not self._on_device:
+            return
+        records, self._on_device = self._on_device, []
+        columns = [torch.stack([getattr(r, name) for r in records]) for name in ("loss", "grad_norm", "loss_scale")]
+        columns.append(torch.stack([record.skipped for record in records]))
+        numbers = torch.stack([column.float() for column in columns]).cpu()
+        numbers[0] = self.world.add(numbers[0])  # each rank knows its own share of the loss
+        rows = numbers.T.tolist()
+        for record, (loss, norm, scale, skipped) in zip(records, rows, strict=True):
+            self._losses.append(loss)
+            self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
+            self._window_units += record.units
+            self.units += record.units
+            self._window_steps += 1
+            try:
+                self._judge(record.step, bool(skipped), loss, norm, scale)
+            except NonFiniteError:
+                self._log(record.step)  # the last line shows what went wrong
+                raise
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep what runs inside (evaluation, saving) out of the step time and the throughput.
+
+        Raises:
+            NonFiniteError: see ``collect``.
+
+        """
+        self.collect()  # steps still queued on the device belong to the time before
+        began = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - began
+
+    def stalled(self, seconds: float) -> None:
+        """Put the seconds that a checkpoint has cost into the next line."""
+        self._stall_s += seconds
+
+    def leave_out(self) -> None:
+        """Keep the window under way out of ``throughput``: something other than training slows it."""
+        self._disturbed = True
+
+    def throughput(self) -> tuple[float, float] | None:
+        """Return units per second and seconds per step over the run, without the first window when there are more."""
+        windows = self._measured[2:] or self._measured[1:]
+        units, steps, seconds = (sum(column) for column in zip(*windows, strict=True)) if windows else (0, 0, 0.0)
+        return (units / seconds, seconds / steps) if seconds > 0 and steps else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to report the same numbers; call ``collect`` first."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "losses": self._losses,
+            "last": self._last,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        self.skipped_steps = state["skipped_steps"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._losses = list(state["losses"])
+        self._last = dict(state["last"])
+
+    def _log(self, step: int) -> None:
+        now = time.perf_counter()
+        seconds = now - self._clock
+        memory = self._memory_bytes(now)
+        if not self._disturbed:
+            self._measured.append((self._window_units, self._window_steps, seconds))
+        self._disturbed = False
+        metrics = {
+            "loss": math.fsum(self._losses) / len(self._losses) if all(map(math.isfinite, self._losses)) else math.nan,
+            **self._last,
+            "skipped_steps": float(self.skipped_steps),
+            f"{self.unit}_per_s": self._window_units / seconds,
+            "step_time_s": seconds / self._window_steps,
+            "memory_bytes": float(memory),
+        }
+        if self._stall_s:
+            metrics["checkpoint_stall_s"] = self._stall_s
+        self._stall_s = 0.0
+        self._losses = []
+        self._window_units = self._window_steps = 0
+        self.emit(step, metrics)
+        self._clock = now
+
+    def _judge(self, step: int, skipped: bool, loss: float, norm: float, scale: float) -> None:
+        if not skipped:
+            self._skipped_in_a_row = 0
+            return
+        limit = self.scaler.skip_limit
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        if limit is None or not self.recovers:
+            raise NonFiniteError(
+                f"step {step}: the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was "
+                "not made and the weights are those of the step before"
+            )
+        if scale <= self.scaler.floor:
+            raise NonFiniteError(
+                f"step {step}: the gradients overflow at the smallest loss scale allowed "
+                f"(scaler.floor_scale={self.scaler.floor:g}); lower the learning rate or use precision=bf16"
+            )
+        if self._skipped_in_a_row > limit:
+            raise NonFiniteError(
+                f"step {step}: {self._skipped_in_a_row} steps in a row were skipped for non-finite gradients "
+                f"(scaler.max_consecutive_skips={limit}, loss {loss:g}); lower the learning rate or use precision=bf16"
+            )
+
+    def _memory_bytes(self, now: float) -> int:
+        if now > self._memory_read + 0.25:  # asking the system costs as much as a tiny model's step
+            self._memory, self._memory_read = peak_memory_bytes(self.device), now
+        return self._memory

@@ -1,0 +1,61 @@
+"""Where a run came from: the commit, the command, the versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from trainer.config.compose import quoted
+from trainer.files import PROJECT
+from trainer.parallel.world import launched_processes
+
+_PACKAGES = ("torch", "torchvision", "transformers", "datasets", "numpy", "hydra-core", "mlflow")
+_PLAIN = re.compile("[A-Za-z0-9_./-]*[A-Za-z][A-Za-z0-9_./-]*")
+_NO_CODE = (":!*.md", ":!results")
+
+
+def git_facts() -> dict[str, str]:
+    """Return the commit and whether the tree differs from it, pages and outcomes aside; nothing outside a checkout."""
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return {}
+    return {
+        "commit": commit,
+        "dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NO_CODE))).lower(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the installed version of every package that can change a result; None where it is not installed."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command line that continues the run in ``folder``, from the folder this one was typed in."""
+    launcher = ["python"]
+    if launched_processes():
+        launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
+        if (nodes := int(os.environ["GROUP_WORLD_SIZE"])) > 1:
+            launcher.append(f"--nnodes={nodes}")
+    named = str(folder) if _PLAIN.fullmatch(str(folder)) else quoted(str(folder))
+    return shlex.join([*launcher, sys.argv[0], f"resume={named}"])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

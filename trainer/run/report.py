@@ -1,0 +1,123 @@
+"""The words and figures of the start block, the summary table and summary.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.formats import duration, loss, quantity, size
+from trainer.recipe import Choice
+from trainer.run.terminal import Rows
+from trainer.trainer import Trainer
+
+
+def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
+    """Return the start block: what trains, on what, in which precision, how the batch is made up, where it goes."""
+    config, plan, hardware = trainer.config, trainer.plan, trainer.hardware
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts().items())
+    batching = plan.batching
+    effective = manifest["effective"]
+    precision = f"asked for {config.precision.mode}; products run in {effective['matmul_dtype']}"
+    if config.precision.mode in ("fp32", "tf32") and hardware.is_gpu:
+        precision += (
+            f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
+        )
+    precision += f", {manifest['support']} on this hardware"
+    precision += f"; weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}"
+    if layers := effective["fp8_modules"]:
+        precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"
+    if trainer.fp32_modules:
+        precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
+    processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
+    epochs = plan.steps * batching.batch_size / len(trainer.datasets.train)
+    return [
+        (
+            "recipe",
+            f"{config.recipe.name}{f' ({facts})' if facts else ''}, {quantity(parameters)} parameters",
+        ),
+        ("data", f"{trainer.datasets.description}"),
+        ("precision", precision),
+        (
+            "device",
+            f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)",
+        ),
+        (
+            "batch",
+            f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}{processes}; "
+            f"{plan.steps} steps = {_epochs(epochs)}",
+        ),
+        (
+            "optimizer",
+            f"{config.optimizer.name}, lr {config.optimizer.lr:g}, schedule {config.schedule.kind}, "
+            f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}",
+        ),
+        ("output", str(folder)),
+    ]
+
+
+def choice_rows(choices: list[Choice]) -> Rows:
+    """Return one row for every ``auto`` that was resolved, as the override that would set it."""
+    return [(f"{choice.key}={choice.value}", choice.why) for choice in choices]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The content of summary.json, in plain JSON types."""
+
+    status: str
+    """MLflow's: FINISHED, FAILED or KILLED."""
+    run: str
+    """The run folder's name."""
+    recipe: str
+    precision: str
+    seed: int
+    step: int
+    """Optimizer steps done."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    final: dict[str, float | None]
+    """The last evaluation's metrics by ``valid/<name>``; None: not finite."""
+    best: dict[str, float] | None
+    """``value`` and ``step`` of the best validation score; None: no finite one yet."""
+    unit: str
+    """What throughput counts, such as ``tokens``."""
+    units_per_s: float | None
+    step_time_s: float | None
+    energy_j: float | None
+    """Joules of training and evaluation since this process started or resumed the run, of one rank's GPU."""
+    units: int
+    """Trained on since this process started or resumed the run."""
+    peak_memory_bytes: int
+    memory_is: str
+    """What ``peak_memory_bytes`` counts."""
+    parallel: str
+    processes: int
+    checkpoints: dict[str, Any]
+    """What saving cost, see ``Saver.facts``."""
+    skipped_steps: int
+    wall_time_s: float
+    resume: str
+    """The command that resumes the run."""
+    hardware: dict[str, Any]
+    versions: dict[str, str | None]
+    git: dict[str, str]
+
+    def rows(self) -> Rows:
+        """Return the summary table."""
+        rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in self.final.items()]
+        if self.best:
+            rows.append(("best loss", f"{loss(self.best['value'])} at step {self.best['step']:.0f}"))
+        if self.units_per_s:
+            rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s"))
+        if self.step_time_s:
+            rows.append(("step time", f"{quantity(1e3 * self.step_time_s)} ms"))
+        rows.append(("peak memory", f"{size(self.peak_memory_bytes)} {self.memory_is}"))
+        rows.append(("skipped steps", str(self.skipped_steps)))
+        rows.append(("time", duration(self.wall_time_s)))
+        return rows
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"

@@ -1,0 +1,167 @@
+"""``resume=FOLDER`` alone: the command line of the run in that folder, with what is typed besides on top.
+
+The recorded config is complete (``auto`` has become a number, for example), so it is the base, whatever machine goes
+on. What is typed is put on top of it; ``RunFolder.check_same`` then refuses what would make another run. Choices such
+as ``precision=bf16`` or an experiment stand for many values: they have to agree with what was recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.data.images import augment
+from trainer.config.compose import CONF, quoted
+from trainer.config.schema import Config, groups
+from trainer.errors import UserError
+from trainer.run.folder import FREE_GROUPS, RunFolder, another_run, is_free, local_folder
+
+_NO_FOLDER = (None, "auto")
+_OWN = ("resume", "output_dir", "tracking.uri")
+"""Keys that are not taken from the record: where the folder is now is known, and tracking.json has the URI."""
+
+
+def complete(arguments: list[str]) -> list[str]:
+    """Return the command line that one with ``resume=FOLDER`` stands for; any other one as it is.
+
+    Every process of a job does so for itself, before they know each other.
+
+    Raises:
+        UserError: the folder holds no run to resume, or a choice that was typed is not its own.
+
+    """
+    typed = {argument: parsed for argument in arguments if (parsed := _parse(argument)) is not None}
+    named = [override.value() for override in typed.values() if override.key_or_group == "resume"]
+    if not named or named[-1] in _NO_FOLDER or not isinstance(named[-1], str):
+        return arguments
+    if {"-m", "--multirun"} & set(arguments):
+        raise UserError(
+            f"resume={named[-1]} continues one run, and -m starts several; leave out -m, or use resume=auto"
+        )
+    plain = {override.key_or_group: str(override.value()) for override in typed.values() if not _is_choice(override)}
+    folder = local_folder(named[-1], plain.get("output_dir", "outputs"), plain.get("tracking.uri"))
+    recorded = folder.config()
+    recorded |= augment.recorded(recorded, _reads_images(recorded))
+    choices = {override.key_or_group: argument for argument, override in typed.items() if _is_choice(override)}
+    checked = [choice for group, choice in choices.items() if group not in FREE_GROUPS]
+    _check_choices(folder, recorded, checked, {override.key_or_group for override in typed.values()} - choices.keys())
+    names = [argument for argument, override in typed.items() if override.key_or_group == "resume"]
+    kept = [argument for argument in arguments if argument not in (*checked, *names)]
+    base = _base(folder, recorded, choices.keys() & set(FREE_GROUPS))
+    return [*base, *kept, f"resume={quoted(str(folder.path))}"]
+
+
+def _reads_images(recorded: dict[str, Any]) -> bool:
+    recipe = groups()["recipe"].get(str(recorded.get("recipe")))
+    return recipe is not None and getattr(recipe, "unit", "") == "images"
+
+
+def _parse(argument: str) -> Override | None:
+    """Return an override; None for options such as ``-m`` and for what Hydra is going to refuse."""
+    if argument.startswith("-") or "=" not in argument:
+        return None
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+
+
+def _is_choice(override: Override) -> bool:
+    return (CONF / override.key_or_group).is_dir()
+
+
+def _base(folder: RunFolder, recorded: dict[str, Any], leave_out: set[str]) -> list[str]:
+    """Return overrides that make up the recorded config: a schema for every group, and every value."""
+    classes: dict[str, type] = {"": Config}
+    result = []
+    for group, choices in groups().items():
+        if group in leave_out:
+            continue
+        kind = recorded.get(group) if len(choices) > 1 else next(iter(choices))
+        if kind not in choices:
+            if kind is None:  # from before there was this group
+                continue
+            raise UserError(f"{folder.path}/config.json names {group}={kind!s:.60}, which this version does not have")
+        classes[group] = choices[kind]
+        result.append(f"{group}={kind}_schema")
+    for key, value in recorded.items():
+        group, _, name = key.rpartition(".")
+        fields = dataclasses.fields(classes[group]) if group in classes else ()
+        if key not in (*_OWN, *groups()) and any(entry.name == name and entry.init for entry in fields):
+            result.append(f"{'++' if isinstance(value, dict) else ''}{key}={quoted(value)}")  # with keys of its own
+    return [*result, f"output_dir={quoted(str(folder.path.absolute().parent))}"]
+
+
+def _check_choices(folder: RunFolder, recorded: dict[str, Any], choices: list[str], typed: set[str]) -> None:
+    """Refuse a typed choice, or an experiment, that sets something to another value than the run has.
+
+    What is typed as a value of its own is checked later.
+    """
+    if not choices:
+        return
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = hydra.compose("config", choices)
+    keys: dict[str, None] = {}
+    for choice in choices:
+        group, _, name = choice.partition("=")
+        keys |= _set_by(group, name)
+    different = {}
+    for key in keys:
+        node = OmegaConf.select(composed, key)
+        now = _kind(node) if isinstance(node, DictConfig) and key in groups() else _plain(node)
+        before = _find(recorded, key)
+        if before != now and now != "auto" and key not in typed and not is_free(key, recorded, recorded):
+            different[key] = (before, now)
+    if different:
+        raise another_run(folder.path, different)
+
+
+def _set_by(group: str, name: str) -> dict[str, None]:
+    """Return the keys that make a choice what it is: all that an experiment sets; else a kind, or a first value."""
+    path = CONF / group / f"{name}.yaml"
+    if not path.is_file():
+        return {}
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    defaults = content.pop("defaults", [])
+    if group != "experiment":
+        several = len(groups()[group]) > 1
+        return dict.fromkeys([group] if several else _leaves({group: content})[:1])
+    keys: dict[str, None] = {}
+    for entry in defaults:
+        if isinstance(entry, dict):
+            for key, choice in entry.items():
+                keys |= _set_by(str(key).removeprefix("override ").lstrip("/"), str(choice))
+    return keys | dict.fromkeys(_leaves(content))
+
+
+def _leaves(content: dict[Any, Any], prefix: str = "") -> list[str]:
+    result = []
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        result += _leaves(value, f"{name}.") if isinstance(value, dict) and value else [name]
+    return result
+
+
+def _find(recorded: dict[str, Any], key: str) -> Any:
+    """Return a recorded value, also of a key within one (``optimizer.options.betas``)."""
+    if key in recorded:
+        return recorded[key]
+    outer, _, name = key.rpartition(".")
+    value = _find(recorded, outer) if outer else None
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _kind(node: DictConfig) -> Any:
+    cls = OmegaConf.get_type(node)
+    return getattr(cls, "kind", None) or getattr(cls, "name", None)
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node

@@ -1,0 +1,115 @@
+"""Several runs from one command (``train.py -m``): their names, and the table at their end."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from trainer.config.compose import CONF
+from trainer.config.schema import Config
+from trainer.formats import columns, loss, quantity, size
+
+_IN_EVERY_NAME = ("recipe", "precision", "seed")
+_LONGEST = 150
+"""Characters of a name; file systems take 255 bytes, and a folder that exists gets a number."""
+
+
+def swept_keys(arguments: Sequence[str]) -> list[str]:
+    """Return the keys with several values on this command line, in its order; none without ``-m``.
+
+    Raises:
+        HydraException: an argument is no override.
+
+    """
+    if not {"-m", "--multirun"} & set(arguments):
+        return []
+    parsed = OverridesParser.create().parse_overrides([each for each in arguments if not each.startswith("-")])
+    return [override.get_key_element().lstrip("+") for override in parsed if override.is_sweep_override()]
+
+
+def swept_values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:
+    """Return the values that one run of the sweep has, by key."""
+    typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    return {key: typed[key] for key in keys if key in typed}
+
+
+def name_of(config: Config, values: dict[str, str]) -> str:
+    """Return a run's name that tells it from the others of its sweep, the same whenever the sweep is begun again.
+
+    Args:
+        config: of the run, as composed.
+        values: what is swept, see ``swept_values``; a choice of a config group stands without its group.
+
+    """
+    base, known = (config.default_name(), _IN_EVERY_NAME) if config.run_name is None else (config.run_name, ())
+    last = [key.rpartition(".")[2] for key in values]
+    parts = [base]
+    for key, value in values.items():
+        if key in (*known, "run_name"):
+            continue
+        short = key.rpartition(".")[2]
+        label = key if last.count(short) > 1 else short
+        plain = re.sub(r"[^\w.+-]+", "_", value.replace("'", "").replace('"', "")).strip("_")
+        parts.append(plain if (CONF / key).is_dir() else f"{label}_{plain}")
+    name = "-".join(parts)
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{zlib.crc32(name.encode()):08x}"
+
+
+@dataclass
+class _Row:
+    name: str
+    values: dict[str, str]
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Empty of a run that did not get to its end."""
+
+    @property
+    def score(self) -> tuple[bool, float]:
+        best = self.summary.get("best")
+        return best is None, best["value"] if best else 0.0
+
+
+@dataclass
+class Sweep:
+    """The runs of one command, as they begin and end."""
+
+    keys: list[str]
+    """What is swept, see ``swept_keys``."""
+    rows: list[_Row] = field(default_factory=list)
+
+    def begin(self, config: Config, overrides: Sequence[str]) -> None:
+        """Give the run its name. A sweep of ``run_name`` names its runs itself."""
+        values = swept_values(self.keys, overrides)
+        if values and "run_name" not in values:
+            config.run_name = name_of(config, values)
+        self.rows.append(_Row(config.run_name or config.default_name(), values))
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Take note of what the run came to."""
+        self.rows[-1].summary = summary
+
+    def table(self) -> str:
+        """Return the runs by their best score, the lowest first, those without one last; empty for fewer than two."""
+        if len(self.rows) < 2:
+            return ""
+        headings = ["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]
+        return columns([headings, *(self._cells(row) for row in sorted(self.rows, key=lambda row: row.score))])
+
+    def _cells(self, row: _Row) -> list[str]:
+        summary = row.summary
+        best, final, speed = summary.get("best"), summary.get("final") or {}, summary.get("units_per_s")
+        memory = summary.get("peak_memory_bytes")
+        return [
+            summary.get("run", row.name),
+            *(row.values.get(key, "") for key in self.keys),
+            loss(best["value"]) if best else "",
+            f"{best['step']:.0f}" if best else "",
+            loss(final["valid/loss"]) if "valid/loss" in final else "",
+            f"{quantity(speed)} {summary['unit']}/s" if speed else "",
+            size(memory) if memory else "",
+            str(summary.get("status", "failed")).lower(),
+        ]

@@ -1,0 +1,1 @@
+"""The local metric log, its plots, and MLflow behind it."""

@@ -1,0 +1,1 @@
+"""MLflow: where it keeps things, what it is sent, what comes back."""

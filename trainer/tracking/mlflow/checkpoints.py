@@ -1,0 +1,201 @@
+"""Resumable checkpoints of a run as artifacts of MLflow: each once, verified, removed there when removed here.
+
+MLflow's ``checkpoints/step-00000100`` is the folder of that name, its manifest last: where that stands, all of it does.
+``config.json`` and ``metrics.jsonl``, which continuing a run takes too, stand beside ``checkpoints``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, sha256
+from trainer.errors import UserError, first_line
+from trainer.files import link_or_copy
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger("mantissa")
+
+CHECKPOINTS = "checkpoints"
+COMPANIONS = ("config.json", "metrics.jsonl")
+MODES = ("last", "all", "none")
+_PREFIX = ".mlflow-checkpoint-"
+
+
+def check_mode(mode: str) -> None:
+    """Refuse what is no way to keep checkpoints in MLflow."""
+    if mode not in MODES:
+        raise UserError(f"tracking.checkpoints={mode} is unknown; use tracking.checkpoints=last, all or none")
+
+
+class CheckpointSender:
+    """Keeps the checkpoints of one run in MLflow as the run folder has them."""
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        """Prepare.
+
+        Args:
+            folder: the run's.
+            mode: ``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the
+                best where that is another, whose weights a run that continues exports in the end; ``none``.
+
+        """
+        self.mode = mode
+        self._folder = folder
+        self._sent: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        """The manifests of damaged ones, which are said once and read once."""
+        self._stay: set[str] = set()
+
+    def unsent(self) -> list[str]:
+        """Return the names of the checkpoints that MLflow is not known to have."""
+        return [name for name, path in self._wanted().items() if not self._is_settled(name, path)]
+
+    def _is_settled(self, name: str, path: Path) -> bool:
+        return _manifest(path) in (self._sent.get(name), self._refused.get(name))
+
+    def forget(self) -> None:
+        """For another run in MLflow: ask it what it has. What was sent before was seen to arrive."""
+        self._sent.clear()
+
+    def send(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
+        """Send what MLflow lacks and remove there what the run folder has removed, none of a later step than it has.
+
+        Args:
+            client: of the store.
+            run: MLflow's.
+            between: called before each file, with its bytes, and after it, with 0; it may wait, or raise to stop.
+
+        """
+        if self.mode == "none":
+            return
+        for left in self._folder.glob(f"{_PREFIX}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        for name, path in self._wanted().items():
+            if self._is_settled(name, path):
+                continue
+            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._folder) as scratch:
+                copy = _snapshot(path, Path(scratch, name))
+                if copy is None:
+                    continue
+                if found := _damage(copy):
+                    log.warning("The checkpoint %s is damaged (%s) and is not sent to MLflow.", name, found)
+                    self._refused[name] = _manifest(copy)
+                else:
+                    self._send(client, run, copy, between)
+                    self._sent[name] = _manifest(copy)
+        self._prune(client, run, between)
+
+    def _prune(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
+        keep = self._wanted().keys()
+        newest = max(keep, default="")  # what is later comes from a folder that is further
+        for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
+            name = item.path.rpartition("/")[2]
+            if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
+                try:
+                    _remove(client, run, name)
+                except Exception as error:  # of many kinds: what stays too long is no reason to send the run again
+                    if name not in self._stay:
+                        why = first_line(error)
+                        log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, why)
+                    self._stay.add(name)
+                between(0)
+
+    def _wanted(self) -> dict[str, Path]:
+        """Return the folders by the name of their step, which is another where one is set aside to be replaced."""
+        root = self._folder / CHECKPOINTS
+        if self.mode == "none" or not root.is_dir():
+            return {}
+        from trainer.checkpoint import store as checkpoint  # with torch
+
+        steps = checkpoint.steps(root)
+        if self.mode == "last":
+            steps = sorted({*steps[-1:], checkpoint.best_step(root) or -1} & {*steps})
+        return {f"step-{step:08d}": checkpoint.path_of(root, step) for step in steps}
+
+    def _send(self, client: MlflowClient, run: Any, copy: Path, between: Callable[[int], None]) -> None:
+        place, run_id = f"{CHECKPOINTS}/{copy.name}", run.info.run_id
+        files = sorted((path for path in copy.iterdir() if path.is_file()), key=lambda path: path.name == MANIFEST_FILE)
+        if _sizes(client, run_id, place).get(MANIFEST_FILE, 0) != 0:
+            if _read_manifest(client, run_id, place) == _manifest(copy) and _arrived(client, run_id, place, files):
+                return
+            with suppress(NotImplementedError):
+                _remove(client, run, copy.name)  # of the same step, but not the same weights
+        for path, target in [*((self._folder / name, None) for name in COMPANIONS), *((path, place) for path in files)]:
+            between(path.stat().st_size)
+            client.log_artifact(run_id, str(path), target)
+            between(0)
+        if not _arrived(client, run_id, place, files):
+            with suppress(NotImplementedError):
+                _remove(client, run, copy.name)
+            raise OSError(f"{place} did not arrive whole")
+
+
+def _snapshot(path: Path, copy: Path) -> Path | None:
+    """Link the files, so that they stay while the run removes the checkpoint; None: it already has."""
+    copy.mkdir()
+    try:
+        for file in path.iterdir():
+            link_or_copy(file, copy / file.name)
+    except FileNotFoundError:
+        return None
+    # One that is being removed may have lost some before they were linked.
+    return copy if (copy / MANIFEST_FILE).exists() and all((copy / name).exists() for name in _hashes(copy)) else None
+
+
+def _damage(copy: Path) -> str | None:
+    """Return the file that is damaged: what is damaged here must not be kept as good there. None: all are whole."""
+    hashes = _hashes(copy)
+    return next((name for name in hashes if sha256(copy / name) != hashes[name]), None) if hashes else MANIFEST_FILE
+
+
+def _hashes(copy: Path) -> dict[str, str]:
+    """Return the hashes of the files by their names; none from a damaged manifest."""
+    try:
+        return dict(json.loads(_manifest(copy))["sha256"])
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _manifest(path: Path) -> str:
+    try:
+        return (path / MANIFEST_FILE).read_text(encoding="utf-8")
+    except OSError:  # removed meanwhile
+        return ""
+
+
+def _sizes(client: MlflowClient, run_id: str, place: str) -> dict[str, int | None]:
+    items = client.list_artifacts(run_id, place)
+    return {item.path.rpartition("/")[2]: item.file_size for item in items if not item.is_dir}
+
+
+def _arrived(client: MlflowClient, run_id: str, place: str, files: list[Path]) -> bool:
+    there = _sizes(client, run_id, place)
+    return all(there.get(path.name, -1) in (None, path.stat().st_size) for path in files)  # None: it lists no sizes
+
+
+def _read_manifest(client: MlflowClient, run_id: str, place: str) -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        return Path(client.download_artifacts(run_id, f"{place}/{MANIFEST_FILE}", scratch)).read_text(encoding="utf-8")
+
+
+def _remove(client: MlflowClient, run: Any, name: str) -> None:
+    """Remove a checkpoint from MLflow, its manifest first: half of one is none.
+
+    Raises:
+        NotImplementedError: the store cannot.
+
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    repository = get_artifact_repository(run.info.artifact_uri, tracking_uri=client.tracking_uri)
+    for path in (f"{CHECKPOINTS}/{name}/{MANIFEST_FILE}", f"{CHECKPOINTS}/{name}"):
+        repository.delete_artifacts(path)

@@ -1,0 +1,76 @@
+"""What MLflow is told about the data of a run: name, source, digest, sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from trainer.data.contract import Datasets
+    from trainer.recipe import DataSource
+
+TRAINING, VALIDATION = "training", "validation"
+DIGEST_LENGTH = 32
+"""MLflow takes 36 characters."""
+
+
+def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]]:
+    """Return what ``tracking.json`` keeps of the training and the validation data, plain JSON types."""
+    from trainer.data.contract import Datasets
+    from trainer.data.loader import fingerprint  # with torch, which sending a run to MLflow does not need
+
+    kind, location = _location(source)
+    return [
+        {
+            "context": context,
+            "name": source.kind or type(source).__name__.lower(),
+            "digest": fingerprint(Datasets(part, part, ""))[:DIGEST_LENGTH],
+            "source_type": kind,
+            "source": location,
+            "samples": len(part),
+            "description": datasets.description,
+        }
+        for context, part in ((TRAINING, datasets.train), (VALIDATION, datasets.valid))
+    ]
+
+
+def log_datasets(client: MlflowClient, run_id: str, facts: list[dict[str, Any]]) -> None:
+    """Give a run its datasets; those it has stay as they are."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    inputs = [
+        DatasetInput(
+            Dataset(
+                name=entry["name"],
+                digest=entry["digest"],
+                source_type=entry["source_type"],
+                source=json.dumps(entry["source"]),
+                profile=json.dumps({"num_rows": entry["samples"], "description": entry["description"]}),
+            ),
+            [InputTag("mlflow.data.context", entry["context"])],
+        )
+        for entry in facts
+    ]
+    if inputs:
+        client.log_inputs(run_id, inputs)
+
+
+def validation_data(facts: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Return name and digest of the data that scores are computed on."""
+    return next(((entry["name"], entry["digest"]) for entry in facts if entry["context"] == VALIDATION), None)
+
+
+def _location(source: DataSource) -> tuple[str, dict[str, Any]]:
+    """Return one of MLflow's kinds of source, and what that kind says: a file, the hub, or else this project's code."""
+    options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
+    path = options.get("path")
+    if isinstance(path, str) and path:
+        return "local", {"uri": str(Path(path).expanduser().absolute())}
+    if source.kind == "hub":
+        return "hugging_face", {"path": options["name"], "config_name": options.get("subset")}
+    plain = {key: value for key, value in options.items() if isinstance(value, (str, int, float))}
+    return "code", {"tags": {"mlflow.source.name": "scripts/train.py", "data": source.kind, **plain}}

@@ -1,0 +1,49 @@
+"""What MLflow is told of a run when it begins: params, tags, datasets, and the first words of its Description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trainer.tracking.mlflow.datasets import log_datasets
+from trainer.tracking.mlflow.note import opening_note, write_note
+from trainer.tracking.mlflow.store import cut, valid_key
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+def describe(
+    client: MlflowClient,
+    run: Any,
+    given_params: dict[str, object],
+    given_tags: dict[str, str],
+    datasets: list[dict[str, Any]],
+) -> None:
+    """Log all of it. A param cannot be changed, so what a resumed run changed goes into a tag."""
+    from mlflow.entities import Param, RunTag
+    from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
+
+    params = {
+        valid_key(key): cut(value if isinstance(value, str) else json.dumps(value, default=str), MAX_PARAM_VAL_LENGTH)
+        for key, value in given_params.items()
+    }
+    tags = dict(given_tags)
+    known = run.data.params
+    changed = [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]
+    if changed:
+        tags["changed_on_resume"] = " ".join(changed)
+    new = [Param(key, value) for key, value in params.items() if key not in known]
+    tag_list = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
+    for batch in _batches(new, MAX_PARAMS_TAGS_PER_BATCH):
+        client.log_batch(run.info.run_id, params=batch, synchronous=True)
+    for batch in _batches(tag_list, MAX_PARAMS_TAGS_PER_BATCH):
+        client.log_batch(run.info.run_id, tags=batch, synchronous=True)
+    log_datasets(client, run.info.run_id, datasets)
+    write_note(client, run, opening_note(given_tags, datasets))
+
+
+def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

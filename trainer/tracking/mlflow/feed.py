@@ -1,0 +1,198 @@
+"""MLflow, fed from the run folder by a background thread that training never waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import first_line
+from trainer.tracking.mlflow.delivery import Delivery, RunInfo
+from trainer.tracking.mlflow.record import METRICS_FILE, sync_command
+from trainer.tracking.mlflow.store import without_password
+
+log = logging.getLogger("mantissa")
+
+MAX_BACKOFF_S = 60.0
+SHARE = 0.1
+"""Of the time while a run trains: Python's threads take turns, and training needs most of them."""
+LONGEST_PAUSE_S = 5.0
+LAST_ATTEMPTS = 3
+"""How often the end of a run is tried on an MLflow that answers with errors."""
+SYSTEM_METRICS_EVERY_S = 5.0
+
+
+class Stopped(Exception):
+    """Nobody waits for this delivery any more."""
+
+
+class Feed(threading.Thread):
+    """Sends a run to MLflow: the metric log as it grows, and at the end the artifacts and the status."""
+
+    def __init__(
+        self,
+        folder: Path,
+        uri: str,
+        info: RunInfo,
+        flush_every_s: float,
+        system_metrics: bool = False,
+        training: bool = True,
+    ) -> None:
+        super().__init__(name="mlflow-feed", daemon=True)
+        self._folder = folder
+        self._uri = uri
+        self._delivery = Delivery(folder, uri, info, training=training, progress=self._progress)
+        self._flush_every_s = flush_every_s
+        self._monitor: Any = None
+        self._system_metrics = system_metrics
+        self._ending = threading.Event()
+        self._since = 0.0
+        self._abandoned = False
+        self._warned_of_elsewhere = False
+        self._deadline = 0.0
+        self._patience_s = 0.0
+        self._status = ""
+        self._problem: Exception | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of the run, as soon as there is one."""
+        return self._delivery.run_id
+
+    def conclude(self, status: str, patience_s: float) -> str | None:
+        """Deliver the rest of the run; wait while there is progress, at most ``patience_s`` without.
+
+        A feed that was never started only does this.
+
+        Returns:
+            What MLflow lacks and how to send it, for the user; None: it has everything.
+
+        """
+        self._status = status
+        self._patience_s = patience_s
+        self._deadline = max(self._deadline, time.monotonic() + patience_s)  # an upload may be on its way
+        self._ending.set()
+        if self.ident is None:
+            self.start()
+        try:
+            while self.is_alive() and time.monotonic() < self._deadline:
+                self.join(0.1)
+        except BaseException:  # a signal: nobody waits any longer
+            log.warning("%s", self._incomplete("interrupted"))
+            raise
+        finally:
+            self._abandoned = True
+        delivered = not self.is_alive() and self._problem is None
+        if delivered:
+            return None
+        return self._incomplete(first_line(self._problem) if self._problem else f"no answer within {patience_s:g} s")
+
+    def abandon(self) -> str | None:
+        """Stop without sending anything more.
+
+        Returns:
+            What MLflow lacks and how to send it, for the user; None: that was said, or it has everything.
+
+        """
+        if self._ending.is_set():
+            return None
+        self._abandoned = True
+        self._ending.set()
+        return self._incomplete("stopped at once")
+
+    def _incomplete(self, reason: str) -> str:
+        return (
+            f"MLflow upload incomplete ({without_password(self._uri)} lacks {self._delivery.missing()}: {reason}). "
+            f"Data is safe in {self._folder}; retry with: {sync_command(self._folder)}"
+        )
+
+    def run(self) -> None:
+        """Try, and try again, until everything is delivered or nobody waits any more."""
+        failures = last_failures = 0
+        while not self._abandoned:
+            ending = self._ending.is_set()
+            try:
+                self._advance(ending)
+                if failures >= 2:
+                    log.info("MLflow at %s answers again.", without_password(self._uri))
+                failures, self._problem = 0, None
+                if ending:
+                    return
+            except Stopped:
+                return
+            except Exception as error:  # whatever goes wrong with MLflow, training continues
+                self._delivery.doubt()
+                self._problem = error
+                failures += 1
+                last_failures += ending
+                if failures == 2 and not ending:
+                    log.warning(
+                        "MLflow at %s does not take this run yet: %s. Training continues; %s has the metrics.",
+                        without_password(self._uri),
+                        first_line(error),
+                        self._folder / METRICS_FILE,
+                    )
+                if last_failures >= LAST_ATTEMPTS:
+                    return
+            if self._ending.is_set():
+                time.sleep(min(last_failures, 2))
+            else:
+                self._ending.wait(min(self._flush_every_s * 2**failures, MAX_BACKOFF_S))
+
+    def _advance(self, ending: bool) -> None:
+        if ending:
+            self._stop_monitor()
+            self._delivery.complete(self._status)
+            if self._delivery.elsewhere is not None:
+                self._warn_of_elsewhere()
+            return
+        self._delivery.begin()
+        if self._delivery.elsewhere is not None:
+            self._warn_of_elsewhere()
+            return
+        self._delivery.send_metrics()
+        if self._delivery.has_new_checkpoints():
+            self._since = time.monotonic()
+            self._delivery.send_checkpoints(self._pause)
+        if self._system_metrics:
+            if self._problem:
+                self._stop_monitor()  # an outage has ended it
+            self._monitor = self._monitor or self._start_monitor()
+
+    def _warn_of_elsewhere(self) -> None:
+        if not self._warned_of_elsewhere:
+            log.warning(
+                "MLflow has step %d of this run, which was continued elsewhere. What is trained here is not sent over "
+                "that; it is in %s. To continue the other one, use resume=mlflow:%s and another output_dir.",
+                self._delivery.elsewhere,
+                self._folder,
+                self.run_id,
+            )
+        self._warned_of_elsewhere = True
+
+    def _start_monitor(self) -> Any:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        monitor = SystemMetricsMonitor(
+            self.run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
+        )
+        monitor.start()
+        return monitor
+
+    def _stop_monitor(self) -> None:
+        if self._monitor:
+            self._monitor.finish()
+            self._monitor = None
+
+    def _pause(self) -> None:
+        """Leave training most of the time."""
+        worked_s = time.monotonic() - self._since
+        self._ending.wait(min(worked_s * (1 / SHARE - 1), LONGEST_PAUSE_S))
+        self._since = time.monotonic()
+
+    def _progress(self, allowance_s: float) -> None:
+        if self._abandoned:
+            raise Stopped
+        self._deadline = max(self._deadline, time.monotonic() + self._patience_s + allowance_s)

@@ -1,0 +1,94 @@
+"""What a run folder knows of its run in MLflow: ``mlflow.json``, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from trainer.files import write_json
+from trainer.tracking.mlflow.scores import read_summary
+from trainer.tracking.mlflow.store import SESSION_TAG, lasting_uri
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+RECORD_FILE = "mlflow.json"
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the ``sessions`` that have trained the
+    run here, and ``delivered`` once all is.
+
+    Empty where MLflow has not answered yet. What is lost with a damaged one can be found again by the run's key.
+    """
+    try:
+        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def is_delivered(folder: Path, uri: str | None = None) -> bool:
+    """Tell whether MLflow (at ``uri``; None: wherever it was sent) has all that is in the folder, by our own record."""
+    record = read_record(folder)
+    mark = record.get("delivered")
+    if not mark or (uri and lasting_uri(uri) != record.get("tracking_uri")):
+        return False
+    return bool(mark["metrics_bytes"] == log_size(folder) and final_status(folder) in (None, mark["status"]))
+
+
+def reopen(folder: Path) -> None:
+    """Forget that the run had ended: it continues, so it has no summary, and MLflow will not have all of it."""
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    record = read_record(folder)
+    if record.pop("delivered", None):
+        write_json(folder / RECORD_FILE, record)
+
+
+def final_status(folder: Path) -> str | None:
+    """Return the status in ``summary.json``; None for a run that was killed before it could write one."""
+    status = read_summary(folder / SUMMARY_FILE).get("status")
+    return status if status in ("FINISHED", "FAILED", "KILLED") else None
+
+
+def step_elsewhere(folder: Path, run: Any, sessions: list[str], training: bool) -> int | None:
+    """Return the step that a run has reached in another folder, where that is further than this one; else None.
+
+    A store that is further than the log is not enough: a run continued here from an earlier checkpoint has cut its
+    log, and so may a power cut. So each process that trains a run names itself in a tag.
+
+    Args:
+        folder: the run's.
+        run: MLflow's.
+        sessions: what the processes called themselves that have trained the run in this folder.
+        training: whether the run is continued here now; then one from before there was the tag is taken as its own.
+
+    """
+    session = run.data.tags.get(SESSION_TAG)
+    if session in sessions or (session is None and training):
+        return None
+    metrics = run.data.to_proto().metrics
+    # MLflow's monitor of the machine counts its own samples.
+    newest = max((metric.step for metric in metrics if not metric.key.startswith("system/")), default=-1)
+    return newest if newest > max(0, _last_step(folder)) else None
+
+
+def log_size(folder: Path) -> int:
+    """Return the bytes of the metric log; 0 where there is none."""
+    path = folder / METRICS_FILE
+    return path.stat().st_size if path.exists() else 0
+
+
+def _last_step(folder: Path) -> int:
+    last = b""
+    if log_size(folder):
+        with (folder / METRICS_FILE).open("rb") as file:
+            for line in file:
+                last = line if line.endswith(b"\n") else last
+    return int(json.loads(last)["step"]) if last else -1
+
+
+def sync_command(folder: Path) -> str:
+    """Return the command line that sends a run to MLflow."""
+    return shlex.join(["python", "scripts/sync.py", str(folder)])

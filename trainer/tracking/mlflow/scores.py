@@ -1,0 +1,131 @@
+"""What a run came to, as metrics to sort by: ``best/…`` and ``final/…``, from the files in its folder.
+
+| metric | is | at step |
+|---|---|---|
+| ``best/valid_loss`` | the lowest validation loss (or the recipe's own best metric) | of that evaluation |
+| ``final/valid_loss``, ``final/valid_…`` | each validation metric of the last evaluation | of that evaluation |
+| ``final/throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
+| ``final/step_time_ms`` | milliseconds per optimizer step, likewise | the last |
+| ``final/peak_memory_mib`` | MiB: allocated on a GPU, else of the process | the last |
+| ``final/skipped_steps`` | steps skipped for an overflow | the last |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.tracking.mlflow.store import valid_key
+
+VALID = "valid/"
+MIB = 1 << 20
+
+
+class Score(NamedTuple):
+    """One metric of a run that has ended."""
+
+    name: str
+    value: float
+    step: int
+    time_s: float
+    """Seconds since the epoch."""
+
+
+def scores(log: Path, summary: dict[str, Any]) -> list[Score]:
+    """Return the scores of a run.
+
+    Args:
+        log: its ``metrics.jsonl``; a last line that a kill has cut off is left out.
+        summary: the content of its ``summary.json``; empty for a run that was killed.
+
+    """
+    lines = list(_lines(log))
+    if not lines:
+        return []
+    last = lines[-1]
+    result = []
+    evaluations = [line for line in lines if any(key.startswith(VALID) for key in line)]
+    for key in dict.fromkeys(key for line in evaluations for key in line if key.startswith(VALID)):
+        found = [line for line in evaluations if key in line]
+        value = found[-1][key]
+        if value is not None and not key.endswith("_nonfinite"):
+            result.append(Score(f"final/{_name(key)}", value, found[-1]["step"], found[-1]["time"]))
+    result += _best(evaluations, summary)
+    windows = [line for line in lines if "step_time_s" in line]
+    rates = [key for line in windows for key in line if key.endswith("_per_s") and not key.startswith(VALID)]
+    numbers = {
+        "final/throughput": summary.get("units_per_s") or (_median(windows, rates[0]) if rates else None),
+        "final/step_time_ms": _scaled(summary.get("step_time_s") or _median(windows, "step_time_s"), 1e3),
+        "final/peak_memory_mib": _scaled(_peak(windows, summary), 1 / MIB),
+        "final/skipped_steps": windows[-1].get("skipped_steps") if windows else None,
+    }
+    result += [Score(key, value, last["step"], last["time"]) for key, value in numbers.items() if value is not None]
+    return result
+
+
+def score_points(log: Path, summary: Path, stored: dict[str, int]) -> list[Any]:
+    """Return the scores of a run as MLflow's metrics, without those of a step up to what ``stored`` has of that key."""
+    from mlflow.entities import Metric
+
+    return [
+        Metric(valid_key(score.name), float(score.value), int(score.time_s * 1000), score.step)
+        for score in scores(log, read_summary(summary))
+        if score.step > stored.get(valid_key(score.name), -1)
+    ]
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the content of ``summary.json``; empty where there is none, or a damaged one."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _lines(log: Path) -> Iterator[dict[str, Any]]:
+    if not log.exists():
+        return
+    with log.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def _best(evaluations: list[dict[str, Any]], summary: dict[str, Any]) -> list[Score]:
+    """Return the best evaluation: the one that the run has chosen, else the lowest loss."""
+    best = summary.get("best")
+    if best:
+        for line in evaluations:
+            named = [key for key, value in line.items() if key.startswith(VALID) and value == best["value"]]
+            if line["step"] == best["step"] and named:
+                key = f"{VALID}loss" if f"{VALID}loss" in named else named[0]
+                return [Score(f"best/{_name(key)}", best["value"], line["step"], line["time"])]
+    found = [line for line in evaluations if line.get(f"{VALID}loss") is not None]
+    if not found:
+        return []
+    line = min(found, key=lambda line: (line[f"{VALID}loss"], line["step"]))
+    return [Score("best/valid_loss", line[f"{VALID}loss"], line["step"], line["time"])]
+
+
+def _name(key: str) -> str:
+    return key.replace("/", "_")
+
+
+def _median(lines: list[dict[str, Any]], key: str) -> float | None:
+    """Return the median without the first line, which is of the warm-up, where there are more."""
+    values = [line[key] for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+    return statistics.median(values[1:] or values) if values else None
+
+
+def _peak(lines: list[dict[str, Any]], summary: dict[str, Any]) -> float | None:
+    values = [line["memory_bytes"] for line in lines if line.get("memory_bytes")]
+    return max([*values, summary.get("peak_memory_bytes") or 0]) or None
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

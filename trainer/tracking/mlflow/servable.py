@@ -1,0 +1,194 @@
+"""What makes exported weights a model that others can ask: written beside ``best/`` when a run ends, without MLflow.
+
+``serving/`` holds ``serving.json`` (which file of ``predictors/`` answers, what it needs, an example) and for recipes
+that no library knows, the source that builds the model. ``models.py`` makes an MLflow model of both folders.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import inspect
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.files import PROJECT, write_json
+from trainer.recipe import Recipe
+from trainer.tracking.mlflow.models import SERVING
+
+EXAMPLE_ROWS = 2
+_PACKAGES = {
+    "text_generation": ("torch", "transformers"),
+    "question_answering": ("torch", "transformers", "pandas"),
+    "text_to_text": ("torch", "transformers", "pandas"),
+    "image_classifier": ("torch", "torchvision", "safetensors", "pandas", "numpy"),
+}
+
+
+def try_servable(
+    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
+) -> str | None:
+    """Call ``write_servable``; return what to warn of where a recipe does something that it does not expect."""
+    try:
+        write_servable(folder, recipe, model, device, valid, step)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"MLflow gets the best weights as files, not as a model that answers ({error})"
+    return None
+
+
+def forget_servable(folder: Path) -> None:
+    """Remove the folder ``serving`` before ``best/`` changes: a kill in between must not join what is not of a kind."""
+    shutil.rmtree(folder / SERVING, ignore_errors=True)
+
+
+def write_servable(
+    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
+) -> None:
+    """Write the folder ``serving``.
+
+    Args:
+        folder: the run's.
+        recipe: with its options resolved, and its datasets opened.
+        model: the exported one, in evaluation mode.
+        device: where it runs; call this under autocast.
+        valid: the validation samples, of which the example is made.
+        step: the optimizer step of the weights.
+
+    """
+    forget_servable(folder)
+    target = folder / SERVING
+    target.mkdir()
+    facts: dict[str, Any] = {"step": step, "predictor": recipe.predictor}
+    if recipe.predictor == "forward":
+        samples = [SampleId(index, None) for index in range(min(EXAMPLE_ROWS, len(valid)))]
+        batch = {name: tensor.to(device) for name, tensor in valid.batch(samples).items()}
+        facts |= _forward_facts(target, recipe, model.to(device), batch)
+    else:
+        example = recipe.example(valid)
+        if isinstance(example, np.ndarray):
+            save_file({"input": torch.from_numpy(example)}, target / "example.safetensors")
+        else:
+            facts["example"] = example
+        facts["requirements"] = _requirements(_PACKAGES[recipe.predictor])
+    write_json(target / "serving.json", facts)
+
+
+def _requirements(packages: tuple[str, ...] | list[str]) -> list[str]:
+    # Without what follows a plus: builds for one device are in no index.
+    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in packages]
+
+
+def _forward_facts(target: Path, recipe: Recipe, model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Watch the model take validation samples: its inputs and outputs are the example and the signature."""
+    given, output = _watch(recipe, model, batch)
+    names = [name for name, value in given.items() if isinstance(value, Tensor)]
+    signature = inspect.signature(model.forward)
+    keyword = {name for name, entry in signature.parameters.items() if entry.kind is entry.KEYWORD_ONLY}
+    tensors = {name: _plain(given[name]) for name in names}
+    save_file(tensors, target / "example.safetensors")
+    outputs = {"": output} if isinstance(output, Tensor) else dict(output)
+    module = sys.modules[type(recipe).__module__]
+    packages = _copy_source(target / "code", Path(str(module.__file__)))
+    known = {entry.name for entry in fields(recipe)}
+    return {
+        "positional": [name for name in names if name not in keyword],
+        "named": [name for name in names if name in keyword],
+        "outputs": {
+            name: {"dtype": str(_plain(value).dtype).removeprefix("torch."), "shape": list(value.shape)}
+            for name, value in outputs.items()
+            if isinstance(value, Tensor)
+        },
+        "recipe": {
+            "module": module.__name__,
+            "class": type(recipe).__name__,
+            "options": {name: getattr(recipe, name) for name in known},
+            "state": {key: value for key, value in vars(recipe).items() if key not in known and _is_json(value)},
+        },
+        "requirements": _requirements(packages),
+    }
+
+
+def _watch(recipe: Recipe, model: nn.Module, batch: Batch) -> tuple[dict[str, Any], Any]:
+    """Return the arguments and the output of the model's first forward pass in ``recipe.loss``."""
+    seen: list[tuple[dict[str, Any], Any]] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen.append((dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments), output))
+
+    hook = model.register_forward_hook(record, with_kwargs=True)
+    try:
+        recipe.loss(model, batch)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return it on the host, in a type that numpy has and that fp32 weights take."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _copy_source(target: Path, file: Path) -> list[str]:
+    """Copy a module and all of this project that it imports, also inside of functions; return the packages it needs."""
+    waiting, done, packages = [file], set[Path](), set[str]()
+    while waiting:
+        path = waiting.pop()
+        if path in done:
+            continue
+        done.add(path)
+        names, at_once = _imported(path)
+        packages |= {name.partition(".")[0] for name in (names if path == file else at_once)}
+        for name in names:
+            base = PROJECT.joinpath(*name.split("."))
+            found = [one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()]
+            found += [init for init in [base.parent / "__init__.py"] if found and init.is_file()]
+            waiting += found
+    for path in done:
+        place = target / path.relative_to(PROJECT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+    distributions = _distributions()
+    return sorted({distributions[name][0] for name in packages if name in distributions} | {"safetensors"})
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Return the distributions that an import's first name may come from, which takes a third of a second to read."""
+    return importlib.metadata.packages_distributions()
+
+
+def _imported(path: Path) -> tuple[list[str], list[str]]:
+    """Return the modules that a file imports, and those that it imports at once, not inside of a function."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    everywhere = [name for node in ast.walk(tree) for name in _names(node)]
+    return everywhere, [name for node in tree.body for name in _names(node)]
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []

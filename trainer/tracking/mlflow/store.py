@@ -1,0 +1,203 @@
+"""MLflow's tracking store: how it is found, opened for the first time, and asked for experiments and runs."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import posixpath
+import re
+import sys
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from trainer.errors import UserError
+from trainer.tracking.mlflow.database import prepared
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger("mantissa")
+
+_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks", "databricks-uc", "uc")
+KEY_TAG = "mantissa.key"
+"""The tag that holds the key of a run (``RunInfo.key``)."""
+SESSION_TAG = "mantissa.session"
+"""The tag that holds the name of the process that has trained a run last."""
+
+
+def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
+    """Return the tracking URI that the user named, by ``key`` or in the environment, or None.
+
+    Raises:
+        UserError: it is not a URI.
+
+    """
+    value = uri
+    if not value:
+        key, value = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
+    if not value:
+        return None
+    scheme, found, rest = value.partition("://")
+    kind = scheme.partition("+")[0]
+    if value in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in _plugins())):
+        return value
+    if found:
+        raise UserError(f"{key}={value} is no place that MLflow knows; use sqlite:///file.db or http://host:port")
+    raise UserError(f"{key}={value} is not a URI; use sqlite:///{value} or http://host:port")
+
+
+def _plugins() -> set[str]:
+    return {entry.name for entry in entry_points(group="mlflow.tracking_store")}
+
+
+def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
+    """Return the tracking URI to use: the one named, else SQLite's ``mlflow.db`` in the current folder."""
+    return explicit_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
+
+
+def without_password(uri: str) -> str:
+    """Return a tracking URI that can be shown and written down."""
+    password = urlsplit(uri).password
+    return uri.replace(f":{password}@", ":***@") if password else uri
+
+
+def whole_uri(uri: str) -> str:
+    """Return a tracking URI that was written down with the password that it had, which is never written down.
+
+    Raises:
+        UserError: ``MLFLOW_TRACKING_URI`` does not have it.
+
+    """
+    if ":***@" not in uri:
+        return uri
+    current = explicit_uri(None)
+    if current and lasting_uri(current) == uri:
+        return current
+    raise UserError(f"the password of {uri} is not stored; set MLFLOW_TRACKING_URI to the whole address")
+
+
+def lasting_uri(uri: str) -> str:
+    """Return a tracking URI to write down: it means the same in every folder, and has no password."""
+    scheme, found, name = uri.partition(":///")
+    if found and scheme.startswith("sqlite") and name[:1] not in ("", ":") and not Path(name).is_absolute():
+        uri = f"{scheme}:///{(Path.cwd() / name).as_posix()}"
+    return without_password(uri)
+
+
+def database_file(uri: str) -> Path | None:
+    """Return the file of an SQLite tracking URI; None for every other store."""
+    if not uri.startswith("sqlite:"):
+        return None
+    from sqlalchemy.engine import make_url
+
+    name = make_url(uri).database
+    return Path(name).resolve() if name else None
+
+
+def import_mlflow(uri: str) -> None:
+    """Import all of MLflow that a store of this kind needs (a second or so), and quieten it.
+
+    Failures reach us as exceptions, so what MLflow prints about them besides is noise.
+    """
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # MLflow's own retries take minutes, and send again what may have been stored; the feed asks first.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    import_module("mlflow.system_metrics.system_metrics_monitor")
+    if uri.startswith("sqlite:"):
+        import_module("alembic.command")
+        import_module("mlflow.store.tracking.sqlalchemy_store")
+    for name in ("mlflow", "alembic"):  # only now, because the import sets levels of its own
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("mlflow.store.db.utils", "mlflow.system_metrics", "urllib3.connectionpool"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def connect(uri: str) -> MlflowClient:
+    """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
+
+    Raises:
+        UserError: the SQLite file is none, or of another version of MLflow.
+        Exception: of many kinds, when the store does not answer.
+
+    """
+    import_mlflow(uri)
+    from mlflow import MlflowClient
+
+    database = database_file(uri)
+    with prepared(database) if database else nullcontext():
+        client = MlflowClient(tracking_uri=uri)
+        client.search_experiments(max_results=1)
+    return client
+
+
+def find_run(client: MlflowClient, run_id: str) -> Any:
+    """Return the run, or None where the store does not have it or it was deleted."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: str, started_s: float) -> Any:
+    """Begin a run that started at ``started_s`` (seconds since the epoch), without touching MLflow's global
+    "active run", so that runs can follow one another. Where a run with this key was begun before, but the answer
+    was lost, that one is returned.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a container's user may have no name
+        user = "unknown"
+    experiment_id = _experiment_id(client, uri, experiment)
+    known = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+    if known:
+        return known[0]
+    tags = {"mlflow.user": user, "mlflow.source.type": "LOCAL", "mlflow.source.name": Path(sys.argv[0]).name}
+    started_ms = int(started_s * 1000)
+    return client.create_run(experiment_id, start_time=started_ms, run_name=name, tags=tags | {KEY_TAG: key})
+
+
+def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        database = database_file(uri)
+        folder = re.sub(r"[^\w.-]", "_", name)
+        location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
+        try:
+            # The kind keeps MLflow's page from asking the user what this experiment is.
+            tags = {"mlflow.experimentKind": "custom_model_development"}
+            return str(client.create_experiment(name, artifact_location=location, tags=tags))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run was faster
+                raise
+        experiment = client.get_experiment_by_name(name)
+    if experiment.lifecycle_stage != "active":
+        raise RuntimeError(
+            f"the experiment {name} was deleted; restore it with `mlflow experiments restore "
+            f"--experiment-id {experiment.experiment_id}`, or choose another with tracking.experiment=<name>"
+        )
+    return str(experiment.experiment_id)
+
+
+def valid_key(name: str) -> str:
+    """Return a name that MLflow accepts for a param, metric or tag: few special characters, a clean path."""
+    return posixpath.normpath("/" + re.sub(r"[^\w.\- /]", "_", name)).lstrip("/")[:250] or "_"
+
+
+def cut(value: str, length: int) -> str:
+    """Return ``value``, or its beginning and an ellipsis where it is longer than MLflow takes."""
+    return value if len(value) <= length else value[: length - 1] + "…"

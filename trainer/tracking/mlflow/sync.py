@@ -1,0 +1,101 @@
+"""Runs that MLflow does not have whole, sent later by ``scripts/sync.py``."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.errors import UserError, first_line
+from trainer.files import in_use
+from trainer.tracking.mlflow.delivery import TRACKING_FILE, Delivery, RunInfo
+from trainer.tracking.mlflow.record import final_status, is_delivered
+from trainer.tracking.mlflow.store import tracking_uri, whole_uri, without_password
+
+ATTEMPTS = 2
+"""A connection that a server has closed meanwhile fails once."""
+
+
+class Outcome(NamedTuple):
+    """What became of one run."""
+
+    left_over: bool
+    """Whether MLflow still lacks something that it should have."""
+    text: str
+    sent: bool = False
+    """Whether MLflow lacked something of it, and has it now."""
+
+
+def runs_in(output_dir: Path) -> list[Path]:
+    """Return the run folders in an output folder, the oldest first.
+
+    Raises:
+        UserError: there is no such folder.
+
+    """
+    if not output_dir.is_dir():
+        raise UserError(f"output_dir={output_dir}: no such folder; name the one that holds the run folders")
+    files = sorted(output_dir.glob(f"*/{TRACKING_FILE}"), key=lambda path: path.stat().st_mtime)
+    return [path.parent for path in files]
+
+
+def check_run(folder: Path) -> Path:
+    """Return a run folder that the user named.
+
+    Raises:
+        UserError: it is none.
+
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a run folder such as outputs/gpt2-bf16-s0")
+    RunInfo.read(folder)
+    return folder
+
+
+def send(folder: Path, uri: str | None = None, *, named: bool = False) -> Outcome:
+    """Send to MLflow what it lacks of a run.
+
+    Args:
+        folder: the run's.
+        uri: of the store; None: the one the run was told when it was trained.
+        named: whether the user asked for this run, which a run with ``tracking=local`` needs.
+
+    """
+    try:
+        info = RunInfo.read(folder)
+        if info.uri is None and not named:
+            return Outcome(False, "tracking=local; skipped")
+        if is_delivered(folder, uri):
+            return Outcome(False, "already complete")
+        return _send(folder, _store_of(info, uri), info)
+    except UserError as error:
+        return Outcome(True, str(error))
+
+
+def _store_of(info: RunInfo, uri: str | None) -> str:
+    return whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
+
+
+def _send(folder: Path, uri: str, info: RunInfo) -> Outcome:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(in_use(folder))
+        except UserError:
+            return Outcome(False, "is being trained or sent by another process; skipped")
+        if is_delivered(folder, uri):
+            return Outcome(False, "already complete")
+        delivery = Delivery(folder, uri, info, training=False, progress=lambda allowance_s: None)
+        problem: Exception | None = None
+        for _ in range(ATTEMPTS):
+            try:
+                delivery.complete(final_status(folder) or "KILLED")
+                if delivery.elsewhere is not None:
+                    step = delivery.elsewhere
+                    return Outcome(False, f"continued elsewhere (MLflow has step {step}); not sent over that")
+                return Outcome(False, f"sent to {without_password(uri)}", sent=True)
+            except Exception as error:  # of many kinds, by MLflow and what lies below it
+                problem = error
+                delivery.doubt()
+        assert problem
+        missing = delivery.missing()
+        return Outcome(True, f"upload incomplete: {without_password(uri)} lacks {missing} ({first_line(problem)})")

@@ -1,0 +1,302 @@
+"""The local metric log, which is the truth, and MLflow behind it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.files import write_json, write_text
+from trainer.tracking.mlflow.checkpoints import check_mode
+from trainer.tracking.mlflow.delivery import TRACKING_FILE, RunInfo
+from trainer.tracking.mlflow.feed import Feed
+from trainer.tracking.mlflow.record import METRICS_FILE, SUMMARY_FILE, final_status, is_delivered, reopen
+from trainer.tracking.mlflow.store import explicit_uri, lasting_uri, tracking_uri, whole_uri, without_password
+
+log = logging.getLogger("mantissa")
+
+
+@dataclass
+class Tracking:
+    """The ``tracking`` config group: whether MLflow is fed, where it is, and how often."""
+
+    mlflow: bool = True
+    uri: str | None = None
+    """None: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
+    experiment: str | None = None
+    """None: the recipe's name."""
+    system_metrics: bool = True
+    flush_every_s: float = 5.0
+    patience_s: float = 30.0
+    """How long a finished run waits for an MLflow that makes no progress."""
+    checkpoints: str = "last"
+    """last: the newest, and the best, when the run ends; all: each as it is saved; none."""
+    register: str | None = None
+    """The name of a registered model that the best weights become a version of; None: a click on MLflow's page."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
+            raise UserError(
+                f"tracking.flush_every_s={self.flush_every_s} must be a positive number of seconds, such as 5"
+            )
+        if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
+            raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
+        check_mode(self.checkpoints)
+        if self.register is not None and (not self.register or set(self.register) & set("/:")):
+            raise UserError(
+                f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
+            )
+        if self.register and not self.mlflow:
+            raise UserError("tracking.register has no effect with tracking=local; drop one of them")
+        if self.mlflow:
+            explicit_uri(self.uri)
+
+
+class MetricLog:
+    """Appends lines to a file. What a full disk refuses is kept in memory until it takes it; nothing is raised."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = bytearray()
+        self._refused = False
+
+    def append(self, line: str) -> None:
+        """Write a line, and those before it that could not be written."""
+        self._unwritten += line.encode() + b"\n"
+        self._write()
+
+    def close(self) -> None:
+        """Try a last time."""
+        if self._file.closed:
+            return
+        self._write()
+        with suppress(OSError):
+            self._file.close()
+        if self._unwritten:
+            lines = self._unwritten.count(b"\n")
+            log.warning("%s could not be written to the end: its last %d lines are lost.", self._path, lines)
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]  # a nearly full disk takes a part
+        except OSError as error:
+            if not self._refused:
+                log.warning(
+                    "%s cannot be written (%s). Training continues, and the metrics wait in memory.",
+                    self._path,
+                    error.strerror,
+                )
+            self._refused = True
+
+
+class Tracker:
+    """One run's metric log. Only the main process of a run makes one."""
+
+    def __init__(
+        self,
+        config: Tracking,
+        folder: Path,
+        *,
+        experiment: str,
+        run_name: str,
+        params: dict[str, object],
+        tags: dict[str, str],
+        datasets: list[dict[str, Any]] | None = None,
+        resume_step: int | None = None,
+    ) -> None:
+        """Open the log and start feeding MLflow in the background.
+
+        Args:
+            config: the ``tracking`` group.
+            folder: the run's own, existing folder.
+            experiment: where the run goes unless the config names an experiment.
+            run_name: such as ``gpt2-bf16-s0``.
+            params: the flattened config, of JSON types.
+            tags: what runs are found and told apart by.
+            datasets: see ``trainer.tracking.mlflow.datasets``.
+            resume_step: the optimizer step of the checkpoint; what was logged after it is removed.
+
+        Raises:
+            UserError: the folder holds another run's log, or a damaged one.
+
+        """
+        self.folder = folder
+        self._config = config
+        self._run_name = run_name
+        path = folder / METRICS_FILE
+        before = _told_before(folder) if resume_step is not None else None
+        uri = _store_of(config, before) if config.mlflow else None
+        if resume_step is not None:
+            truncate(path, resume_step)
+            _tolerate(lambda: reopen(folder), folder)
+        elif path.exists() and path.stat().st_size:
+            raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
+        told = RunInfo(
+            config.experiment or experiment,
+            run_name,
+            params,
+            tags,
+            uri and lasting_uri(uri),
+            datasets=datasets or [],
+            checkpoints=config.checkpoints,
+            register=config.register,
+        )
+        if before:
+            told = replace(told, key=before.key, started_s=before.started_s)
+        self._log = MetricLog(path)
+        _tolerate(lambda: told.write(folder), folder / TRACKING_FILE)
+        self._feed: Feed | None = None
+        if uri:
+            self._feed = Feed(folder, uri, told, config.flush_every_s, system_metrics=config.system_metrics)
+            self._feed.start()
+
+    @property
+    def run_id(self) -> str | None:
+        """MLflow's id of this run, as soon as MLflow has given one; also kept in ``mlflow.json``."""
+        return self._feed.run_id if self._feed else None
+
+    def log(self, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """Append one line to ``metrics.jsonl``; the feed takes it from there.
+
+        Args:
+            step: the optimizer step the values belong to.
+            metrics: plain Python numbers. One that is not finite becomes null, and ``<name>_nonfinite`` 1.
+            time_s: seconds since the epoch; None: now.
+
+        """
+        if "step" in metrics or "time" in metrics:
+            raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
+        line = {"step": step, "time": time.time() if time_s is None else time_s, **_countable(metrics)}
+        self._log.append(json.dumps(line, allow_nan=False))
+
+    def close(self, status: str, summary: Mapping[str, object]) -> bool:
+        """Write the summary and the plots, and hand the run to MLflow. Neither a full disk nor MLflow makes it raise.
+
+        Return whether the summary is on the disk.
+
+        Args:
+            status: ``FINISHED``, ``FAILED`` or ``KILLED``.
+            summary: what ``summary.json`` says, beside the status.
+
+        """
+        from trainer.tracking.plots import plot_run
+
+        self._log.close()
+        content = _countable({"status": status, **summary})
+        metrics, plots = self.folder / METRICS_FILE, self.folder / "plots"
+        try:
+            try:
+                _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
+            finally:  # last, because whoever resumes a run whose summary says FINISHED only delivers it
+                path = self.folder / SUMMARY_FILE
+                written = _tolerate(lambda: write_json(path, content), path)
+        finally:
+            missing = self._feed.conclude(status, self._config.patience_s) if self._feed else None
+            if missing:
+                log.warning("%s", missing)
+        return written
+
+    def abandon(self) -> None:
+        """Leave at once: what MLflow lacks stays in the folder, and the user reads how to send it."""
+        self._log.close()
+        missing = self._feed.abandon() if self._feed else None
+        if missing:
+            log.warning("%s", missing)
+
+
+def finish_delivery(folder: Path, config: Tracking) -> None:
+    """Send to MLflow what it lacks of a run that has ended, as long as that makes progress; warn of what is left over.
+
+    Args:
+        folder: the run's; the caller holds its lock.
+        config: the ``tracking`` group that the run is resumed with.
+
+    """
+    if not config.mlflow:
+        return
+    try:
+        info = RunInfo.read(folder)
+        uri = _store_of(config, info)
+    except UserError as error:
+        log.warning("%s", error)
+        return
+    if is_delivered(folder, uri):
+        return
+    log.info("Sending the rest of this run to MLflow at %s.", without_password(uri))
+    feed = Feed(folder, uri, replace(info, uri=lasting_uri(uri)), config.flush_every_s, training=False)
+    missing = feed.conclude(final_status(folder) or "KILLED", config.patience_s)
+    log.log(logging.WARNING if missing else logging.INFO, "%s", missing or "MLflow has the whole run now.")
+
+
+def _store_of(config: Tracking, before: RunInfo | None) -> str:
+    """Return the store of a run: the one that the user names now, else the one that it was sent to before."""
+    named = explicit_uri(config.uri) or (before and before.uri)
+    return whole_uri(named) if named else tracking_uri()
+
+
+def _tolerate(write: Callable[[], object], path: Path) -> bool:
+    """Write something that a run can do without: where the disk refuses, warn, and return False."""
+    try:
+        write()
+    except OSError as error:
+        log.warning("%s cannot be written (%s).", path, error.strerror or error)
+        return False
+    return True
+
+
+def _told_before(folder: Path) -> RunInfo | None:
+    try:
+        return RunInfo.read(folder)
+    except UserError:  # lost to a full disk, or from before there was this file
+        return None
+
+
+def truncate(path: Path, step: int) -> None:
+    """Remove from a metric log what comes after ``step``, and a last line that was cut off while written.
+
+    Raises:
+        UserError: another line is damaged.
+
+    """
+    if not path.exists():
+        return
+    *lines, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            keep = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last: nested too deeply
+            raise UserError(f"{path}, line {number}, is damaged; remove that line and resume again") from None
+        if keep:
+            kept.append(line + "\n")
+    if torn or len(kept) < len(lines):
+        write_text(path, "".join(kept))
+
+
+def _countable(values: Mapping[str, object]) -> dict[str, object]:
+    """Strict JSON has no NaN or infinity: such a value becomes null, and its presence a count of 1."""
+    result: dict[str, object] = {}
+    for key, value in values.items():
+        result[key] = _strict(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            result[f"{key}_nonfinite"] = 1
+    return result
+
+
+def _strict(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return _countable(value)
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value

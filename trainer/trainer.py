@@ -1,0 +1,317 @@
+"""The training loop: one optimizer step, evaluation, and fit."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainer.checkpoint.generators import random_state, set_random_state
+from trainer.config.schema import Config, Plan
+from trainer.data.contract import Batch, Datasets
+from trainer.data.loader import DataOrder, checked, evaluation_samples, to_device
+from trainer.hardware import Hardware
+from trainer.optim.masters import accumulation_dtype, masters_of
+from trainer.optim.update import Update
+from trainer.parallel.world import World
+from trainer.precision import attention, convolution
+from trainer.recipe import Choice
+
+_RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
+
+_FEW = 2
+"""Samples of a forward pass that only looks; batch norm takes no statistics of one."""
+
+
+class StepRecord(NamedTuple):
+    """What one optimizer step leaves behind. The tensors are scalars that stay on the device."""
+
+    step: int
+    """Counted from 1."""
+    loss: Tensor
+    """Sum over this rank's valid targets, over the count of all ranks' (alone: the mean), before the update, fp32."""
+    grad_norm: Tensor
+    skipped: Tensor
+    loss_scale: Tensor
+    lr: float
+    units: int
+
+
+class Observer(Protocol):
+    """What ``fit`` reports to."""
+
+    def step(self) -> AbstractContextManager[object]:
+        """Return what the next optimizer step runs in (the profiler)."""
+        ...
+
+    def trained(self, record: StepRecord) -> None:
+        """Take note of an optimizer step; must not wait for the device except at log steps."""
+        ...
+
+    def between(self, trainer: Trainer) -> bool:
+        """Evaluate, save or log what is due after a step; return whether training goes on."""
+        ...
+
+
+class Trainer:
+    """The model in training: everything that a step changes, and nothing about where it is reported.
+
+    Args:
+        config: resolved, see ``Config.resolve``.
+        plan: the resolved numbers.
+        hardware: where it runs.
+        world: the processes that train together; None: this one alone.
+        datasets: the recipe's, where they were opened before; None: they are opened here.
+
+    Raises:
+        UserError: data or model that the config asks for cannot be had.
+
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        hardware: Hardware,
+        world: World | None = None,
+        datasets: Datasets | None = None,
+    ) -> None:
+        self.world = world or World()
+        self.config = config
+        self.recipe = config.recipe
+        self.plan = plan
+        self.hardware = hardware
+        self.device = hardware.device
+        if self.device.type == "cuda":  # what asks for "the" device (streams, synchronisation) means this one
+            torch.cuda.set_device(self.device)
+        config.precision.apply()
+        attention.allow_cudnn(not self.recipe.masks_attention)
+        set_determinism(config.deterministic)
+        self.datasets = self._open_datasets() if datasets is None else datasets
+        self.choices = config.settle_augment() + self._measure()
+        """What was chosen once the data was open."""
+        config.loader.resolve(self.datasets.decodes, hardware)
+        self.order = DataOrder(len(self.datasets.train), config.seed)
+        seed_everything(config.seed)
+        self.model = self._new_model()
+        self.conv_in_fp32 = self._mend_convolutions()
+        """Names of the convolutions whose 16-bit gradients this CPU does not write whole."""
+        # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
+        self.fp32_modules = config.precision.convert(self.model, self.device)
+        blocks = self.recipe.blocks(self.model)
+        config.activation_checkpointing.apply(blocks)
+        config.compile.apply(config.parallel.compiled(self.model, blocks), self.device)
+        self.replica = config.parallel.wrap(self.model, blocks, self.device, accumulation_dtype(config.precision.mode))
+        """The model as training's forward passes call it."""
+        if self.world.rank:
+            seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
+        self.masters = masters_of(config.precision.mode, self.model, config.seed)
+        """The weights that the optimizer changes, where they are not the model's own."""
+        changed = self.masters or self.model
+        self.optimizer = config.optimizer.build(changed, self.device)
+        self.loss_scale = config.scaler.build(config.precision.mode, self.device)
+        self.update = Update(
+            self.optimizer,
+            changed.parameters(),
+            self.loss_scale,
+            config.clip,
+            self.masters,
+            config.optimizer.set_to_none,
+        )
+        self.step = 0
+        """Optimizer steps done."""
+
+    def _open_datasets(self) -> Datasets:
+        return self.world.first_then_others(lambda: self.recipe.datasets(self.config.data, self.config.seed))
+
+    def _measure(self) -> list[Choice]:
+        """Settle what the recipe leaves to a measurement, on all ranks as rank 0 measures it."""
+        half, size = self.config.precision.half, self.plan.batching.micro_batch_size
+        choices = self.world.on_first(lambda: self.recipe.measure(self.hardware, half, size, self.config.deterministic))
+        for choice in choices:
+            setattr(self.recipe, choice.key.removeprefix("recipe."), choice.value)
+        return choices
+
+    def _mend_convolutions(self) -> list[str]:
+        """Let convolutions that are not reliable in the run's format compute in fp32; return their names.
+
+        Only on a CPU, in a 16-bit format. Rank 0 decides for all ranks.
+        """
+        precision, size = self.config.precision, self.plan.batching.micro_batch_size
+        dtype = precision.half
+        if self.device.type != "cpu" or dtype is None:
+            return []
+
+        def search() -> list[str]:
+            times = size / min(_FEW, size)
+            found = convolution.unreliable(self.model, self._forward_of_few, dtype, self.hardware, times)
+            return [name for name in found if not precision.names(name)]
+
+        names = self.world.on_first(search)
+        convolution.compute_in_fp32(self.model, names, dtype)
+        return names
+
+    def _forward_of_few(self) -> None:
+        """Take one forward pass over the first samples, which leaves no trace in the generators."""
+        generators = random_state(self.device)
+        few = self.order.samples(0, min(_FEW, self.plan.batching.micro_batch_size))
+        try:
+            self.recipe.loss(self.model, to_device(self.datasets.train.batch(few), self.device))
+        finally:
+            set_random_state(generators, self.device)
+
+    def attention_kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of fused attention that training takes, see ``attention.taken``."""
+
+        def forward() -> None:
+            with self.config.precision.autocast(self.device):
+                self._forward_of_few()
+
+        # Sharded, a forward pass that no backward follows would stay in the books of FSDP.
+        return attention.taken(self.model, forward, self.config.parallel.kind != "fsdp")
+
+    def _new_model(self) -> nn.Module:
+        """Return the model with its first weights, on the device."""
+        return self.recipe.build_model().to(self.device)
+
+    def fit(self, observer: Observer) -> None:
+        """Train from ``self.step`` to the end of the plan, or until the observer says stop."""
+        self.model.train()
+        batches = self.batches()
+        while self.step < self.plan.steps:
+            microbatches = next(batches)  # outside: a dataset held in memory is no part of the step's memory
+            with observer.step():
+                record = self.train_step(microbatches)
+            observer.trained(record)
+            if not observer.between(self):
+                return
+
+    def build_model(self) -> nn.Module:
+        """Build another model in the precision of this one, on the host."""
+        model = self.recipe.build_model()
+        self.config.precision.convert(model, self.device)
+        return model
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """Yield the microbatches of every step that is left."""
+        return self.config.loader.steps(
+            self.datasets.train,
+            self.order,
+            self.plan.batching,
+            self.step,
+            self.plan.steps - self.step,
+            self.hardware,
+        )
+
+    def train_step(self, microbatches: list[Batch]) -> StepRecord:
+        """Take one optimizer step over the microbatches and count it.
+
+        The loss is normalised once, by the valid targets of the whole step, so that neither the number of
+        microbatches nor how the targets fall among them changes the gradient. (In two factors: see
+        ``Precision.normaliser``.)
+        """
+        lr = self._set_lr()
+        targets, units = self.world.sums(*self._counts(microbatches))
+        divisor, rest = self.config.precision.normaliser(max(1, targets))
+        loss: Tensor | None = None
+        for number, microbatch in enumerate(microbatches, 1):
+            batch, last = to_device(microbatch, self.device), number == len(microbatches)
+            with self.config.parallel.microbatch(self.replica, last):
+                with self.config.precision.autocast(self.device):
+                    output = self.recipe.loss(self.replica, batch)
+                share = output.loss_sum / divisor
+                self.update.backward(share, exchanged=last and self.config.parallel.kind != "single")
+            loss = share.detach() if loss is None else loss + share.detach()
+        assert loss is not None, "an optimizer step has at least one microbatch"
+        grad_norm, skipped, scale = self.update.step(self.step, rest)
+        self.step += 1
+        return StepRecord(self.step, loss * rest, grad_norm, skipped, scale, lr, units)
+
+    def _counts(self, microbatches: list[Batch]) -> tuple[int, int]:
+        """Return this rank's valid targets and units of work in one step."""
+        targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
+        return targets, sum(self.recipe.count_units(batch) for batch in microbatches)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
+        wide = torch.float32 if self.device.type == "mps" else torch.float64  # sums of thousands of batches
+        targets = 0
+        sums: dict[str, Tensor] = {}
+        self.synchronise_buffers()
+        self.model.eval()
+        own, loader = self._validation
+        for number, microbatch in enumerate(checked(loader)):
+            batch = to_device(microbatch, self.device)
+            with self.config.precision.autocast(self.device):
+                output = self.recipe.loss(self.model, batch)
+            counts = number < own  # else a forward pass for the other ranks, which gather their weights from this one
+            targets += counts * self.recipe.count_targets(microbatch)
+            for name, value in {"loss": output.loss_sum, **output.metric_sums}.items():
+                total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self.device))
+                if counts:
+                    total += value
+        self.model.train()
+        return self._metrics(targets, sums)
+
+    def synchronise_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
+        self.world.copy_from_first(list(self.model.buffers()))
+
+    def close(self) -> None:
+        """End the loading processes that are kept for evaluation.
+
+        Left to the garbage collector they would never end: it closes their queues first, and then DataLoader has no
+        way left to tell them.
+        """
+        self.__dict__.pop("_validation", None)
+
+    def _metrics(self, targets: int, sums: dict[str, Tensor]) -> dict[str, float]:
+        names = sorted(sums)
+        totals = self.world.add(torch.stack([sums[name] for name in names])).tolist()
+        (targets,) = self.world.sums(targets)
+        values = dict(zip(names, totals, strict=True))
+        loss = values.pop("loss") / max(1, targets)
+        return self.recipe.metrics(loss, {name: values[name] for name in sums if name != "loss"}, max(1, targets))
+
+    @cached_property
+    def _validation(self) -> tuple[int, DataLoader[Batch]]:
+        """How many batches are this rank's, and the loader, which repeats one where other ranks have more."""
+        dataset, ranks = self.datasets.valid, self.world.size
+        samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)
+        own = samples[self.world.rank :: ranks]
+        others = samples[:1] * (math.ceil(len(samples) / ranks) - len(own))
+        return len(own), self.config.loader.loader(dataset, own + others, self.hardware)  # kept: so are its workers
+
+    def _set_lr(self) -> float:
+        lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every global generator; data order and augmentation do not use them."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Make torch refuse operations without a repeatable implementation, or let it choose the fastest."""
+    if deterministic:
+        # cuBLAS asks for it, before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    # It costs a pass over memory and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = not deterministic
