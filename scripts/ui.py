@@ -16,14 +16,16 @@ from trainer.config.options import no_more, parse, whole_number
 from trainer.errors import RunError
 from trainer.tracking.mlflow.store import tracking_uri, without_password
 from trainer.tracking.ui import (
+    PORT,
     Newest,
-    Server,
     check_store,
     comparison_address,
     curves_address,
     experiment_address,
     free_port,
     newest_runs,
+    serve,
+    server_address,
 )
 from trainer.tracking.views import COMPARISON, VIEW
 
@@ -40,20 +42,6 @@ def show(base: str, newest: Newest) -> None:
         print(f"  {comparison_address(base, newest.experiment_id, newest.run_ids)}", flush=True)
 
 
-def serve(uri: str, port: int, newest: Newest) -> None:
-    """Run an MLflow server until Ctrl-C."""
-    chosen = free_port(port)
-    if chosen != port:
-        print(f"port {port} is taken, using {chosen}")
-    print(f"starting MLflow on {without_password(uri)} …", flush=True)
-    with Server(uri, chosen) as server:
-        server.wait_until_ready()
-        show(server.address, newest)
-        print("Ctrl-C stops it.", flush=True)
-        status = server.wait()
-    raise RunError(f"the MLflow server ended with status {status}")
-
-
 def main() -> int:
     """Parse the command line, and turn errors into exit codes."""
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -61,7 +49,7 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        options, others = parse(sys.argv[1:], {"port": "5000", "uri": "", "experiment": "", "runs": "6"})
+        options, others = parse(sys.argv[1:], {"port": str(PORT), "uri": "", "experiment": "", "runs": "6"})
         no_more(others)
         port, runs = whole_number(options, "port"), whole_number(options, "runs")
         uri = tracking_uri(options["uri"] or None, "uri")
@@ -70,7 +58,12 @@ def main() -> int:
         if uri.startswith(("http://", "https://")):
             show(uri, newest)
         else:
-            serve(uri, port, newest)
+            chosen = free_port(port)
+            if chosen != port:
+                print(f"port {port} is taken, using {chosen}")
+            show(server_address(chosen), newest)
+            print(f"starting MLflow on {without_password(uri)}: open these as soon as it runs", flush=True)
+            serve(uri, chosen)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

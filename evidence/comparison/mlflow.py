@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evidence.comparison.compare import PLAN_FILE, Result
 from evidence.runs import Outcome
 from trainer.errors import first_line
 from trainer.tracking.mlflow.delivery import TRACKING_FILE
 from trainer.tracking.mlflow.record import read_record
-from trainer.tracking.mlflow.store import cut, lasting_uri, valid_key
+from trainer.tracking.mlflow.store import connect, create_run, cut, lasting_uri, valid_key
 from trainer.tracking.mlflow.sync import send
-from trainer.tracking.ui import comparison_address, run_address
+from trainer.tracking.ui import comparison_address, curves_address, run_address, server_address
+from trainer.tracking.views import COMPARISON, share_views
 
-PORT = 5000
-"""Where ``scripts/ui.py`` shows the runs, unless that port is taken."""
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
@@ -48,23 +49,26 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
     if not shown:
         return []
     try:
-        parent = _parent(result, uri, told, files)
+        client = connect(uri)
+        parent = _parent(client, result, uri, told, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"MLflow did not take the comparison ({first_line(error)}); the same command tries again"]
-    base = uri if uri.startswith(("http://", "https://")) else f"http://127.0.0.1:{PORT}"
+    base = uri if uri.startswith(("http://", "https://")) else server_address()
     experiment = told[0][1]["experiment_id"]
+    # A view of its own: scripts/ui.py changes the one of the newest runs.
+    key = valid_key(f"{COMPARISON}-{result.comparison.name}")
+    shared = share_views(client, experiment, shown, key)
     where = "" if base == uri else ", while python scripts/ui.py runs"
     return [
         f"in MLflow{where}: {run_address(base, experiment, parent)}",
         "its runs side by side:",
-        f"  {comparison_address(base, experiment, shown)}",
+        f"  {curves_address(base, experiment, key) if shared else comparison_address(base, experiment, shown)}",
     ]
 
 
-def _parent(result: Result, uri: str, told: list[tuple[Outcome, dict[str, Any]]], files: list[Path]) -> str:
-    from trainer.tracking.mlflow.store import connect, create_run
-
-    client = connect(uri)
+def _parent(
+    client: MlflowClient, result: Result, uri: str, told: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
+) -> str:
     about = result.comparison
     experiment = client.get_experiment(told[0][1]["experiment_id"]).name
     plan = json.loads((about.folder / PLAN_FILE).read_text(encoding="utf-8"))

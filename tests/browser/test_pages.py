@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.serving import serve_ui
 from trainer.tracking.mlflow.store import connect
 from trainer.tracking.tracker import Tracker, Tracking
 from trainer.tracking.ui import (
-    Server,
     comparison_address,
     curves_address,
     experiment_address,
     free_port,
     newest_runs,
+    server_address,
 )
 from trainer.tracking.views import COMPARISON, VIEW
 
@@ -90,10 +92,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(store: str) -> Iterator[Server]:
-    with Server(store, free_port(5600)) as running:
-        running.wait_until_ready()
-        yield running
+def server(store: str) -> Iterator[str]:
+    """The address of ``scripts/ui.py`` over these runs."""
+    port = free_port(5600)
+    process, _ = serve_ui(f"port={port}", f"uri={store}")
+    yield server_address(port)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 0
 
 
 def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
@@ -120,45 +126,45 @@ def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
             browser.save_screenshot(str(Path(folder) / f"{name}{'-curves' * ('CHART' in address)}.png"))
 
 
-def test_the_experiment_lists_its_runs(browser: Chrome, server: Server, store: str) -> None:
+def test_the_experiment_lists_its_runs(browser: Chrome, server: str, store: str) -> None:
     newest = newest_runs(store, None, 6)
-    address = experiment_address(server.address, newest.experiment_id)
+    address = experiment_address(server, newest.experiment_id)
     assert_shows(browser, address, "gpt2-fp32-s0", "gpt2-bf16-s0", "Model registry", "2 matching runs")
 
 
-def test_the_curves_of_all_runs_are_drawn(browser: Chrome, server: Server, store: str) -> None:
+def test_the_curves_of_all_runs_are_drawn(browser: Chrome, server: str, store: str) -> None:
     newest = newest_runs(store, "gpt2", 6)
-    address = curves_address(server.address, newest.experiment_id)
+    address = curves_address(server, newest.experiment_id)
     assert_shows(browser, address, "gpt2-fp32-s0", "gpt2-bf16-s0", "2 matching runs", "Model metrics")
 
 
-def test_the_runs_are_compared_side_by_side(browser: Chrome, server: Server, store: str) -> None:
+def test_the_runs_are_compared_side_by_side(browser: Chrome, server: str, store: str) -> None:
     newest = newest_runs(store, None, 6)
     assert newest.run_names == ["gpt2-bf16-s0", "gpt2-fp32-s0"]
-    address = comparison_address(server.address, newest.experiment_id, newest.run_ids)
+    address = comparison_address(server, newest.experiment_id, newest.run_ids)
     params = ("precision.mode", "fp32", "bf16", "optimizer.lr", "0.0006")
     metrics = ("loss", "3.125", "3.25", "tokens_per_s", "valid/loss", "3.75")
     assert_shows(browser, address, "Comparing 2 Runs", "gpt2-fp32-s0", "gpt2-bf16-s0", *params, *metrics)
 
 
-def test_the_table_opens_with_the_columns_that_matter(browser: Chrome, server: Server, store: str) -> None:
+def test_the_table_opens_with_the_columns_that_matter(browser: Chrome, server: str, store: str) -> None:
     newest = newest_runs(store, None, 6)
     assert newest.views
-    address = experiment_address(server.address, newest.experiment_id, VIEW)
+    address = experiment_address(server, newest.experiment_id, VIEW)
     columns = ("precision", "best/valid_loss", "final/throughput", "final/peak_memory_mib", "Duration")
     assert_shows(browser, address, *columns, "3.625", "3125", "700", "fp32", "bf16")
 
 
 def test_the_comparison_starts_at_throughput_memory_and_loss_of_the_newest_runs(
-    browser: Chrome, server: Server, store: str
+    browser: Chrome, server: str, store: str
 ) -> None:
     newest = newest_runs(store, None, 1)
-    address = curves_address(server.address, newest.experiment_id, COMPARISON)
+    address = curves_address(server, newest.experiment_id, COMPARISON)
     metrics = ("final/throughput", "final/peak_memory_mib", "best/valid_loss")
     assert_shows(browser, address, "1 matching run", *metrics, "3250.00", "precision.mode", "Curves")
 
 
-def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, server: Server, store: str) -> None:
+def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, server: str, store: str) -> None:
     """As those of scripts/compare.py are, which MLflow's page hides behind their parent in the order of time."""
     newest = newest_runs(store, None, 2)
     client = connect(store)
@@ -167,7 +173,7 @@ def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, serv
         for run_id in newest.run_ids:
             client.set_tag(run_id, "mlflow.parentRunId", parent)
         assert newest_runs(store, None, 2).run_ids == newest.run_ids
-        address = curves_address(server.address, newest.experiment_id, COMPARISON)
+        address = curves_address(server, newest.experiment_id, COMPARISON)
         assert_shows(browser, address, "2 matching runs", *newest.run_names, "final/throughput", "3250.00", "3125.00")
     finally:
         for run_id in newest.run_ids:
@@ -175,9 +181,9 @@ def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, serv
         client.delete_run(parent)
 
 
-def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: Server, store: str) -> None:
+def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: str, store: str) -> None:
     newest = newest_runs(store, None, 1)
-    page = f"{server.address}/#/experiments/{newest.experiment_id}/runs/{newest.run_ids[0]}"
+    page = f"{server}/#/experiments/{newest.experiment_id}/runs/{newest.run_ids[0]}"
     texts = ("gpt2-bf16-s0", "Finished", "precision.mode", "optimizer.lr", "a test's CPU", "valid/loss", "3.75")
     assert_shows(browser, page, *texts)
     assert_shows(browser, f"{page}/artifacts", "plots", "summary.json")

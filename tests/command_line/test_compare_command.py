@@ -81,8 +81,8 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert third.out.count("done before") == third.out.count("failed before") == 2
     assert third.out.splitlines()[-1] == second.out.splitlines()[-1]  # the address in MLflow
     client = connect(f"sqlite:///{folder}/mlflow.db")
-    experiment = client.get_experiment_by_name("bignet").experiment_id
-    runs = client.search_runs([experiment])
+    experiment = client.get_experiment_by_name("bignet")
+    runs = client.search_runs([experiment.experiment_id])
     (parent,) = [run for run in runs if run.info.run_name == "compare-it"]
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert sorted((run.info.run_name, run.info.status) for run in children) == [
@@ -91,8 +91,10 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert [run.data.tags["arm"] for run in children] == [run.info.run_name.partition("-")[0] for run in children]
     told = third.out.splitlines()
     assert f"/runs/{parent.info.run_id}?" in told[-3]
-    assert [run.info.run_id in told[-1] for run in children] == [run.info.status == "FINISHED" for run in children]
-    assert parent.info.run_id not in told[-1]
+    assert "viewStateShareKey=mantissa-compare-it&compareRunsMode=CHART" in told[-1]
+    shown = json.loads(experiment.tags["mlflow.sharedViewState.mantissa-compare-it"])["searchFilter"]
+    assert [run.info.run_id in shown for run in children] == [run.info.status == "FINISHED" for run in children]
+    assert parent.info.run_id not in shown
     assert parent.data.tags["quality.hot"] == "WORSE"
     assert parent.data.params["arms"] == "fp32, hot"
     assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}

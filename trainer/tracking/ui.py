@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
@@ -25,14 +19,12 @@ from trainer.tracking.views import share_views
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-log = logging.getLogger("mantissa")
-
 HOST = "127.0.0.1"
 FIRST_RUN = "python scripts/train.py recipe=gpt2 precision=bf16"
 TRAINING = "workflowType=machine_learning"
 """Without it MLflow's page opens in its view for language-model applications."""
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 10.0
+PORT = 5000
+STOP_TIMEOUT_S = 10
 
 
 class Newest(NamedTuple):
@@ -42,7 +34,7 @@ class Newest(NamedTuple):
     experiment_id: str
     run_ids: list[str]
     run_names: list[str]
-    views: bool = False
+    views: bool
     """Whether the store has the views of trainer/tracking/views.py."""
 
 
@@ -73,8 +65,7 @@ def open_store(uri: str) -> MlflowClient:
     try:
         return connect(uri)
     except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no MLflow can be read at {without_password(uri)}: {reason}") from None
+        raise UserError(f"no MLflow can be read at {without_password(uri)}: {first_line(error)}") from None
 
 
 def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
@@ -98,21 +89,18 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     chosen = latest[0].info.experiment_id
     runs = client.search_runs([chosen], order_by=order, max_results=count)
     run_ids = [run.info.run_id for run in runs]
-    return Newest(names[chosen], chosen, run_ids, [run.info.run_name for run in runs], _shared(client, chosen, run_ids))
+    views = share_views(client, chosen, run_ids)
+    return Newest(names[chosen], chosen, run_ids, [run.info.run_name for run in runs], views)
 
 
-def _shared(client: MlflowClient, experiment_id: str, run_ids: list[str]) -> bool:
-    try:
-        share_views(client, experiment_id, run_ids)
-    except Exception as error:  # of many kinds: a store that may only be read is shown as it is
-        log.warning("The columns and charts of this project cannot be stored in MLflow (%s).", first_line(error))
-        return False
-    return True
+def server_address(port: int = PORT) -> str:
+    """Return the address of a server that ``serve`` has started."""
+    return f"http://{HOST}:{port}"
 
 
 def experiment_address(base: str, experiment_id: str, view: str | None = None) -> str:
     """Return the address of an experiment's table of runs, with the columns of a view (``views.py``)."""
-    shared = f"&viewStateShareKey={view}" if view else ""
+    shared = f"&viewStateShareKey={quote(view)}" if view else ""
     return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{TRAINING}{shared}"
 
 
@@ -150,72 +138,30 @@ def free_port(wanted: int) -> int:
     raise UserError(f"port={wanted}: no free port from there on; name another, such as port=5000")
 
 
-class Server:
-    """An MLflow server over a store, bound to the loopback interface; a context manager that stops it."""
+def serve(uri: str, port: int) -> None:
+    """Run ``mlflow server`` on the loopback interface in the foreground, until Ctrl-C ends it.
 
-    def __init__(self, uri: str, port: int) -> None:
-        self.address = f"http://{HOST}:{port}"
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
-        command += ["--backend-store-uri", uri, "--workers", "1"]
-        # Its background jobs serve other features of MLflow, with a set of processes of their own.
-        quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        self._process = subprocess.Popen(
-            command,
-            env=quiet | os.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches only us, and stopping reaches all its children
-        )
+    Args:
+        uri: of the store, password included.
+        port: where it listens.
 
-    def __enter__(self) -> Server:
-        return self
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the server has ended.
+        RunError: the server has ended by itself; it has printed why.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, number)
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                continue
-            except ProcessLookupError:
-                break
-        self._process.wait()
-        self._log.close()
-
-    def wait_until_ready(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            RunError: it ended, or did not answer in time; with the end of what it printed.
-
-        """
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise RunError(f"the MLflow server ended at once:\n{self._last_words()}")
-            if answers(self.address):
-                return
-            time.sleep(0.2)
-        raise RunError(f"the MLflow server does not answer at {self.address}:\n{self._last_words()}")
-
-    def wait(self) -> int:
-        """Wait until the server ends, and return its exit status."""
-        return self._process.wait()
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        return "".join(self._log.readlines()[-15:])
-
-
-def answers(address: str, timeout_s: float = 5.0) -> bool:
-    """Tell whether an MLflow server answers at this address. A proxy is not asked."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{address.rstrip('/')}/health", timeout=timeout_s) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+    """
+    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    command += ["--uvicorn-opts", f"--no-access-log --timeout-graceful-shutdown {STOP_TIMEOUT_S}"]
+    # MLflow takes these from the environment only, but for the store, whose password a command line would show.
+    # Its background jobs serve other features, with a set of processes of their own.
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment = {"PYTHONWARNINGS": "ignore"} | quiet | os.environ | {"MLFLOW_BACKEND_STORE_URI": uri}
+    # Ctrl-C reaches only us, because uvicorn ends with a traceback where it is interrupted twice.
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True) as server:
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            os.killpg(server.pid, signal.SIGTERM)  # the whole group: mlflow starts uvicorn before it forwards signals
+            server.wait()
+            raise
+    raise RunError(f"the MLflow server ended with status {server.returncode}")

@@ -8,13 +8,20 @@ MLflow 3.5 to 3.17; a version that does not know it shows its default view.
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
+
+from trainer.errors import first_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+log = logging.getLogger("mantissa")
+
 VIEW = "mantissa"
+"""The key of the view of all runs."""
 COMPARISON = "mantissa-compare"
+"""The key of the view of the newest runs."""
 _TAG = "mlflow.sharedViewState."
 _COLUMNS = (
     *("tags.`precision`", "metrics.`best/valid_loss`", "metrics.`final/throughput`"),
@@ -24,26 +31,32 @@ _BARS = ("final/throughput", "final/peak_memory_mib", "best/valid_loss")
 _LINES = ("valid/loss", "loss", "grad_norm", "step_time_s")
 
 
-def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str]) -> None:
+def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str], comparison: str = COMPARISON) -> bool:
     """Store the views of an experiment, where they are not stored as they should be.
 
     Args:
         client: of the store.
         experiment_id: the experiment's.
-        run_ids: the runs that ``COMPARISON`` is to show.
+        run_ids: the runs that the view ``comparison`` is to show.
+        comparison: the key of that view.
 
-    Raises:
-        Exception: of many kinds, when the store does not take them.
+    Returns:
+        Whether the store has the views; where it cannot be written, the user reads a warning.
 
     """
     runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
-    known = client.get_experiment(experiment_id).tags
     # In the order of time, MLflow hides the runs of a comparison below their parent, and draws nothing of them.
     chosen = {"searchFilter": f"attributes.run_id IN ({runs})", "orderByKey": "tags.`mlflow.runName`"}
-    for key, state in ((VIEW, _state()), (COMPARISON, {**_state(), **chosen, "orderByAsc": True})):
-        value = json.dumps(state, separators=(",", ":"))
-        if known.get(_TAG + key) != value:
-            client.set_experiment_tag(experiment_id, _TAG + key, value)
+    try:
+        known = client.get_experiment(experiment_id).tags
+        for key, state in ((VIEW, _state()), (comparison, {**_state(), **chosen, "orderByAsc": True})):
+            value = json.dumps(state, separators=(",", ":"))
+            if known.get(_TAG + key) != value:
+                client.set_experiment_tag(experiment_id, _TAG + key, value)
+    except Exception as error:  # of many kinds: a store that may only be read is shown as it is
+        log.warning("The columns and charts of this project cannot be stored in MLflow (%s).", first_line(error))
+        return False
+    return True
 
 
 def _state() -> dict[str, Any]:

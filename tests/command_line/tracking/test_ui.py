@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.serving import serve_ui
 from trainer.errors import UserError
 from trainer.tracking.mlflow.store import tracking_uri
 from trainer.tracking.tracker import Tracker, Tracking
-from trainer.tracking.ui import answers, newest_runs
+from trainer.tracking.ui import newest_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
@@ -33,6 +34,11 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
 
 def ui(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def listens(address: str) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0
 
 
 def test_before_the_first_run_it_says_how_to_make_one(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -76,21 +82,14 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = subprocess.Popen([*COMMAND, f"port={port}"], env=environment, stdout=subprocess.PIPE, text=True)
-        assert process.stdout
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "Ctrl-C" in line:
-                break
-        printed = "".join(lines)
+        process, printed = serve_ui(f"port={port}")
         children = psutil.Process(process.pid).children(recursive=True)
         try:
             assert f"port {port} is taken" in printed
             address = re.search(r"experiment bignet: (http://127\.0\.0\.1:\d+)/#/experiments/1/runs", printed)
             assert address, printed
             assert f":{port}/" not in address[0]
-            assert answers(address[1])
+            assert listens(address[1])
             assert f"runs=%5B%22{run_ids[1]}%22%2C%22{run_ids[0]}%22%5D&experiments=%5B%221%22%5D" in printed
             assert "compare bignet-bf16-s0, bignet-fp32-s0:" in printed
             assert "viewStateShareKey=mantissa\n" in printed
@@ -102,4 +101,4 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
     assert process.returncode == 0
     assert "stopped" in rest
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert not answers(address[1])
+    assert not listens(address[1])

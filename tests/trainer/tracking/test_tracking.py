@@ -13,9 +13,8 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.files import write_json
-from trainer.tracking.mlflow.delivery import first_line
 from trainer.tracking.mlflow.store import cut, database_file, tracking_uri, valid_key, without_password
 from trainer.tracking.plots import plot_run, read_series, running_mean
 from trainer.tracking.tracker import Tracker, Tracking, truncate

@@ -1,0 +1,23 @@
+"""``scripts/ui.py`` for tests that look at what it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+UI = Path(__file__).resolve().parents[1] / "scripts" / "ui.py"
+
+
+def serve_ui(*options: str) -> tuple[subprocess.Popen[str], str]:
+    """Start it in the current folder, and return it with what it has printed until MLflow's server runs."""
+    process = subprocess.Popen(
+        [sys.executable, UI, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if "Uvicorn running on" in line:
+            return process, printed
+    raise AssertionError(f"the server ended with status {process.wait()}:\n{printed}")
