@@ -6,14 +6,15 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trainer.config.compose import compose
+from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
 from trainer.files import write_json
@@ -24,31 +25,44 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 
 @dataclass
-class Gemm:
+class Probe:
+    """What all probes take."""
+
+    takes_overrides: ClassVar[bool] = True
+    """Whether train.py's overrides say what is measured."""
+    device: str = "auto"
+    seed: int = 0
+    output_dir: Path = Path("outputs")
+    run_name: str = ""
+    """Of the folder below ``output_dir`` (default: the probe's name)."""
+
+    def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
+        """Return what was measured, by name."""
+        raise NotImplementedError
+
+
+@dataclass
+class Gemm(Probe):
     """``gemm``: one square matrix product, its speed and its error.
 
     Measures ``tflops`` (10^12 floating-point operations a second, the median of ``repeats`` products) and ``error``
     (the largest difference from fp64, over the largest element: of ``rows`` rows, which suffice).
     """
 
-    name: ClassVar[str] = "gemm"
+    takes_overrides = False
     size: int = 4096
     precision: str = "fp32"
     repeats: int = 10
     rows: int = 64
 
-    def measure(self, hardware: Hardware, seed: int, rest: list[str]) -> dict[str, float]:
+    def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
         """Multiply, and compare a part with fp64."""
-        if rest:
-            raise UserError(f"{rest[0]} is no option of gemm{nearest(rest[0].partition('=')[0], _names(Gemm))}")
-        if min(self.size, self.repeats, self.rows) < 1:
-            raise UserError("size, repeats and rows must be at least 1")
         if self.precision not in _DTYPES:
             raise UserError(f"precision={self.precision} is not one of {', '.join(_DTYPES)}")
         precision = Precision(mode=self.precision)
         precision.check(hardware)
         precision.apply()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self.seed)
         a, b = (torch.randn(self.size, self.size, generator=generator) for _ in range(2))
         exact = a[: self.rows].double() @ b.double()
         left, right = (matrix.to(hardware.device, _DTYPES[self.precision]) for matrix in (a, b))
@@ -59,7 +73,7 @@ class Gemm:
 
 
 @dataclass
-class ClipOrder:
+class ClipOrder(Probe):
     """``clip_order``: what clip_grad_norm_ sees before and after ``unscale_``, in a plain loop with torch's scaler.
 
     Takes train.py's overrides for the model, the data and the precision, and one step's first microbatch. Measures
@@ -67,19 +81,18 @@ class ClipOrder:
     gets). Without a scaler (fp32, bf16) both orders are the same.
     """
 
-    name: ClassVar[str] = "clip_order"
     order: str = "after"
     """``before`` or ``after`` unscale_."""
     max_norm: float = 1.0
     scale: float = 65536.0
 
-    def measure(self, hardware: Hardware, seed: int, rest: list[str]) -> dict[str, float]:
+    def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
         """Take the gradients of one microbatch, clip them in that order, unscale them."""
         from trainer.data.loader import to_device
 
         if self.order not in ("before", "after"):
             raise UserError(f"order={self.order} is neither before nor after")
-        trainer, config = _trainer(hardware, seed, rest)
+        trainer, config = _trainer(hardware, [*overrides, f"seed={self.seed}"])
         batch = to_device(next(trainer.batches())[0], hardware.device)
         optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
         scaled = config.precision.mode == "fp16"
@@ -99,19 +112,18 @@ class ClipOrder:
 
 
 @dataclass
-class MaxBatch:
+class MaxBatch(Probe):
     """``max_batch``: the largest batch that trains within a budget of memory, in one microbatch.
 
     Takes train.py's overrides. Measures ``largest_batch``, and by forecast what it is made of: ``mib_per_sample`` and
     ``fixed_mib``, what the straight line through batches of 4 and 8 leaves for none.
     """
 
-    name: ClassVar[str] = "max_batch"
     budget: str = "1GiB"
     by: str = "trials"
     """``trials`` in fresh processes, or ``forecast``: where that line meets the budget."""
 
-    def measure(self, hardware: Hardware, seed: int, rest: list[str]) -> dict[str, float]:
+    def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
         """Search by trials, or read it off the forecast."""
         from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
         from trainer.profiling.ledger import MIB
@@ -121,7 +133,7 @@ class MaxBatch:
             raise UserError(f"by={self.by} is neither trials nor forecast")
         budget = parse_budget(self.budget, hardware)
         four, eight = (
-            forecast(compose([*rest, f"batch_size={size}", f"micro_batch_size={size}"])).peak_bytes / MIB
+            forecast(compose([*overrides, f"batch_size={size}", f"micro_batch_size={size}"])).peak_bytes / MIB
             for size in (4, 8)
         )
         each = (eight - four) / 4
@@ -131,31 +143,36 @@ class MaxBatch:
         else:
             # What glibc keeps of small freed blocks would count too, and hide what the precision makes of tensors.
             os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")
-            largest = largest_micro_batch([*rest, "batch_size=1"], budget).micro_batch_size
+            largest = largest_micro_batch([*overrides, "batch_size=1"], budget).micro_batch_size
         return {"largest_batch": largest, "mib_per_sample": each, "fixed_mib": fixed}
 
 
-Probe = Gemm | ClipOrder | MaxBatch
-PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (Gemm, ClipOrder, MaxBatch)}
+PROBES: dict[str, type[Probe]] = {"gemm": Gemm, "clip_order": ClipOrder, "max_batch": MaxBatch}
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the summary."""
+    print(run(arguments).read_text(encoding="utf-8"))
+    return 0
 
 
 def run(arguments: list[str]) -> Path:
     """Run ``<probe> key=value …`` and write ``<output_dir>/<run_name>/summary.json``, and return its path.
 
     Raises:
-        UserError: no such probe or option, or a measurement that failed to be a number.
+        UserError: no such probe or option, or a measurement that is not a number.
 
     """
-    name, *options = arguments or [""]
+    name, *rest = arguments or [""]
     if name not in PROBES:
         raise UserError(f"{name or 'nothing'} is not a probe{nearest(name, PROBES)} ({', '.join(PROBES)})")
-    probe, seed, place, rest = _parsed(PROBES[name], options)
-    hardware = detect(place["device"])
+    probe, overrides = parse(rest, PROBES[name], "overrides" if PROBES[name].takes_overrides else "none")
+    hardware = detect(probe.device)
     began = time.monotonic()
-    measures = probe.measure(hardware, seed, rest)
+    measures = probe.measure(hardware, overrides)
     if wrong := [key for key, value in measures.items() if not math.isfinite(value)]:
         raise UserError(f"{name} measured no number for {wrong[0]}: {measures[wrong[0]]}")
-    folder = Path(place["output_dir"]) / place["run_name"]
+    folder = probe.output_dir / (probe.run_name or name)
     folder.mkdir(parents=True, exist_ok=True)
     summary: dict[str, Any] = {
         "status": "FINISHED",
@@ -168,39 +185,10 @@ def run(arguments: list[str]) -> Path:
     return folder / "summary.json"
 
 
-def _parsed(cls: type[Probe], options: list[str]) -> tuple[Probe, int, dict[str, str], list[str]]:
-    """Sort key=value into the probe's own options, the seed and the place, and the rest (overrides for train.py)."""
-    types = get_type_hints(cls)
-    own: dict[str, Any] = {}
-    place = {"output_dir": "outputs", "run_name": cls.name, "device": "auto"}
-    seed, rest = 0, []
-    names = _names(cls)
-    for option in options:
-        key, _, value = option.partition("=")
-        if key in names:
-            try:
-                own[key] = types[key](value)
-            except ValueError:
-                raise UserError(f"{option} must be {'a whole number' if types[key] is int else 'a number'}") from None
-        elif key in place:
-            place[key] = value.strip("'")
-        elif key == "seed":
-            if not value.isdigit():
-                raise UserError(f"{option} must be a whole number, such as seed=0")
-            seed = int(value)
-        else:
-            rest.append(option)
-    return cls(**own), seed, place, rest
-
-
-def _names(cls: type[Probe]) -> set[str]:
-    return {entry.name for entry in fields(cls)}
-
-
-def _trainer(hardware: Hardware, seed: int, overrides: list[str]) -> tuple[Any, Config]:
+def _trainer(hardware: Hardware, overrides: list[str]) -> tuple[Any, Config]:
     from trainer.trainer import Trainer
 
-    config = compose([*overrides, f"seed={seed}"])
+    config = compose(overrides)
     plan, _ = config.resolve(hardware)
     return Trainer(config, plan, hardware), config
 

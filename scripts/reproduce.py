@@ -17,29 +17,17 @@ Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a mistake or a cla
 
 from __future__ import annotations
 
-import signal
 import sys
 
-from trainer.errors import RunError
+from trainer.config.options import run
 
 
 def main(arguments: list[str]) -> int:
     """List the claims, or test some."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from evidence.claims import command as reproduce_cli
+    from evidence.claims import command
 
-    try:
-        return reproduce_cli.main(arguments)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+    return command.main(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(main, __doc__, continues=True))

@@ -57,8 +57,7 @@ class Popen(subprocess.Popen[Any]):
         assert args[0] == sys.executable, f"only for commands of this Python: {args}"
         environment = dict(os.environ if env is None else env)
         early = {name: environment.get(name) for name in READ_EARLY}
-        if early["PYTHONPATH"] == str(PROJECT):  # whose packages the server has anyway
-            early["PYTHONPATH"] = None
+        early["PYTHONPATH"] = early["PYTHONPATH"] or str(PROJECT)  # what it imports is from where the tests are
         self._server = _server(tuple(early.items()))
         streams = [number if own == -1 else own for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         try:

@@ -89,5 +89,15 @@ def test_a_folder_has_at_most_sixteen_names(top: str) -> None:
         assert len(names - {"__init__.py"}) <= NAMES, folder
 
 
+@pytest.mark.parametrize("path", sorted((PROJECT / "scripts").glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_holds_no_logic(path: Path) -> None:
+    """Its docstring is the help; ``main`` imports what does the work, so that help and Ctrl-C do not wait for torch."""
+    content = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(content)
+    defined = [node for node in ast.walk(content) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)]
+    assert [node.name for node in defined if not isinstance(node, ast.Lambda)] in ([], ["main"])
+    assert sum(isinstance(node, ast.stmt) for node in ast.walk(content)) <= 12
+
+
 def test_the_core_can_be_read_in_an_afternoon() -> None:
     assert sum(file.read_text(encoding="utf-8").count("\n") for file in sources(*CORE).values()) < 2500

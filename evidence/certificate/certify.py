@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from evidence.certificate.child import TRACE_FILE
-from evidence.certificate.compare import Comparison, compare, trace
+from evidence.certificate.compare import Differences, compare, trace
+from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT, write_json, write_text
 from trainer.hardware import detect
@@ -45,8 +46,22 @@ FP16 = ["scaler.init=67108864", "scaler.interval=3"]
 
 
 @dataclass
+class Options:
+    """Of the command line."""
+
+    kills: int = 20
+    """How often the second run is killed."""
+    seed: int = 0
+    """Decides when and how."""
+    max_ulp: float = 4
+    """Up to how many units in the last place runs that differ count as equal within rounding."""
+    output_dir: Path = Path("outputs")
+    """Of both runs and the certificate."""
+
+
+@dataclass
 class Certificate:
-    """What was done to a job, and what came of it."""
+    """What was done to a job, and the result."""
 
     command: str
     verdict: str
@@ -56,7 +71,7 @@ class Certificate:
     resumes: int
     """How often the killed job went on from a checkpoint."""
     skipped_steps: int
-    comparison: Comparison
+    comparison: Differences
     wall_time_s: float
 
     def table(self) -> str:
@@ -84,55 +99,52 @@ class Certificate:
         return ", ".join(f"{kinds.count(kind)} {KINDS[kind]}" for kind in KINDS if kind in kinds)
 
 
-def certify(
-    overrides: list[str],
-    output_dir: Path,
-    kills: int = 20,
-    seed: int = 0,
-    max_ulp: float = 4,
-    child: str = "evidence.certificate.child",
-) -> Certificate:
+def main(arguments: list[str]) -> int:
+    """Certify, print the certificate, and return its exit code."""
+    options, overrides = parse(arguments, Options, "overrides")
+    result = certify(overrides, options)
+    print(result.table())
+    print(f"{result.verdict} ({result.wall_time_s:.0f} s)")
+    return result.exit_code
+
+
+def certify(overrides: list[str], options: Options, child: str = "evidence.certificate.child") -> Certificate:
     """Run a job twice, as processes of their own, and compare.
 
     Args:
         overrides: as for scripts/train.py, with at least ``recipe=…``.
-        output_dir: for the two runs and the certificate.
-        kills: how often the second run is killed.
-        seed: decides when and how.
-        max_ulp: up to what distance runs that differ count as equal within rounding.
+        options: see there.
         child: the module that trains.
 
     Raises:
-        UserError: a bad option.
+        UserError: the folder exists.
         RunError: a run failed by itself.
 
     """
-    if kills < 1:
-        raise UserError(f"kills={kills} must be at least 1")
     began = time.monotonic()
     recipe = _value(overrides, "recipe") or "gpt2"
     precision = _value(overrides, "precision") or "fp32"
-    folder = output_dir / f"certificate-{recipe}-{precision}"
+    folder = options.output_dir.absolute() / f"certificate-{recipe}-{precision}"
     if folder.exists():
         raise UserError(f"{folder} exists; remove it, or choose another with output_dir=…")
+    kills = options.kills
     steps = int(_value(overrides, "steps") or 2 * kills + 10)
     defaults = [f"steps={steps}", *COMMON, *DEFAULTS.get(recipe, []), *(FP16 if precision == "fp16" else [])]
     typed = {override.partition("=")[0] for override in overrides}
     job = [*overrides, *(each for each in defaults if each.partition("=")[0] not in typed), f"output_dir={folder}"]
     _train(child, "none", [*job, "run_name=whole"])
-    generator = random.Random(seed)
+    generator = random.Random(options.seed)
     for plan in _plans(generator, kills, steps, precision):
         _train(child, plan, [*job, "run_name=killed", "resume=auto"], folder, generator)
     _train(child, "none", [*job, "run_name=killed", "resume=auto"])
     # Before the first checkpoint there is nothing to resume: the run then starts again, in a folder of its own.
     last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
     comparison = compare(folder / "whole", last, steps)
-    verdict = comparison.verdict(max_ulp)
     lines = _killed_lines(folder)
     result = Certificate(
-        command=f"python scripts/certify.py {' '.join(overrides)} kills={kills} seed={seed}",
-        verdict=verdict,
-        exit_code=0 if verdict == "BITWISE" else 5 if verdict.startswith("ULP") else 6,
+        command=f"python scripts/certify.py {' '.join(overrides)} kills={kills} seed={options.seed}",
+        verdict=comparison.verdict(options.max_ulp),
+        exit_code=int(comparison.equality(options.max_ulp)),
         kills=[line for line in lines if "killed" in line],
         resumes=sum("resumed_after" in line for line in lines),
         skipped_steps=sum(bool(line.get("skipped")) for line in trace(folder / "whole")),

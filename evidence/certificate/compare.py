@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,17 @@ _CLOCKS = ("time", "step_time_s", "memory_bytes", "checkpoint_stall_s")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Equality(IntEnum):
+    """How equal two runs are; the value is the exit code of scripts/certify.py."""
+
+    BITWISE = 0
+    WITHIN_ROUNDING = 5
+    DIVERGED = 6
+
+
 @dataclass
-class Comparison:
-    """What is equal between a run that was never stopped and one that was."""
+class Differences:
+    """What is equal between a run that was never stopped and one that was, and what is not."""
 
     tensors: int = 0
     elements: int = 0
@@ -35,17 +44,23 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
     """What differs, the trace first, then tensors, the farthest first."""
 
-    def verdict(self, max_ulp: float) -> str:
-        """Return BITWISE, ``ULP <= k``, or DIVERGED with where."""
+    def equality(self, max_ulp: float) -> Equality:
+        """Judge the differences; up to ``max_ulp`` units in the last place are rounding, if no step's trace differs."""
         if not self.differences:
-            return "BITWISE"
-        if self.first_step is None and self.ulp <= max_ulp:
-            return f"ULP <= {self.ulp:g}"
+            return Equality.BITWISE
+        close = self.first_step is None and self.ulp <= max_ulp
+        return Equality.WITHIN_ROUNDING if close else Equality.DIVERGED
+
+    def verdict(self, max_ulp: float) -> str:
+        """Return ``equality`` in words: BITWISE, ``ULP <= k``, or DIVERGED with where."""
+        equality = self.equality(max_ulp)
+        if equality is not Equality.DIVERGED:
+            return "BITWISE" if equality is Equality.BITWISE else f"ULP <= {self.ulp:g}"
         where = f"AT step {self.first_step}" if self.first_step is not None else f"IN {self.differences[0]}"
         return f"DIVERGED {where}"
 
 
-def compare(whole: Path, killed: Path, last_step: int) -> Comparison:
+def compare(whole: Path, killed: Path, last_step: int) -> Differences:
     """Compare two run folders.
 
     Args:
@@ -54,7 +69,7 @@ def compare(whole: Path, killed: Path, last_step: int) -> Comparison:
         last_step: the step of the checkpoints to compare.
 
     """
-    result = Comparison()
+    result = Differences()
     _compare_traces(trace(whole), trace(killed), result)
     one, other = load(whole / "checkpoints", last_step), load(killed / "checkpoints", last_step)
     _compare_tensors(one.tensors(), other.tensors(), result)
@@ -111,7 +126,7 @@ def _ordered(tensor: Tensor) -> Tensor:
     return torch.where(bits < 0, lowest - bits, bits)
 
 
-def _compare_traces(whole: list[dict[str, Any]], killed: list[dict[str, Any]], result: Comparison) -> None:
+def _compare_traces(whole: list[dict[str, Any]], killed: list[dict[str, Any]], result: Differences) -> None:
     expected = {line["step"]: line for line in whole if "step" in line}
     result.steps = len(expected)
     seen: set[int] = set()
@@ -132,7 +147,7 @@ def _compare_traces(whole: list[dict[str, Any]], killed: list[dict[str, Any]], r
         result.differences += [wrong[step] for step in sorted(wrong)]
 
 
-def _compare_tensors(one: dict[str, Tensor], other: dict[str, Tensor], result: Comparison) -> None:
+def _compare_tensors(one: dict[str, Tensor], other: dict[str, Tensor], result: Differences) -> None:
     distances = {}
     for name in one.keys() | other.keys():
         both = name in one and name in other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ from evidence.claims.criteria import NOT_HERE, shown
 from evidence.claims.reproduce import Reproduction, machine, part_facts, save
 from evidence.runs import TRAIN, merged
 from trainer.config.compose import compose
+from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
 
-DEFAULTS = {
-    "claim": "",
-    "all": "false",
-    "reduced": "false",
-    "pages": "false",
-    "device": "auto",
-    "output_dir": "outputs",
-}
+
+@dataclass
+class Options:
+    """Of the command line; see scripts/reproduce.py."""
+
+    claim: list[str] = field(default_factory=list)
+    all: bool = False
+    reduced: bool = False
+    pages: bool = False
+    device: str = "auto"
+    output_dir: Path = Path("outputs")
 
 
 def main(arguments: list[str]) -> int:
@@ -36,34 +41,36 @@ def main(arguments: list[str]) -> int:
         UserError: an unknown claim or option, or a claim that needs another machine.
 
     """
-    options, given = _parsed(arguments)
-    if options["pages"] == "true":
-        print("\n".join(f"written: {path}" for path in results.update()) or "the pages are as they should be")
+    options, given = parse(arguments, Options, "overrides")
+    if options.claim and options.all:
+        raise UserError("claim=… and all=true exclude each other; drop one")
+    if options.pages:
+        print("\n".join(f"written: {path}" for path in results.update()) or "the pages are up to date")
         return 0
     claims = {name: load(name) for name in names()}
-    hardware = detect(options["device"])
-    if not options["claim"] and options["all"] != "true":
+    hardware = detect(options.device)
+    if not options.claim and not options.all:
         _list(claims, results.read(), machine(hardware), terminal())
         return 0
-    wanted = list(claims) if options["all"] == "true" else options["claim"].split(",")
+    wanted = list(claims) if options.all else options.claim
     asked = {key for name in wanted for key in load(name).asks}
     if unknown := [override for override in given if override.partition("=")[0] not in asked]:
-        near = nearest(unknown[0].partition("=")[0], DEFAULTS)
+        near = nearest(unknown[0].partition("=")[0], Options.__dataclass_fields__)
         raise UserError(
-            f"{unknown[0]} is no option here{near}: a claim's file fixes what is run "
+            f"{unknown[0]} is not an option{near}: a claim's file fixes what is run "
             f"({'asked for: ' + ', '.join(sorted(asked)) if asked else 'these claims ask for nothing'})"
         )
-    reduced = options["reduced"] == "true"
-    if options["all"] != "true":
+    reduced = options.reduced
+    if not options.all:
         for name in wanted:
             _check(load(name), hardware, given, reduced)
-    folder = Path(options["output_dir"]).expanduser().absolute() / "reproduce"
+    folder = options.output_dir.absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=reduced)
     if not reduced:
         here = results.read().get(machine(hardware), {})
         known = _known(claims, here)
         wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
-        reproduction.done |= {name: known[name] for name in known if options["all"] == "true" or name not in wanted}
+        reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
     earlier = set(reproduction.done)
     told = set(earlier)
     for name in wanted:
@@ -112,24 +119,6 @@ def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dic
         and record.get("parts", {})
         == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
     }
-
-
-def _parsed(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    options = dict(DEFAULTS)
-    given = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or not value:
-            raise UserError(f"{argument!r} is not an option; write key=value, such as claim=two_x")
-        if key in ("all", "reduced", "pages") and value not in ("true", "false"):
-            raise UserError(f"{key}={value} must be true or false")
-        if key in options:
-            options[key] = value
-        else:
-            given.append(argument)
-    if options["claim"] and options["all"] == "true":
-        raise UserError("claim=… and all=true exclude each other; drop one")
-    return options, given
 
 
 def terminal() -> Console:

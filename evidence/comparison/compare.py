@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
-from evidence.runs import NULL_SHIFT, Arm, Outcome, Runner, check_labels, merged
-from trainer.config.compose import CONF, compose
+from evidence.runs import Arm, Outcome, Runner, merged
+from trainer.config.compose import combinations, compose
 from trainer.config.schema import Config, flatten
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError
 from trainer.files import in_use, write_json
 from trainer.formats import loss
 from trainer.hardware import detect
@@ -24,8 +23,6 @@ from trainer.run.provenance import git_facts, versions
 from trainer.tracking.mlflow.store import tracking_uri
 
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
-CHOSEN = ("seed", "run_name", "resume")
-"""What the comparison chooses for every run."""
 NULL = "null"
 
 
@@ -41,14 +38,14 @@ class Comparison:
     """The relative difference in final validation loss that is too small to matter."""
     common: list[str] = field(default_factory=list)
     """Overrides of all arms."""
-    output_dir: str = "outputs"
+    output_dir: Path = Path("outputs")
     name: str = ""
     """Of the comparison's folder."""
 
     @property
     def folder(self) -> Path:
         """Where the runs and the report are."""
-        return Path(self.output_dir).expanduser().absolute() / "compare" / self.name
+        return self.output_dir.absolute() / "compare" / self.name
 
 
 @dataclass
@@ -71,54 +68,6 @@ class Result:
         about = self.comparison
         head = {"name": about.name, "baseline": about.baseline, "seeds": about.seeds, "margin": about.margin}
         return head | self.facts | {"common": about.common, "arms": [asdict(arm) for arm in self.arms]}
-
-
-def parse(arguments: list[str]) -> Comparison:
-    """Read the command line; what is no option of the comparison is an override of all arms.
-
-    Raises:
-        UserError: as the messages say.
-
-    """
-    values: dict[str, str] = {}
-    arms: list[Arm] = []
-    common: list[str] = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise UserError(f"{argument!r} is not an option; write key=value, such as seeds=5")
-        if key in CHOSEN:
-            raise UserError(f"{key}=… is chosen for every run; use seeds=5, and name=… for the comparison")
-        if key.startswith("arm."):
-            arms.append(Arm(key.removeprefix("arm."), tuple(_unquoted(value).split())))
-        elif key in ("arms", "baseline", "seeds", "margin", "null", "name", "output_dir"):
-            values[key] = value
-        else:
-            common.append(argument)
-    arms = [*map(_arm, _listed(values.get("arms", ""))), *arms]
-    if len(arms) < 2:
-        raise UserError('a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"')
-    if any(arm.label == NULL for arm in arms):
-        raise UserError(f"the label {NULL} is that of the null arm; choose another")
-    check_labels(arms)
-    for arm in arms:
-        if fixed := [text for text in arm.overrides if text.partition("=")[0] in (*CHOSEN, "output_dir")]:
-            raise UserError(f"arm {arm.label}: {fixed[0]} cannot differ between arms; drop it, and use seeds=5")
-    baseline = values.get("baseline", arms[0].label)
-    if baseline not in (labels := [arm.label for arm in arms]):
-        raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
-    arms.sort(key=lambda arm: arm.label != baseline)  # a stable sort: the baseline comes first
-    if _truth("null", values.get("null", "true")):
-        arms.append(Arm(NULL, arms[0].overrides, NULL_SHIFT))
-    return Comparison(
-        arms,
-        baseline,
-        _seeds(values.get("seeds", "5")),
-        _margin(values.get("margin", "0.3%")),
-        common,
-        values.get("output_dir", "outputs"),
-        _folder_name(values.get("name", "")),
-    )
 
 
 def compare(about: Comparison, configs: dict[str, Config], tell: Callable[[str], None] = print) -> Result:
@@ -164,7 +113,10 @@ def check_arms(about: Comparison) -> dict[str, Config]:
     configs: dict[str, Config] = {}
     for arm in about.arms:
         try:
-            composed = compose(merged(about.common, arm.overrides))
+            overrides = merged(about.common, arm.overrides)
+            if swept := [text for text in overrides if len(combinations([text])) > 1]:
+                raise UserError(f"{swept[0]} has several values; give each an arm of its own")
+            composed = compose(overrides)
             if composed.parallel.kind != "single":
                 raise UserError("arms run on one device; drop parallel=…")
             plan, _ = composed.resolve(detect(composed.device))
@@ -175,8 +127,7 @@ def check_arms(about: Comparison) -> dict[str, Config]:
                     "or a smaller log_every"
                 )
         except UserError as error:
-            told = str(error).replace("add -m to run one after the other", "give each an arm of its own")
-            raise UserError(f"arm {arm.label}: {told}") from None
+            raise UserError(f"arm {arm.label}: {error}") from None
         configs[arm.label] = composed
     base = _comparable(configs[about.baseline])
     for arm in about.arms:
@@ -248,61 +199,3 @@ def _teller(tell: Callable[[str], None], unit: str) -> Callable[[int, int, Outco
         tell(f"{head}  {shown}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
 
     return after
-
-
-def _arm(item: str) -> Arm:
-    if "=" in item:
-        parts = _unquoted(item).split()
-        return Arm(re.sub(r"[^\w.]+", "-", "-".join(part.partition("=")[2] for part in parts)), tuple(parts))
-    known = sorted(path.stem for path in (CONF / "precision").glob("*.yaml"))
-    if item not in known:
-        raise UserError(
-            f"arms: {item} is not a precision ({', '.join(known)}){nearest(item, known)}; "
-            f'other overrides are named: arm.{item}="key=value …"'
-        )
-    return Arm(item, (f"precision={item}",))
-
-
-def _listed(text: str) -> list[str]:
-    return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",") if item.strip()]
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        seeds = [int(item) for item in _listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
-    except ValueError:
-        raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
-    if len(seeds) < 2:
-        raise UserError(f"seeds={text} gives one pair of runs, and an interval needs two or more; use seeds=5")
-    if len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:
-        raise UserError(f"seeds={text} must be different numbers from 0 to {NULL_SHIFT - 1}")
-    return seeds
-
-
-def _margin(text: str) -> float:
-    try:
-        margin = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise UserError(f"margin={text} is not a number; write margin=0.3%") from None
-    if not 0 < margin < 1:
-        raise UserError(
-            f"margin={text} must lie above 0 and below 100 %: it is the difference in validation loss that is too "
-            "small to matter, such as margin=0.3%"
-        )
-    return margin
-
-
-def _folder_name(text: str) -> str:
-    if "/" in text or text in (".", ".."):
-        raise UserError(f"name={text} must be the name of a folder, without a slash")
-    return text
-
-
-def _truth(key: str, text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise UserError(f"{key}={text} must be true or false")
-    return text.lower() == "true"

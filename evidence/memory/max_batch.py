@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evidence.memory.trial import Outcome, trial
+from evidence.memory.trial import Trial, trial
 from trainer.config.compose import compose
 from trainer.errors import UserError
 from trainer.hardware import Hardware, available_bytes, detect
@@ -28,7 +28,7 @@ class Largest:
     micro_batch_size: int
     """The largest that was seen to fit; to within 1/32 above 32."""
     peak_bytes: int
-    """What its trial took, see ``trial.Outcome``."""
+    """What its trial took, see ``trial.Trial``."""
     batch_size: int
     """Of the config: what one optimizer step sees."""
     trials: int
@@ -81,12 +81,12 @@ def largest_micro_batch(
         return [*common, f"micro_batch_size={size}", f"batch_size={2 * size if size < batch_size else size}"]
 
     guess = _first_guess(sized, limit_bytes)
-    outcomes: dict[int, Outcome] = {}
+    trials: dict[int, Trial] = {}
 
     def fits(size: int) -> bool:
-        outcomes[size] = trial(sized(size), limit_bytes)
-        tell(f"micro_batch_size={size} {'fits' if outcomes[size].fits else 'does not fit'}")
-        return outcomes[size].fits
+        trials[size] = trial(sized(size), limit_bytes)
+        tell(f"micro_batch_size={size} {'fits' if trials[size].fits else 'does not fit'}")
+        return trials[size].fits
 
     largest = search(fits, guess, min(_LARGEST, samples))
     if not largest:
@@ -94,7 +94,7 @@ def largest_micro_batch(
             f"not even micro_batch_size=1 fits into {_mib(limit_bytes)}; "
             "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
         )
-    return Largest(largest, outcomes[largest].peak_bytes, batch_size, len(outcomes))
+    return Largest(largest, trials[largest].peak_bytes, batch_size, len(trials))
 
 
 def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:

@@ -25,15 +25,15 @@ _WARM_UP = 2**20
 
 
 @dataclass
-class Outcome:
-    """What became of the two steps."""
+class Trial:
+    """The result of two steps."""
 
     fits: bool
     peak_bytes: int = 0
     """Allocated on a CUDA device, tracked by a ledger, or resident above what the process held before."""
 
 
-def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool = False) -> Outcome:
+def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool = False) -> Trial:
     """Train two full optimizer steps in a fresh process.
 
     Args:
@@ -53,17 +53,17 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
     command = [sys.executable, "-P", "-m", "evidence.memory.trial", options, *overrides]
     process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if process.returncode == 0:
-        return Outcome(**json.loads(process.stdout.splitlines()[-1]))
-    words = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
+        return Trial(**json.loads(process.stdout.splitlines()[-1]))
+    message = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
     if process.returncode == UserError.exit_code:
-        raise UserError(words[0])
+        raise UserError(message[0])
     # The kernel kills where memory was promised and is not there; C++ aborts where it cannot raise.
     if process.returncode == -signal.SIGKILL or (limit_bytes and process.returncode == -signal.SIGABRT):
-        return Outcome(fits=False)
-    raise RunError(f"a trial with {' '.join(overrides)} failed: {words[0]}")
+        return Trial(fits=False)
+    raise RunError(f"a trial with {' '.join(overrides)} failed: {message[0]}")
 
 
-def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Outcome:
+def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     """Take the two steps in this process; the arguments are ``trial``'s."""
     hardware = detect(config.device)
     plan, _ = config.resolve(hardware)
@@ -80,10 +80,10 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Outcome:
         tracked_bytes = _two_steps(config, plan, hardware, tracked, copied=limit_bytes is not None)
     except Exception as error:
         if is_out_of_memory(error):
-            return Outcome(fits=False)
+            return Trial(fits=False)
         raise
     peak = peak_memory_bytes(hardware.device) - before if tracked_bytes is None else tracked_bytes
-    return Outcome(limit_bytes is None or enforced or peak <= limit_bytes, peak)
+    return Trial(limit_bytes is None or enforced or peak <= limit_bytes, peak)
 
 
 def _two_steps(config: Config, plan: Plan, hardware: Hardware, tracked: bool, copied: bool) -> int | None:

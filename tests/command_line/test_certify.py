@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from evidence.certificate.certify import certify
+from evidence.certificate.certify import Options, certify
+from scripts import certify as script
 from tests import forks
-from tests.command_line.conftest import PROJECT, Result
+from tests.command_line.conftest import Result
+from trainer.config.options import run
 
 SMALL = ["recipe.context=8", "steps=20"]
 
@@ -20,8 +21,7 @@ SMALL = ["recipe.context=8", "steps=20"]
 def command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process; what it trains and kills has processes of its own."""
     monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)
-    main = runpy.run_path(str(PROJECT / "scripts" / "certify.py"))["main"]
-    return lambda *arguments: Result(main(list(arguments)), *capsys.readouterr())
+    return lambda *arguments: Result(run(script.main, None, arguments), *capsys.readouterr())
 
 
 def test_a_healthy_job_is_bitwise(folder: Path, command: Callable[..., Result]) -> None:
@@ -44,7 +44,7 @@ def test_a_healthy_job_is_bitwise(folder: Path, command: Callable[..., Result]) 
 def test_a_forgotten_generator_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)
     child = "tests.command_line.broken_child"
-    result = certify(["recipe=gpt2", *SMALL], folder / "outputs", kills=2, seed=2, child=child)
+    result = certify(["recipe=gpt2", *SMALL], Options(kills=2, seed=2, output_dir=folder / "outputs"), child)
     assert result.exit_code == 6
     assert result.verdict.startswith("DIVERGED AT step ")
     assert 3 < int(result.verdict.split()[-1]) <= 20
@@ -53,8 +53,8 @@ def test_a_forgotten_generator_is_found(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["recipe=gpt2", "kills=0"], "kills=0 must be at least 1"),
-        (["recipe=gpt2", "kills=many"], "kills=many is not a number"),
+        (["recipe=gpt2", "kills=0"], "kills=0 must be a whole number of at least 1"),
+        (["recipe=gpt2", "kills=many"], "kills=many must be a whole number"),
         (["gpt2"], "'gpt2' is not an option; write key=value"),
     ],
 )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from scripts import compare as script
 from tests import forks
 from tests.command_line.conftest import PROJECT, Result
+from trainer.config.options import run
 from trainer.tracking.mlflow.store import connect
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -32,20 +33,10 @@ def finish(process: subprocess.Popen[str]) -> Result:
 
 
 @pytest.fixture
-def compare(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Result]]:
+def compare(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, where torch and MLflow are loaded; what it trains has processes of its own."""
-    main = runpy.run_path(str(SCRIPT))["main"]
     monkeypatch.setattr("evidence.runs.subprocess", forks)
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str) -> Result:
-        code = main(list(arguments))
-        return Result(code, *capsys.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, handler)
+    return lambda *arguments: Result(run(script.main, None, arguments), *capsys.readouterr())
 
 
 def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
@@ -58,7 +49,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert first.stdout.readline().split()[:3] == ["1/4", "fp32", "s0"]  # told at once, though into a pipe
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=300)
-    assert (first.returncode, "the same command goes on from here" in err) == (130, True), out + err
+    assert (first.returncode, "run the same command again to continue" in err) == (130, True), out + err
 
     second = compare(*COMMAND)
     assert second.code == 1, second.out + second.err

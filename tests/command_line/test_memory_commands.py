@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from evidence.memory.trial import Outcome, trial
+from evidence.memory.trial import Trial, trial
 from scripts import max_batch, memory
 from tests import forks
+from trainer.config.options import run
 
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
@@ -23,12 +24,12 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = [*JOB, "batch_size=2048", "compile=default"]
-    assert memory.main([*job, "precision=fp32,bf16"]) == 0
+    assert run(memory.main, None, [*job, "precision=fp32,bf16"]) == 0
     both = rows(capsys.readouterr().out)
     assert both["MiB"] == ["fp32", "bf16"]
     assert both["weights"] == ["1.0", "1.0"]
     assert "measured" not in both
-    assert memory.main([*job, "precision=bf16", "check=true"]) == 0
+    assert run(memory.main, None, [*job, "precision=bf16", "check=true"]) == 0
     one = rows(capsys.readouterr().out)
     assert one["peak"] == both["peak"][1:]
     assert one["autocast_copies"] == ["0.4"]
@@ -41,13 +42,13 @@ def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.Capture
     ("arguments", "says"),
     [
         (("precision=bf16,bf61",), "precision=bf61 is not a choice; did you mean 'bf16'?"),
-        (("check=maybe",), "check=maybe must be check=true or check=false"),
+        (("check=maybe",), "check=maybe must be true or false"),
         (("micro_batch_size=3", "batch_size=8"), "use micro_batch_size=2 or 4"),
         (("parallel=fsdp",), "memory is forecast and measured for one process"),
     ],
 )
 def test_memory_tells_mistakes(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory.main([*JOB, *arguments]) == 2
+    assert run(memory.main, None, [*JOB, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert says in printed.err
@@ -63,19 +64,19 @@ def test_a_trial_fails_where_its_limit_is_reached() -> None:
 
 
 def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def pretended(overrides: list[str], limit_bytes: int) -> Outcome:
-        return Outcome(int(overrides[-2].split("=")[1]) <= 1000)
+    def pretended(overrides: list[str], limit_bytes: int) -> Trial:
+        return Trial(int(overrides[-2].split("=")[1]) <= 1000)
 
     monkeypatch.setattr("evidence.memory.max_batch.trial", pretended)
     many = "data.samples=4096"  # larger microbatches than the data has are not tried
-    assert max_batch.main([*JOB, many, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
+    assert run(max_batch.main, None, [*JOB, many, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split(" ", 1)[1] for line in lines[:-4]} == {"fits", "does not fit"}
     size = re.match(r"largest micro_batch_size in 100MiB, 10% of it left free: (\d+) ", lines[-3])
     assert size
     assert 968 <= int(size[1]) <= 1000
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
-    assert max_batch.main([*JOB, "budget=1MiB"]) == 2
+    assert run(max_batch.main, None, [*JOB, "budget=1MiB"]) == 2
     assert "the weights alone take 1 MiB" in capsys.readouterr().err
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evidence.comparison.compare import check_arms, compare, parse
+from evidence.comparison.command import planned
+from evidence.comparison.compare import check_arms, compare
 from evidence.runs import Arm, Outcome, Runner, merged, turns
 from trainer.errors import UserError
 from trainer.files import in_use
@@ -18,7 +19,7 @@ PAIR = "arms=fp32,bf16"
 
 
 def test_the_defaults_are_the_issues() -> None:
-    about = parse(["recipe=gpt2", "arms=[fp32,bf16,fp16]", "steps=20"])
+    about = planned(["recipe=gpt2", "arms=[fp32,bf16,fp16]", "steps=20"])
     assert [(arm.label, arm.overrides, arm.seed_shift) for arm in about.arms] == [
         ("fp32", ("precision=fp32",), 0),
         ("bf16", ("precision=bf16",), 0),
@@ -26,7 +27,7 @@ def test_the_defaults_are_the_issues() -> None:
         ("null", ("precision=fp32",), 1000),
     ]
     assert (about.baseline, about.seeds, about.margin) == ("fp32", [0, 1, 2, 3, 4], 0.003)
-    bare = parse(["recipe=gpt2", "arms=fp32,bf16,fp16", "steps=20", "seeds=0,1,2,3,4"])  # as zsh wants it
+    bare = planned(["recipe=gpt2", "arms=fp32,bf16,fp16", "steps=20", "seeds=0,1,2,3,4"])  # as zsh wants it
     assert bare == about
     assert about.common == ["recipe=gpt2", "steps=20"]
     assert about.folder == Path.cwd() / "outputs" / "compare"
@@ -34,7 +35,7 @@ def test_the_defaults_are_the_issues() -> None:
 
 def test_arms_of_any_overrides() -> None:
     arms = ["arms=[precision=bf16 compile=default,fp32]", 'arm.slow="loader=plain clip=none"', "baseline=slow"]
-    about = parse([*arms, "seeds=[3,7]", "margin=0.01", "null=false", "output_dir=there", "name=mine"])
+    about = planned([*arms, "seeds=[3,7]", "margin=0.01", "null=false", "output_dir=there", "name=mine"])
     assert [arm.label for arm in about.arms] == ["slow", "bf16-default", "fp32"]  # the baseline comes first
     assert about.arms[0].overrides == ("loader=plain", "clip=none")
     assert about.arms[1].overrides == ("precision=bf16", "compile=default")
@@ -63,8 +64,8 @@ def test_arms_of_any_overrides() -> None:
         ([PAIR, "seeds=3,x"], ("seeds=3,x is neither a number nor a list",)),
         ([PAIR, "seeds=[1,1]"], ("different numbers",)),
         ([PAIR, "seeds=[0,1000]"], ("from 0 to 999",)),
-        ([PAIR, "seed=3"], ("seed=… is chosen for every run", "seeds=5")),
-        ([PAIR, "resume=auto"], ("resume=… is chosen for every run",)),
+        ([PAIR, "seed=3"], ("seed=… is set for every run", "seeds=5")),
+        ([PAIR, "resume=auto"], ("resume=… is set for every run",)),
         ([PAIR, "margin=0"], ("margin=0 must lie above 0", "margin=0.3%")),
         ([PAIR, "margin=0%"], ("margin=0% must lie above 0",)),
         ([PAIR, "margin=-1%"], ("margin=-1% must lie above 0",)),
@@ -77,7 +78,7 @@ def test_arms_of_any_overrides() -> None:
 )
 def test_mistakes_in_the_options(arguments: list[str], told: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        parse(arguments)
+        planned(arguments)
     assert caught.value.exit_code == 2
     for words in told:
         assert words in str(caught.value)
@@ -96,7 +97,7 @@ def test_mistakes_in_the_options(arguments: list[str], told: tuple[str, ...]) ->
     ],
 )
 def test_mistakes_in_the_arms(arguments: list[str], told: tuple[str, ...]) -> None:
-    about = parse([*TINY, *arguments, "null=false"])
+    about = planned([*TINY, *arguments, "null=false"])
     with pytest.raises(UserError) as caught:
         check_arms(about)
     for words in told:
@@ -105,7 +106,7 @@ def test_mistakes_in_the_arms(arguments: list[str], told: tuple[str, ...]) -> No
 
 def test_an_arm_may_change_what_all_arms_have() -> None:
     """Hydra itself refuses a group that is chosen twice."""
-    about = parse([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"])
+    about = planned([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"])
     configs = check_arms(about)
     assert (configs["fp32"].precision.mode, configs["free"].precision.mode) == ("fp32", "fp16")
     assert (configs["bf16"].clip.kind, configs["free"].clip.kind) == ("norm", "none")
@@ -178,7 +179,7 @@ def test_one_failed_arm_does_not_lose_the_others(tmp_path: Path, code: int, firs
 
 
 def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
-    about = parse([*TINY, PAIR, f"output_dir={tmp_path}", "name=it"])
+    about = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it"])
     (about.folder).mkdir(parents=True)
     (about.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
     with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
@@ -186,7 +187,7 @@ def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_at_a_time_do_not_take_each_others_runs_for_broken_off(tmp_path: Path) -> None:
-    about = parse([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
+    about = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
     about.folder.mkdir(parents=True)
     with in_use(about.folder), pytest.raises(UserError, match="worked on by another process"):
         compare(about, check_arms(about), tell=lambda line: None)

@@ -55,7 +55,7 @@ def result(folder: Path, labels: list[str], seeds: int, energy: bool = False) ->
                 "skipped_steps": 0,
             }
             outcomes.append(Outcome(arm.label, seed, run, 0, summary=summary))
-    about = Comparison(arms, labels[0], list(range(seeds)), output_dir=str(folder), name="a<b")
+    about = Comparison(arms, labels[0], list(range(seeds)), output_dir=folder, name="a<b")
     about.folder.mkdir(parents=True)
     return Result(about, judge(arms, labels[0], outcomes, 0.003), outcomes, FACTS)
 

@@ -10,7 +10,7 @@ import torch
 
 from evidence.memory import max_batch
 from evidence.memory.max_batch import Largest, largest_micro_batch, parse_budget, parse_margin, search
-from evidence.memory.trial import Outcome
+from evidence.memory.trial import Trial
 from tests.helpers import CPU
 from trainer.errors import UserError, is_out_of_memory
 from trainer.hardware import Hardware
@@ -46,9 +46,9 @@ def test_search_never_tries_more_than_there_are(most: int, largest: int, guess: 
 def test_no_trial_has_more_samples_than_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def trial(overrides: list[str], limit_bytes: int) -> Outcome:
+    def trial(overrides: list[str], limit_bytes: int) -> Trial:
         sizes.append(int(overrides[-2].split("=")[1]))
-        return Outcome(True, 1)
+        return Trial(True, 1)
 
     monkeypatch.setattr(max_batch, "trial", trial)
     monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 200_693)
@@ -72,10 +72,10 @@ def test_the_answer_keeps_the_batch() -> None:
 def test_trials_accumulate_where_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, ...]] = []
 
-    def trial(overrides: list[str], limit_bytes: int) -> Outcome:
+    def trial(overrides: list[str], limit_bytes: int) -> Trial:
         seen.append((overrides[-2], overrides[-1]))
         assert limit_bytes == 95 * 2**20
-        return Outcome(int(overrides[-2].split("=")[1]) <= 9, 1)
+        return Trial(int(overrides[-2].split("=")[1]) <= 9, 1)
 
     monkeypatch.setattr(max_batch, "trial", trial)
     monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 7)

@@ -9,6 +9,7 @@ import torch
 from evidence import probes
 from evidence.measures import PROBE_MEASURES
 from scripts import probe as script
+from trainer.config.options import run
 from trainer.errors import UserError
 
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=8 data=synthetic data.vocab_size=64 batch_size=4 device=cpu"
@@ -61,9 +62,9 @@ def test_the_forecast_of_the_largest_batch_is_where_its_line_meets_the_budget(tm
         ("gem size=4", "did you mean 'gemm'?"),
         ("", "nothing is not a probe (gemm, clip_order, max_batch)"),
         ("gemm size=x", "size=x must be a whole number"),
-        ("gemm sise=64", "sise=64 is no option of gemm; did you mean 'size'?"),
-        ("gemm size=0", "must be at least 1"),
-        ("gemm seed=x", "seed=x must be a whole number, such as seed=0"),
+        ("gemm sise=64", "sise is not an option; did you mean 'size'?"),
+        ("gemm size=0", "size=0 must be a whole number of at least 1"),
+        ("gemm seed=x", "seed=x must be a whole number of at least 0"),
         ("gemm precision=fp8 device=cpu", "precision=fp8 is not one of fp32, tf32, bf16, fp16"),
         ("gemm precision=tf32 device=cpu", "precision=tf32 is not available"),
         (f"max_batch by=magic {GPT2}", "by=magic is neither trials nor forecast"),
@@ -71,7 +72,7 @@ def test_the_forecast_of_the_largest_batch_is_where_its_line_meets_the_budget(tm
     ],
 )
 def test_mistakes_are_named(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(text.split()) == 2
+    assert run(script.main, None, text.split()) == 2
     assert words in capsys.readouterr().err
 
 

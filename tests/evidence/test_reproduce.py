@@ -20,6 +20,7 @@ from evidence.claims.reproduce import Reproduction, machine, save
 from evidence.intervals import INCONCLUSIVE
 from scripts import reproduce as script
 from tests.helpers import CPU
+from trainer.config.options import run
 from trainer.errors import UserError
 
 SPEED = {"fp32": 100.0, "bf16": 250.0}
@@ -243,7 +244,7 @@ def test_a_mistake_is_answered_with_what_to_type(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
-    assert script.main(arguments) == 2
+    assert run(script.main, script.__doc__, arguments) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert words in told
@@ -326,5 +327,5 @@ def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Reproduction, "test", interrupted)
-    assert script.main(["claim=clip_order", "device=cpu"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert run(script.main, None, ["claim=clip_order", "device=cpu"], continues=True) == 130
+    assert "run the same command again to continue" in capsys.readouterr().err

@@ -1,48 +1,121 @@
-"""The options of scripts that are not Hydra's: ``key=value``, as train.py takes them."""
+"""The command line of every script but train.py, which is Hydra's: ``key=value`` options, help, exit codes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
-from trainer.errors import UserError, nearest
+from trainer.errors import RunError, UserError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def parse(arguments: Sequence[str], defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options by key, and the arguments that are none (names of files and folders).
+def run(
+    main: Callable[[list[str]], int],
+    usage: str | None,
+    arguments: Sequence[str] | None = None,
+    *,
+    continues: bool = False,
+) -> int:
+    """Run a script and return its exit code: that of ``main``, of a ``RunError``, or 130 for Ctrl-C and SIGTERM.
 
-    Raises:
-        UserError: an option in the form ``--key value``, an unknown key, or a key without a value.
+    Args:
+        main: takes the arguments; imports what takes seconds, so that ``--help`` and Ctrl-C are answered at once.
+        usage: what ``--help`` prints: the script's docstring.
+        arguments: of the command line (default: ``sys.argv``).
+        continues: whether the same command, run again, continues where it was interrupted.
 
     """
-    options, others = dict(defaults), []
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(given):
+        print(usage)
+        return 0
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a file or a pipe
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return main(given)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\ninterrupted" + "; run the same command again to continue" * continues, file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def parse(
+    arguments: Sequence[str], options: type[Options], others: Literal["none", "overrides", "paths"] = "none"
+) -> tuple[Options, list[str]]:
+    """Read ``key=value`` arguments into a dataclass; of a key that is given twice the last value counts.
+
+    Args:
+        arguments: of the command line.
+        options: its fields are the keys, each of type str, Path, bool, int, float or list[str], with a default. An int
+            is at least 1, or at least 0 where that is the default.
+        others: what else is allowed: nothing, overrides for train.py (``key=value`` with other keys), or paths.
+
+    Returns:
+        The options, and the other arguments in their order.
+
+    Raises:
+        UserError: an option with dashes, an unknown key, a key without a value, or a value of another type.
+
+    """
+    types, defaults = get_type_hints(options), {entry.name: entry.default for entry in dataclasses.fields(options)}
+    values: dict[str, Any] = {}
+    rest = []
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if argument.startswith("-"):
-            name = key.lstrip("-").replace("-", "_")
-            if name in defaults:
-                raise UserError(f"{argument}: write {name}={value or '…'}, without dashes")
-            raise UserError(f"{argument} is no option here{nearest(name, defaults)} ({', '.join(defaults)})")
-        if key in defaults and equals:
-            if not value:
+        key, equals, text = argument.partition("=")
+        name = key.lstrip("-").replace("-", "_")
+        dashes = argument.startswith("-")
+        if dashes and (name in defaults or others == "overrides"):
+            raise UserError(f"{argument}: write {name}={text or '…'}, without dashes")
+        if equals and key in defaults:
+            if not text:
                 raise UserError(f"{key}= has no value; leave it out for the default")
-            options[key] = value
-        elif equals and not Path(argument).exists():
-            raise UserError(f"{argument}: {key} is no option here{nearest(key, defaults)} ({', '.join(defaults)})")
+            values[key] = _value(key, unquoted(text), types[key], defaults[key])
+        elif (equals and others == "overrides") or (
+            others == "paths" and not dashes and (not equals or Path(argument).exists())
+        ):
+            rest.append(argument)
+        elif equals or dashes:
+            raise UserError(f"{argument}: {name} is not an option{nearest(name, defaults)} ({', '.join(defaults)})")
         else:
-            others.append(argument)
-    return options, others
+            raise UserError(f"{argument!r} is not an option; write key=value")
+    return options(**values), rest
 
 
-def whole_number(options: Mapping[str, str], key: str) -> int:
-    """Return an option that is a number of at least 1. Raises UserError for any other."""
-    value = options[key]
-    if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise UserError(f"{key}={value} must be a whole number of at least 1")
-    return int(value)
+def _value(key: str, text: str, wanted: Any, default: Any) -> Any:
+    if wanted is bool:
+        if text.lower() not in ("true", "false"):
+            raise UserError(f"{key}={text} must be true or false")
+        return text.lower() == "true"
+    if wanted is int:
+        least = min(1, default)
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise UserError(f"{key}={text} must be a whole number of at least {least}")
+        return int(text)
+    if wanted is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise UserError(f"{key}={text} must be a number") from None
+    return Path(text).expanduser() if wanted is Path else listed(text) if wanted == list[str] else text
 
 
-def no_more(others: Sequence[str]) -> None:
-    """Refuse arguments that are no options. Raises UserError."""
-    if others:
-        raise UserError(f"{others[0]!r} is not an option; write key=value")
+def listed(text: str) -> list[str]:
+    """Return the items of ``a,b`` or ``[a,b]``."""
+    return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",") if item.strip()]
+
+
+def unquoted(text: str) -> str:
+    """Return a value without the quotes around it that Hydra's grammar allows."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

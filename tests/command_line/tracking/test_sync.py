@@ -21,6 +21,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests import forks
+from trainer.config import options
 from trainer.files import in_use, write_json
 from trainer.tracking.mlflow.sync import send
 from trainer.tracking.tracker import Tracker, Tracking
@@ -92,14 +93,13 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.fixture
-def sync(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sync:
+def sync(capsys: pytest.CaptureFixture[str]) -> Sync:
     """scripts/sync.py in this process (a process of its own takes seconds to import MLflow)."""
     from scripts.sync import main
 
     def command(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["scripts/sync.py", *arguments])
         capsys.readouterr()
-        code = main()
+        code = options.run(main, None, arguments)
         return code, "".join(capsys.readouterr())
 
     return command

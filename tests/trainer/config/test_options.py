@@ -1,26 +1,50 @@
-"""Options of the scripts that are not Hydra's, as they are typed."""
+"""Options of the scripts that are not Hydra's, as they are typed; help, errors and exit codes."""
 
 from __future__ import annotations
 
-import sys
+import importlib
+import re
+import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from scripts import bench
-from trainer.config.options import no_more, parse, whole_number
-from trainer.errors import UserError
+from evidence.bench.bench import MEASUREMENTS
+from evidence.probes import PROBES
+from scripts import bench, probe
+from tests.helpers import PROJECT
+from trainer.config.options import parse, run
+from trainer.errors import RunError, UserError
 
-DEFAULTS = {"output_dir": "outputs", "uri": "", "runs": "6"}
+SCRIPTS = sorted(path.stem for path in (PROJECT / "scripts").glob("*.py") if path.stem != "train")
+
+
+@dataclass
+class Options:
+    output_dir: Path = Path("outputs")
+    uri: str = ""
+    runs: int = 6
+    seed: int = 0
+    ratio: float = 0.5
+    all: bool = False
+    only: list[str] = field(default_factory=list)
 
 
 def test_options_and_the_rest_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=b").mkdir()
-    options, others = parse(["uri=sqlite:///x.db?a=b", "outputs/run", "a=b", "runs=3"], DEFAULTS)
-    assert options == {"output_dir": "outputs", "uri": "sqlite:///x.db?a=b", "runs": "3"}
-    assert others == ["outputs/run", "a=b"]
-    assert whole_number(options, "runs") == 3
+    options, paths = parse(["uri=sqlite:///x.db?a=b", "outputs/run", "a=b", "runs=2", "runs=3"], Options, "paths")
+    assert options == Options(uri="sqlite:///x.db?a=b", runs=3)
+    assert paths == ["outputs/run", "a=b"]
+    options, overrides = parse(["precision=bf16", "all=true", "optimizer.lr="], Options, "overrides")
+    assert (options, overrides) == (Options(all=True), ["precision=bf16", "optimizer.lr="])
+
+
+def test_values_have_the_types_of_their_fields() -> None:
+    typed = ["output_dir='my runs'", "seed=0", "ratio=1e-3", "all=False", "only=[a, b]"]
+    assert parse(typed, Options)[0] == Options(Path("my runs"), ratio=0.001, only=["a", "b"])
+    assert parse(["only=a,b", "output_dir=~"], Options)[0] == Options(Path.home(), only=["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -28,42 +52,98 @@ def test_options_and_the_rest_are_told_apart(tmp_path: Path, monkeypatch: pytest
     [
         ("--output-dir=here", "--output-dir=here: write output_dir=here, without dashes"),
         ("--runs", "--runs: write runs=…, without dashes"),
-        ("--rusn=3", "is no option here; did you mean 'runs'"),
-        ("rusn=3", "rusn is no option here; did you mean 'runs'"),
+        ("--rusn=3", "rusn is not an option; did you mean 'runs'"),
+        ("rusn=3", "rusn is not an option; did you mean 'runs'"),
         ("uri=", "uri= has no value"),
+        ("runs", "'runs' is not an option; write key=value"),
+        *(
+            (f"runs={text}", f"runs={text} must be a whole number of at least 1")
+            for text in ("0", "-1", "x", "1.5", "²")
+        ),
+        ("seed=-1", "seed=-1 must be a whole number of at least 0"),
+        ("ratio=half", "ratio=half must be a number"),
+        ("all=yes", "all=yes must be true or false"),
     ],
 )
 def test_mistakes_are_one_sentence(argument: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse([argument], DEFAULTS)
+        parse([argument], Options)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "²"])
-def test_numbers_are_whole_and_positive(value: str) -> None:
-    with pytest.raises(UserError, match=f"runs={value} must be a whole number"):
-        whole_number({"runs": value}, "runs")
-    with pytest.raises(UserError, match="write key=value"):
-        no_more([value])
+def test_overrides_have_no_dashes() -> None:
+    with pytest.raises(UserError, match=r"--batch-size=8: write batch_size=8, without dashes"):
+        parse(["--batch-size=8"], Options, "overrides")
+    with pytest.raises(UserError, match="'gpt2' is not an option; write key=value"):
+        parse(["gpt2"], Options, "overrides")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("x=1 is wrong"), 2, "error: x=1 is wrong\n"),
+        (RunError("it failed"), 1, "error: it failed\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+    ],
+)
+def test_an_error_is_a_line_and_an_exit_code(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(arguments: list[str]) -> int:
+        raise error
+
+    handler = signal.getsignal(signal.SIGTERM)
+    assert run(main, "help", ["x=1"]) == code
+    assert capsys.readouterr() == ("", message)
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_sigterm_ends_a_script_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: list[str]) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    assert run(main, "help", [], continues=True) == 130
+    assert capsys.readouterr().err == "\ninterrupted; run the same command again to continue\n"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module(f"scripts.{name}")
+    assert run(script.main, script.__doc__, ["x=1", "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert f"python scripts/{name}.py" in out
+    assert "Exit code: 0" in out
+
+
+def test_the_help_names_every_measurement_and_probe() -> None:
+    assert ", ".join(MEASUREMENTS) in str(bench.__doc__)
+    assert re.findall(r"^  (\w+) ", str(probe.__doc__), re.MULTILINE) == list(PROBES)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--only", "memory"], "--only: write only=…, without dashes"),
-        (["only=memroy"], "only=memroy is no measurement; did you mean 'memory'"),
+        (["only=memroy"], "only=memroy is not a measurement; did you mean 'memory'"),
         (["repeats=0"], "repeats=0 must be a whole number of at least 1"),
         (["memory"], "'memory' is not an option; write key=value"),
     ],
 )
 def test_bench_refuses_mistakes_before_it_measures(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *arguments])
-    assert bench.main() == 2
+    assert run(bench.main, None, arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_bench_takes_some_measurements() -> None:
-    assert bench.chosen("memory,precision") == bench.chosen("[memory,precision]") == ["memory", "precision"]
-    assert bench.chosen("") == list(bench.MEASUREMENTS)
+def test_bench_takes_some_measurements(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+    for name in MEASUREMENTS:
+        monkeypatch.setitem(MEASUREMENTS, name, lambda *_, name=name: done.append(name) or [])
+    for only in ("memory,precision", "[memory,precision]"):
+        assert run(bench.main, None, [f"only={only}", "device=cpu"]) == 0
+    assert done == 2 * ["memory", "precision"]
+    assert run(bench.main, None, ["device=cpu"]) == 0
+    assert done[4:] == list(MEASUREMENTS)

@@ -1,0 +1,117 @@
+"""The command line of scripts/compare.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evidence.comparison.compare import NULL, Comparison, check_arms, compare, tracking_uri_of
+from evidence.comparison.mlflow import publish
+from evidence.comparison.report import sentences, table, write_report
+from evidence.runs import NULL_SHIFT, Arm, check_labels
+from trainer.config.compose import CONF
+from trainer.config.options import listed, parse, unquoted
+from trainer.errors import UserError, nearest
+
+CHOSEN = ("seed", "run_name", "resume")
+"""Keys that the comparison sets for every run."""
+
+
+@dataclass
+class Options:
+    """Of the command line; see scripts/compare.py."""
+
+    arms: list[str] = field(default_factory=list)
+    baseline: str = ""
+    seeds: str = "5"
+    margin: str = "0.3%"
+    null: bool = True
+    name: str = ""
+    output_dir: Path = Path("outputs")
+
+
+def main(arguments: list[str]) -> int:
+    """Train the arms, report; the exit code is 1 where a run failed."""
+    comparison = planned(arguments)
+    configs = check_arms(comparison)
+    result = compare(comparison, configs)
+    files = write_report(result, ["python", "scripts/compare.py", *arguments])
+    print(f"\n{table(result)}\n")
+    print("\n".join(sentences(result)))
+    print(f"\nreport {files[0]}")
+    if uri := tracking_uri_of(configs[comparison.baseline]):
+        print("\n".join(publish(result, uri, files)))
+    return int(result.failed)
+
+
+def planned(arguments: list[str]) -> Comparison:
+    """Read the command line; what is not an option of the comparison is an override of all arms.
+
+    Raises:
+        UserError: as the messages say.
+
+    """
+    options, others = parse(arguments, Options, "overrides")
+    common = [text for text in others if not text.startswith("arm.")]
+    if set_here := [key for key in CHOSEN if any(text.startswith(f"{key}=") for text in common)]:
+        raise UserError(f"{set_here[0]}=… is set for every run; use seeds=5, and name=… for the comparison")
+    arms = [_arm(item) for item in options.arms]
+    for label, _, overrides in (text.removeprefix("arm.").partition("=") for text in others if text not in common):
+        arms.append(Arm(label, tuple(unquoted(overrides).split())))
+    if len(arms) < 2:
+        raise UserError('a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"')
+    if any(arm.label == NULL for arm in arms):
+        raise UserError(f"the label {NULL} is that of the null arm; choose another")
+    check_labels(arms)
+    for arm in arms:
+        if fixed := [text for text in arm.overrides if text.partition("=")[0] in (*CHOSEN, "output_dir")]:
+            raise UserError(f"arm {arm.label}: {fixed[0]} cannot differ between arms; drop it, and use seeds=5")
+    baseline = options.baseline or arms[0].label
+    if baseline not in (labels := [arm.label for arm in arms]):
+        raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
+    arms.sort(key=lambda arm: arm.label != baseline)  # a stable sort: the baseline comes first
+    if options.null:
+        arms.append(Arm(NULL, arms[0].overrides, NULL_SHIFT))
+    if "/" in options.name or options.name in (".", ".."):
+        raise UserError(f"name={options.name} must be the name of a folder, without a slash")
+    seeds, margin = _seeds(options.seeds), _margin(options.margin)
+    return Comparison(arms, baseline, seeds, margin, common, options.output_dir, options.name)
+
+
+def _arm(item: str) -> Arm:
+    if "=" in item:
+        parts = unquoted(item).split()
+        return Arm(re.sub(r"[^\w.]+", "-", "-".join(part.partition("=")[2] for part in parts)), tuple(parts))
+    known = sorted(path.stem for path in (CONF / "precision").glob("*.yaml"))
+    if item not in known:
+        raise UserError(
+            f"arms: {item} is not a precision ({', '.join(known)}){nearest(item, known)}; "
+            f'other overrides are named: arm.{item}="key=value …"'
+        )
+    return Arm(item, (f"precision={item}",))
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(item) for item in listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
+    except ValueError:
+        raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
+    if len(seeds) < 2:
+        raise UserError(f"seeds={text} gives one pair of runs, and an interval needs two or more; use seeds=5")
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:
+        raise UserError(f"seeds={text} must be different numbers from 0 to {NULL_SHIFT - 1}")
+    return seeds
+
+
+def _margin(text: str) -> float:
+    try:
+        margin = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise UserError(f"margin={text} is not a number; write margin=0.3%") from None
+    if not 0 < margin < 1:
+        raise UserError(
+            f"margin={text} must lie above 0 and below 100 %: it is the difference in validation loss that is too "
+            "small to matter, such as margin=0.3%"
+        )
+    return margin
