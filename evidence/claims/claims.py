@@ -34,7 +34,7 @@ STAND_INS = {
 
 @dataclass
 class Claim:
-    """One published claim, as its YAML says it. The README shows how to write one."""
+    """One published claim, as its YAML says it. docs/claims.md shows how to write one."""
 
     id: str
     statement: str

@@ -1,4 +1,4 @@
-"""The committed outcomes of claims, and the pages that are made of them: docs/results.md and the README's table."""
+"""The committed outcomes of claims, and what is made of them: docs/results.md, and the table in docs/claims.md."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.files import write_text
 
 RESULTS = PROJECT / "results"
 PAGE = Path("docs") / "results.md"
+SUMMARY = Path("docs") / "claims.md"
 BEGIN, END = "<!-- results: made by scripts/reproduce.py -->", "<!-- end of results -->"
 
 Records = dict[str, dict[str, dict[str, Any]]]
@@ -85,8 +86,8 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_table(records: Records, claims: dict[str, Claim]) -> str:
-    """Return the README's tables, one for each machine: what has been tested there, by what decided."""
+def summary(records: Records, claims: dict[str, Claim]) -> str:
+    """Return the tables of docs/claims.md, one for each machine: what has been tested there, by what decided."""
     lines: list[str] = []
     for machine, outcomes in records.items():
         lines += [*([""] if lines else []), f"On `{machine}` ({_machine(outcomes)}):", ""]
@@ -97,22 +98,21 @@ def readme_table(records: Records, claims: dict[str, Claim]) -> str:
                 continue
             decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
             told = "; ".join(map(_short, decided))
-            lines.append(_row((f"[{name}](docs/results.md#{name})", claim.statement, record["verdict"], told)))
+            lines.append(_row((f"[{name}](results.md#{name})", claim.statement, record["verdict"], told)))
     return "\n".join(lines)
 
 
 def update(root: Path = PROJECT) -> list[Path]:
-    """Write docs/results.md, and the README's table between its two markers; return the files that changed."""
+    """Write docs/results.md, and the table of docs/claims.md between two markers; return the files that changed."""
     claims = {name: load(name) for name in names()}
     records = read(root / "results")
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    head, found, rest = readme.partition(BEGIN)
+    head, found, rest = (root / SUMMARY).read_text(encoding="utf-8").partition(BEGIN)
     _, ended, tail = rest.partition(END)
     if not (found and ended):
-        raise UserError(f"README.md has lost the line {BEGIN if not found else END}, between which the table belongs")
+        raise UserError(f"{SUMMARY} has lost the line {BEGIN if not found else END}, between which the table belongs")
     wanted = {
         root / PAGE: page(records, claims, read_notes(root / "results")),
-        root / "README.md": f"{head}{BEGIN}\n{readme_table(records, claims)}\n{END}{tail}",
+        root / SUMMARY: f"{head}{BEGIN}\n{summary(records, claims)}\n{END}{tail}",
     }
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in changed:

@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import os
+import struct
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +46,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # The machine may be busy with other tests, and two threads that wait for each other then take seconds.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return current
+
+
+@pytest.fixture
+def user_data(folder: Path) -> None:
+    """texts/ with text files, images/ with a folder per class, idx/ with files like MNIST's."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    (folder / "texts").mkdir()
+    for number in range(4):
+        (folder / "texts" / f"{number}.txt").write_text(f"{number}: the quick brown fox jumps over the dog.\n" * 40)
+    for index in range(12):
+        path = folder / "images" / f"class{index % 2}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).save(path)
+    (folder / "idx").mkdir()
+    for part in ("train", "t10k"):
+        images, labels = rng.integers(0, 256, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
+        header = struct.pack(">IIII", 0x803, *images.shape)
+        (folder / "idx" / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = struct.pack(">II", 0x801, len(labels))
+        (folder / "idx" / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from trainer.precision import convolution
@@ -70,28 +68,6 @@ def tiny(choice: str) -> list[str]:
     base = [] if choice in NEEDS and NEEDS[choice][0].startswith("recipe=") else TINY["bignet"]
     group, name = choice.split("/")
     return [*base, *([] if group == "recipe" else [f"{group}={name}"]), *NEEDS.get(choice, ()), *SHORT]
-
-
-@pytest.fixture
-def user_data(folder: Path) -> None:
-    """texts/ with text files, images/ with a folder per class, idx/ with files like MNIST's."""
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    (folder / "texts").mkdir()
-    for number in range(4):
-        (folder / "texts" / f"{number}.txt").write_text(f"{number}: the quick brown fox jumps over the dog.\n" * 40)
-    for index in range(12):
-        path = folder / "images" / f"class{index % 2}" / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).save(path)
-    (folder / "idx").mkdir()
-    for part in ("train", "t10k"):
-        images, labels = rng.integers(0, 256, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
-        header = struct.pack(">IIII", 0x803, *images.shape)
-        (folder / "idx" / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        header = struct.pack(">II", 0x801, len(labels))
-        (folder / "idx" / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
 
 
 def only_run(folder: Path) -> Path:

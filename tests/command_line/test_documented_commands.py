@@ -19,17 +19,20 @@ FILES = [
     PROJECT / "trainer/cli.py",
 ]
 COMMAND = re.compile(
-    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:python scripts/|torchrun |make |srun |pip install |docker )[^`]*)"
+    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:python scripts/|torchrun |make |srun |pip install |docker |source )[^`]*)"
 )
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.")
 KEY_VALUE = re.compile(r"^[\w./+~-]+=\[")
 
 
 def commands(path: Path) -> list[str]:
-    """The command lines of a file: indented or in a fence, in a comment, or in a docstring; continued lines joined."""
+    """The command lines of a file: indented, within the text, in a comment or a docstring; continued lines joined."""
     text = re.sub(r"\\\n\s*#?\s*", "", path.read_text(encoding="utf-8"))
     text = re.sub(r"#!/bin/bash(\n    .*)*", "", text)  # a script, where comments are comments
-    lines = [line for line in text.splitlines() if path.suffix != ".md" or line.startswith("    ")]
+    lines = text.splitlines()
+    if path.suffix == ".md":  # and within the text, where no part of them is left open
+        spans = re.findall(r"`((?:python scripts/|torchrun )[^`\n…<]+)`", text)
+        lines = [*(line for line in lines if line.startswith("    ")), *spans]
     return [found[1].strip() for line in lines if (found := COMMAND.match(line.strip()))]
 
 

@@ -165,8 +165,8 @@ def test_every_claim_here_has_a_figure_and_a_reduced_size(name: str) -> None:
     assert all(load(part) for part in here.combines)
 
 
-def test_the_claim_in_the_readme_is_one(tmp_path: Path) -> None:
-    page = (PROJECT / "README.md").read_text()
+def test_the_claim_in_the_docs_is_one(tmp_path: Path) -> None:
+    page = (PROJECT / "docs/claims.md").read_text()
     block = re.search(r"^```yaml\n# evidence/claims/published/(\S+)\.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert block
     (tmp_path / f"{block[1]}.yaml").write_text(block[2])

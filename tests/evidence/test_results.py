@@ -21,8 +21,11 @@ def test_the_pages_agree_with_the_outcomes(tmp_path: Path) -> None:
     records = results.read()
     page = (PROJECT / results.PAGE).read_text()
     assert page == results.page(records, claims, results.read_notes()), "run: python scripts/reproduce.py pages=true"
-    readme = (PROJECT / "README.md").read_text()
-    assert results.readme_table(records, claims) in readme, "run: python scripts/reproduce.py pages=true"
+    table = results.summary(records, claims)
+    assert table in (PROJECT / results.SUMMARY).read_text(), "run: python scripts/reproduce.py pages=true"
+    shown = [line for line in (PROJECT / "README.md").read_text().splitlines() if "(docs/results.md#" in line]
+    assert shown, "the README shows some of them"
+    assert {line.replace("docs/results.md", "results.md") for line in shown} <= set(table.splitlines())
 
 
 @pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*/*.json")), ids=lambda path: path.stem)
@@ -48,7 +51,7 @@ def test_a_number_changed_by_hand_changes_the_pages(tmp_path: Path) -> None:
     assert records, "no outcome is committed"
     machine, outcomes = next(iter(records.items()))
     name = next(name for name, record in outcomes.items() if record["verdict"] != NOT_HERE)
-    before = results.page(records, claims, {}), results.readme_table(records, claims)
+    before = results.page(records, claims, {}), results.summary(records, claims)
     records[machine][name]["findings"][0]["median"] = 9.99
     assert results.page(records, claims, {}) != before[0]
 
@@ -70,7 +73,8 @@ def test_an_outcome_of_an_earlier_file_does_not_count() -> None:
     assert results.verdict(None, claim) == ""
 
 
-def test_a_readme_without_the_place_for_the_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("nothing")
-    with pytest.raises(UserError, match=r"README\.md has lost the line"):
+def test_a_page_without_the_place_for_the_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / results.SUMMARY).parent.mkdir()
+    (tmp_path / results.SUMMARY).write_text("nothing")
+    with pytest.raises(UserError, match=r"docs/claims\.md has lost the line"):
         results.update(tmp_path)

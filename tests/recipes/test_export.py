@@ -129,8 +129,8 @@ def export(folder: Path, *overrides: str) -> Any:
     return trainer
 
 
-def readme_block(words: str) -> str:
-    blocks = re.findall(r"^```python\n(.*?)^```", (PROJECT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+def page_block(words: str) -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```", (PROJECT / "docs/tasks.md").read_text(), re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if words in block]
     return str(block)
 
@@ -165,7 +165,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     resnet.model.register_forward_hook(lambda model, inputs, output: recorded.append(output.detach()))
     resnet.recipe.loss(resnet.model, batch)
     save_file({"image": batch["image"], "logits": recorded[0]}, root / "resnet" / "expected")
-    told = {"texts": texts, "language": readme_block("AutoModelForCausalLM"), "images": readme_block("torchvision")}
+    told = {"texts": texts, "language": page_block("AutoModelForCausalLM"), "images": page_block("torchvision")}
     (root / "told.json").write_text(json.dumps(told))
     done = subprocess.run([sys.executable, "-P", "-c", OUTSIDE, str(root)], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

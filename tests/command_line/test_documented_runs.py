@@ -1,0 +1,224 @@
+"""Every command of README and docs runs, two steps at a tiny size; where one cannot run here, the reason is named."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import runpy
+import shlex
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed.run as torchrun
+
+from tests.command_line.test_documented_commands import PAGES, PROJECT, commands
+from trainer.config import schema
+from trainer.config.compose import combinations, compose
+
+HERE = "tests/command_line"
+OWN = (f"{HERE}/test_own_recipe.py::test_runs_and_learns_as_the_page_says", "its recipe is written by the reader")
+HOSTS = "tests/parallel/test_command.py::test_two_hosts_meet_and_train_together"
+RANKS = "tests/parallel/test_command.py::test_a_run_goes_from_two_processes_to_one_and_back"
+COMPARISON = f"{HERE}/test_compare_command.py::test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed"
+TRAIN = "python scripts/train.py"
+
+# What is not run here, by how it begins: the test that runs such a command whole, and why this one does not.
+ELSEWHERE = {
+    "make train": (".ci/run", "installs packages"),
+    "make test": (".ci/run", "runs this test"),
+    "source .venv/bin/activate": ("Makefile", "the environment that make train makes"),
+    "srun ": (HOSTS, "needs SLURM"),
+    "torchrun --nnodes": (HOSTS, "needs several machines"),
+    "torchrun --standalone": (RANKS, "starts several processes"),
+    "python scripts/bench.py": ("tests/evidence/test_bench.py::test_speedups_are_measured", "takes half an hour"),
+    "python scripts/certify.py": (f"{HERE}/test_certify.py::test_a_healthy_job_is_bitwise", "kills many processes"),
+    "python scripts/compare.py": (COMPARISON, "starts many processes"),
+    "python scripts/max_batch.py": (
+        f"{HERE}/test_memory_commands.py::test_max_batch_says_what_to_paste", "fills memory",
+    ),
+    "python scripts/reproduce.py claim=": (f"{HERE}/test_claims.py::test_every_claim_runs_reduced", "takes an hour"),
+    "python scripts/sync.py": (
+        f"{HERE}/tracking/test_sync.py::test_sync_says_what_it_did_with_each_run", "needs runs that MLflow lacks",
+    ),
+    "python scripts/ui.py": (
+        f"{HERE}/tracking/test_ui.py::test_it_serves_the_newest_runs_until_it_is_stopped", "serves until it is stopped",
+    ),
+    f"{TRAIN} -m hydra/launcher=submitit_slurm": (
+        f"{HERE}/test_sweep.py::test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each", "needs SLURM",
+    ),
+    f"{TRAIN} -m recipe=tumour": OWN,
+    f"{TRAIN} recipe=tumour": OWN,
+    f"{TRAIN} recipe=gpt2 data=hub": (f"{HERE}/test_commands.py::test_every_choice_runs_two_steps", "downloads"),
+    f"{TRAIN} resume=mlflow:RUN_ID": (
+        f"{HERE}/tracking/test_mlflow_checkpoints.py::test_a_run_is_continued_on_an_empty_machine_bit_for_bit",
+        "needs a server",
+    ),
+}  # fmt: skip
+PROGRAMS = {"python", "torchrun", "make", "srun", "pip", "docker", "source", "git", "bash", "sbatch", "cd", "export"}
+SMALL = {
+    "gpt2": ("recipe.context=16",),
+    "resnet": ("recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "loader.workers=0"),
+    "bignet": ("recipe.layers=2", "recipe.width=8", "data.samples=16"),
+}
+WORD = r"'?[a-z_]+(?:\.[a-z_0-9]+)*=[^\s<…|\\'\"]+'?"
+
+
+def documented() -> dict[str, str]:
+    """Every command of the pages, and the page that has it first."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+        for command in [*commands(page), *re.findall(r"^    (srun .*)", text, re.MULTILINE)]:
+            found.setdefault(command, page.name)
+    return found
+
+
+def elsewhere(command: str) -> str | None:
+    return next((start for start in ELSEWHERE if command.startswith(start)), None)
+
+
+def run_here(page: str) -> list[str]:
+    return [command for command, first in documented().items() if first == page and not elsewhere(command)]
+
+
+def small(arguments: list[str]) -> list[str]:
+    """What makes a training command tiny, but for its number of steps."""
+    given = dict(each.partition("=")[::2] for each in arguments)
+    recipe = given.get("recipe", "gpt2")
+    sizes = [*SMALL[recipe], "batch_size=4", "eval_samples=4"]
+    if recipe == "gpt2" and "recipe.pretrained" not in given:
+        sizes += ["recipe.size=nano", *([] if "data.tokenizer" in given else ["data.tokenizer=bytes"])]
+    return sizes
+
+
+@pytest.fixture
+def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own data, as the pages call it, and a standard library of a few modules."""
+    for name, made in {"notes.txt": "texts/0.txt", "photos": "images", "mnist": "idx"}.items():
+        (folder / name).symlink_to(folder / made)
+    library = Path(sysconfig.get_path("stdlib"))
+    (tmp_path / "library").mkdir()
+    for name in ("abc", "ast", "bisect", "calendar", "cmd", "copy", "csv", "glob", "heapq", "inspect"):
+        shutil.copy(library / f"{name}.py", tmp_path / "library")
+    few = SimpleNamespace(get_path=lambda _: str(tmp_path / "library"))
+    monkeypatch.setattr("recipes.data.text.corpus.sysconfig", few)
+
+
+@pytest.mark.usefixtures("files", "no_plots")
+@pytest.mark.parametrize("page", sorted({path.name for path in PAGES if run_here(path.name)}))
+def test_the_commands_of_a_page_run(
+    page: str, train: Callable[..., Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = 2
+    for command in run_here(page):
+        script, *arguments = shlex.split(command)[1:]
+        if "outputs/gpt2-bf16-s0" in command and not (folder / "outputs/gpt2-bf16-s0").exists():
+            first = ["recipe=gpt2", "precision=bf16"]
+            assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
+        if script != "scripts/train.py":
+            given = small(arguments) if script == "scripts/memory.py" else []
+            assert runpy.run_path(str(PROJECT / script))["main"]([*arguments, *given]) == 0, command
+            assert capsys.readouterr().out
+            continue
+        added = [*small(arguments), "steps=2", "tracking=local"]
+        if {"--help", "--cfg"} & set(arguments):
+            added = []
+        elif any(argument.startswith("resume=outputs") for argument in arguments):
+            steps += 2
+            added = [f"steps={steps}"]
+        done = train(*arguments, *added)
+        assert done.code == 0, f"{command}\n{done.out}{done.err}"
+        assert done.out
+
+
+def test_every_command_is_run_here_or_elsewhere() -> None:
+    found = documented()
+    assert len(found) > 40
+    for command in found:
+        assert elsewhere(command) or command.startswith("python scripts/"), f"neither run nor in ELSEWHERE: {command}"
+    for start, (test, _) in ELSEWHERE.items():
+        assert any(command.startswith(start) for command in found), f"no page has {start}"
+        file, _, name = test.partition("::")
+        text = (PROJECT / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in text, f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_what_looks_like_a_command_is_found_as_one(page: Path) -> None:
+    found = [command.split()[0] for command in commands(page)] + ["srun"]
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("    ") and (word := line.split()[:1]) and word[0] in PROGRAMS:
+            assert word[0] in found, line
+
+
+def own_options(script: str) -> set[str]:
+    """The keys that are a script's own, as its help has them; the other keys of examples are train.py's."""
+    text = ast.get_docstring(ast.parse((PROJECT / script).read_text(encoding="utf-8"))) or ""
+    return (
+        set(re.findall(r"\b([a-z_]+)=", text))
+        - {path.name for path in (PROJECT / "conf").iterdir()}
+        - {"micro_batch_size"}
+    )
+
+
+@pytest.mark.parametrize("command", sorted(command for command in documented() if elsewhere(command)))
+def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert f"\n{words[1]}:" in (PROJECT / "Makefile").read_text(encoding="utf-8")
+    if words[0] in ("srun", "torchrun"):
+        where = words.index("scripts/train.py")
+        torchrun.get_args_parser().parse_args(words[words.index("torchrun") + 1 : where + 1])
+        words = ["python", *words[where:]]
+    if words[0] != "python" or "recipe=tumour" in words:
+        return
+    own = own_options(words[1]) if words[1] != "scripts/train.py" else set()
+    arguments = [word for word in words[2:] if word != "-m" and "hydra" not in word]
+    others = [word for word in arguments if word.partition("=")[0] not in own]
+    for arms in (word.removeprefix("arms=") for word in arguments if word.startswith("arms=")):
+        others.append(f"precision={arms}")
+    for overrides in combinations(others).values():
+        compose(overrides)
+
+
+def spans(text: str) -> list[list[str]]:
+    """Overrides that stand alone within a text."""
+    return [shlex.split(span) for span in dict.fromkeys(re.findall(rf"`({WORD}(?: {WORD})*)`", text))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda path: path.name)
+def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
+    scripts = set().union(*(own_options(f"scripts/{path.name}") for path in (PROJECT / "scripts").glob("*.py")))
+    fields = {entry.name for entry in dataclasses.fields(schema.Config)} | {"experiment", "arms"}
+    for word in (word for words in spans(page.read_text(encoding="utf-8")) for word in words):
+        key, _, value = word.partition("=")
+        group, dot, option = key.partition(".")
+        classes = schema.groups().get(group, {}).values()
+        if dot:
+            assert any(entry.name == option.split(".")[0] for cls in classes for entry in dataclasses.fields(cls)), word
+        elif (folder := PROJECT / "conf" / key).is_dir() and value[0] != "$":
+            assert all((folder / f"{each}.yaml").exists() for each in value.split(",")), word
+        else:
+            assert key in fields | scripts, word
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("page", ["README.md", "docs/tasks.md"])
+def test_the_options_of_the_tables_of_tasks_compose(page: str) -> None:
+    lines = (PROJECT / page).read_text(encoding="utf-8").splitlines()
+    together: list[dict[str, str]] = []  # as few command lines as have no key twice
+    for words in spans("\n".join(line for line in lines if line.startswith("| "))):
+        options = {word.partition("=")[0]: word for word in words}
+        fits = (each for each in together if not options.keys() & each.keys() and "recipe" not in options)
+        mine = next(fits, None)
+        if mine is None:
+            together.append(mine := {})
+        mine |= options
+    for options in together:
+        compose(list(options.values()))
