@@ -196,7 +196,7 @@ def job_of(recipe: str, steps: int, name: str) -> list[str]:
 
 def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: Starter, steps: int = 40) -> list[Round]:
     """Kill runs of these recipes in turn until there were so many kills; print what came of each round."""
-    from trainer.tracking.mlflow.sync import send
+    from trainer.tracking.mlflow.sync import SyncStatus, send
 
     draw = random.Random(seed)
     rounds: list[Round] = []
@@ -221,7 +221,11 @@ def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: S
             for left in sorted((here / "outputs").glob("*/tracking.json")):  # killed before a checkpoint, never resumed
                 outcome = send(left.parent)
                 missing = undelivered(left.parent) if (left.parent / "metrics.jsonl").exists() else []
-                done.differences += [f"{left.parent.name}: {text}" for text in [outcome.text] if outcome.left_over]
+                done.differences += [
+                    f"{left.parent.name}: {text}"
+                    for text in [outcome.message]
+                    if outcome.status is SyncStatus.INCOMPLETE
+                ]
                 done.differences += [f"{left.parent.name}: {text}" for text in missing]
         rounds.append(done)
         if not done.differences:  # what is kept is to be looked at

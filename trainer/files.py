@@ -57,6 +57,18 @@ def read_json(path: Path) -> Any:
     return json.loads(text, object_pairs_hook=_once_each)
 
 
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file with one on each line, such as a run's ``metrics.jsonl``; none if there is no file.
+
+    A last line that a kill has cut off is left out.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Give a file a second name, or a copy where the file system has no links.
 

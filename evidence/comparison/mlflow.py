@@ -12,7 +12,7 @@ from trainer.errors import first_line
 from trainer.tracking.mlflow.delivery import TRACKING_FILE
 from trainer.tracking.mlflow.record import read_record
 from trainer.tracking.mlflow.store import connect, create_run, cut, lasting_uri, valid_key
-from trainer.tracking.mlflow.sync import send
+from trainer.tracking.mlflow.sync import SyncStatus, send
 from trainer.tracking.ui import comparison_address, curves_address, run_address, server_address
 from trainer.tracking.views import COMPARISON, share_views
 
@@ -38,8 +38,8 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
         if not (folder / TRACKING_FILE).exists():  # it ended before it had begun
             continue
         sent = send(folder, uri)
-        if sent.left_over:
-            missing = f"{folder.name}: {sent.text}"
+        if sent.status is SyncStatus.INCOMPLETE:
+            missing = f"{folder.name}: {sent.message}"
             return [
                 f"not all runs are in MLflow, so neither is the comparison ({missing}); the same command tries again"
             ]

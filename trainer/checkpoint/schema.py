@@ -74,11 +74,13 @@ def damage(folder: Path, step: int) -> str | None:
         manifest = read_manifest(folder)
         _check_files(folder, manifest)
         for name, expected in sorted(manifest.sha256.items()):
-            _require(sha256(folder / name) == expected, name, "does not match its SHA-256")
+            if sha256(folder / name) != expected:
+                raise Refused(f"{name} does not match its SHA-256")
             if name.endswith(".safetensors"):
                 _check_header(folder / name, step)
         for file, found in ((MANIFEST_FILE, manifest.step), (STATE_FILE, read_state(folder).step)):
-            _require(found == step, file, f"is of step {found}")
+            if found != step:
+                raise Refused(f"{file} is of step {found}")
     except Refused as refused:
         return str(refused)
     except OSError as error:
@@ -119,12 +121,14 @@ def read_manifest(folder: Path) -> Manifest:
         _require(known, MANIFEST_FILE, f"{name!r:.80} is no file of a checkpoint")
         _require(isinstance(value, str) and _SHA256.fullmatch(value), MANIFEST_FILE, f"{name} has no SHA-256")
     manifest = Manifest(step, score, hashes)
-    _require(STATE_FILE in hashes, STATE_FILE, "is missing")
+    if STATE_FILE not in hashes:
+        raise Refused(f"{STATE_FILE} is missing")
     for kind in KINDS:
         parts = manifest.parts(kind)
         ranks = len(parts)
         expected = [part_name(kind, rank, ranks) for rank in range(ranks)]
-        _require(parts, f"{kind}.safetensors", "is missing")
+        if not parts:
+            raise Refused(f"{kind}.safetensors is missing")
         _require(parts == expected, MANIFEST_FILE, f"the files of {kind} are not one, or one for each rank")
     return manifest
 
@@ -175,13 +179,15 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
     """Refuse a folder that lacks a file of its manifest, or holds another one, a link or a device."""
     known = {MANIFEST_FILE, *manifest.sha256}
     for name in sorted(path.name for path in folder.iterdir()):
-        _require(name in known, name, "is not in the manifest; move it out of the checkpoint")
+        if name not in known:
+            raise Refused(f"{name} is not in the manifest; move it out of the checkpoint")
     for name in sorted(known):
         try:
             mode = (folder / name).lstat().st_mode
         except FileNotFoundError:
             raise Refused(f"{name} is missing") from None
-        _require(stat.S_ISREG(mode), name, "is no plain file")
+        if not stat.S_ISREG(mode):
+            raise Refused(f"{name} is not a regular file")
 
 
 def _check_header(path: Path, step: int) -> None:
@@ -190,7 +196,8 @@ def _check_header(path: Path, step: int) -> None:
             noted = (file.metadata() or {}).get("step", str(step))  # earlier versions did not note it
     except SafetensorError:
         raise Refused(f"{path.name} is no safetensors file") from None
-    _require(noted == str(step), path.name, f"is of step {noted:.20}")
+    if noted != str(step):
+        raise Refused(f"{path.name} is of step {noted:.20}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -213,7 +220,7 @@ def _keys(content: dict[str, Any], expected: set[str], file: str, optional: set[
 
 def _require(condition: object, file: str, problem: str) -> None:
     if not condition:
-        raise Refused(f"{file}{'' if problem.startswith(('is ', 'does ')) else ':'} {problem}")
+        raise Refused(f"{file}: {problem}")
 
 
 def _is_names(value: Any) -> bool:

@@ -134,7 +134,8 @@ class _TorchSession(Session):
             self._profile = None
 
     def _start_profile(self) -> torch.profiler.profile:
-        # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver.
+        # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver. Its log level
+        # can be set in the environment only.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":

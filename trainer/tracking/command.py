@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.tracking.mlflow.store import explicit_uri, tracking_uri, without_password
-from trainer.tracking.mlflow.sync import check_run, runs_in, send
+from trainer.tracking.mlflow.sync import SyncStatus, check_run, runs_in, send
 from trainer.tracking.ui import (
     PORT,
     Newest,
@@ -65,9 +65,9 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
         print(f"no runs in {options.output_dir}")
     incomplete = False
     for folder in folders:
-        outcome = send(folder, uri, named=bool(named))
-        incomplete |= outcome.left_over
-        print(f"{folder}: {outcome.text}")
+        result = send(folder, uri, named=bool(named))
+        incomplete |= result.status is SyncStatus.INCOMPLETE
+        print(f"{folder}: {result.message}")
     return int(incomplete)
 
 

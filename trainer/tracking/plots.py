@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from trainer.files import read_json_lines
 
 TRAIN, VALID, ALARM, INK, QUIET = "#2a78d6", "#e8710a", "#c5221f", "#202124", "#5f6368"
 SMOOTH_FROM = 100
@@ -42,14 +43,10 @@ def plot_run(metrics_file: Path, folder: Path, title: str) -> list[Path]:
 def read_series(metrics_file: Path) -> dict[str, Series]:
     """Read a metric log into one series per metric."""
     points: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
-    with metrics_file.open(encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):  # cut off when the run was killed
-                break
-            record = json.loads(line)
-            step = record.pop("step")
-            for name, value in record.items():
-                points[name].append((step, float("nan") if value is None else value))
+    for line in read_json_lines(metrics_file):
+        step = line.pop("step")
+        for name, value in line.items():
+            points[name].append((step, float("nan") if value is None else value))
     return {
         name: (np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], dtype=float))
         for name, pairs in points.items()

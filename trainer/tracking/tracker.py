@@ -7,13 +7,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import write_json, write_text
+from trainer.files import write_json
+from trainer.tracking.metric_log import MetricLog, truncate
 from trainer.tracking.mlflow.checkpoints import check_mode
 from trainer.tracking.mlflow.delivery import TRACKING_FILE, RunInfo
 from trainer.tracking.mlflow.feed import Feed
@@ -59,45 +59,6 @@ class Tracking:
             explicit_uri(self.uri)
 
 
-class MetricLog:
-    """Appends lines to a file. What a full disk refuses is kept in memory until it takes it; nothing is raised."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("ab", buffering=0)
-        self._unwritten = bytearray()
-        self._refused = False
-
-    def append(self, line: str) -> None:
-        """Write a line, and those before it that could not be written."""
-        self._unwritten += line.encode() + b"\n"
-        self._write()
-
-    def close(self) -> None:
-        """Try a last time."""
-        if self._file.closed:
-            return
-        self._write()
-        with suppress(OSError):
-            self._file.close()
-        if self._unwritten:
-            lines = self._unwritten.count(b"\n")
-            log.warning("%s could not be written to the end: its last %d lines are lost.", self._path, lines)
-
-    def _write(self) -> None:
-        try:
-            while self._unwritten:
-                del self._unwritten[: self._file.write(self._unwritten)]  # a nearly full disk takes a part
-        except OSError as error:
-            if not self._refused:
-                log.warning(
-                    "%s cannot be written (%s). Training continues, and the metrics wait in memory.",
-                    self._path,
-                    error.strerror,
-                )
-            self._refused = True
-
-
 class Tracker:
     """One run's metric log. Only the main process of a run makes one."""
 
@@ -133,14 +94,14 @@ class Tracker:
         self._config = config
         self._run_name = run_name
         path = folder / METRICS_FILE
-        before = _told_before(folder) if resume_step is not None else None
+        before = _earlier_info(folder) if resume_step is not None else None
         uri = _store_of(config, before) if config.mlflow else None
         if resume_step is not None:
             truncate(path, resume_step)
             _tolerate(lambda: reopen(folder), folder)
         elif path.exists() and path.stat().st_size:
             raise UserError(f"{folder} already holds the metrics of a run; use resume={folder} or another output_dir")
-        told = RunInfo(
+        info = RunInfo(
             config.experiment or experiment,
             run_name,
             params,
@@ -151,12 +112,12 @@ class Tracker:
             register=config.register,
         )
         if before:
-            told = replace(told, key=before.key, started_s=before.started_s)
+            info = replace(info, key=before.key, started_s=before.started_s)
         self._log = MetricLog(path)
-        _tolerate(lambda: told.write(folder), folder / TRACKING_FILE)
+        _tolerate(lambda: info.write(folder), folder / TRACKING_FILE)
         self._feed: Feed | None = None
         if uri:
-            self._feed = Feed(folder, uri, told, config.flush_every_s, system_metrics=config.system_metrics)
+            self._feed = Feed(folder, uri, info, config.flush_every_s, system_metrics=config.system_metrics)
             self._feed.start()
 
     @property
@@ -253,33 +214,11 @@ def _tolerate(write: Callable[[], object], path: Path) -> bool:
     return True
 
 
-def _told_before(folder: Path) -> RunInfo | None:
+def _earlier_info(folder: Path) -> RunInfo | None:
     try:
         return RunInfo.read(folder)
     except UserError:  # lost to a full disk, or from before there was this file
         return None
-
-
-def truncate(path: Path, step: int) -> None:
-    """Remove from a metric log what comes after ``step``, and a last line that was cut off while written.
-
-    Raises:
-        UserError: another line is damaged.
-
-    """
-    if not path.exists():
-        return
-    *lines, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    kept = []
-    for number, line in enumerate(lines, 1):
-        try:
-            keep = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError, RecursionError):  # the last: nested too deeply
-            raise UserError(f"{path}, line {number}, is damaged; remove that line and resume again") from None
-        if keep:
-            kept.append(line + "\n")
-    if torn or len(kept) < len(lines):
-        write_text(path, "".join(kept))
 
 
 def _countable(values: Mapping[str, object]) -> dict[str, object]:

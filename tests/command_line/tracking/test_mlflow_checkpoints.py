@@ -214,7 +214,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from trainer.tracking.mlflow.sync import send
+    from trainer.tracking.mlflow.sync import SyncStatus, send
 
     real = MlflowClient.log_artifact
 
@@ -232,7 +232,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
     refused = train(*job, "steps=3", f"resume=mlflow:{run_id}", "output_dir=other")
     assert refused.code == 2
     assert "no complete checkpoint" in refused.err  # half of one is none
-    assert send(folder / "outputs/run").text.startswith("sent to")
+    assert send(folder / "outputs/run").status is SyncStatus.SENT
     assert kept(server, run_id) == ["checkpoints/step-00000003"]
     assert not list((folder / "outputs/run").glob(".mlflow-*"))
     finished = train(*job, "steps=3", f"resume=runs:/{run_id}", "output_dir=other")

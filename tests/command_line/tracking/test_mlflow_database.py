@@ -80,7 +80,7 @@ def change(database: Path, *statements: str, age_s: float = 60) -> bytes:
 @pytest.fixture
 def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store without runs; setting up another takes no time."""
-    monkeypatch.setattr("trainer.tracking.mlflow.database._create", lambda path: shutil.copy(empty_store, path))
+    monkeypatch.setattr("trainer.tracking.mlflow.sqlite._create", lambda path: shutil.copy(empty_store, path))
     return Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
 
 
@@ -119,7 +119,7 @@ def test_a_half_made_database_that_still_changes_is_waited_for(
     def finished(_: float) -> None:
         database.write_bytes(whole)
 
-    monkeypatch.setattr("trainer.tracking.mlflow.database.time.sleep", finished)
+    monkeypatch.setattr("trainer.tracking.mlflow.sqlite.time.sleep", finished)
     connect(f"sqlite:///{database}")
     assert database.read_bytes() == whole
     assert not caplog.text

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 
 from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
-from trainer.tracking.mlflow.sync import send
+from trainer.tracking.mlflow.sync import SyncStatus, send
 from trainer.tracking.tracker import Tracker, Tracking
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -91,11 +91,11 @@ def test_a_folder_that_is_behind_changes_nothing_in_mlflow(store: str, behind: P
     assert before[0] == "FINISHED"
     assert "checkpoints/step-00000020" in before[4]
     outcome = send(behind)
-    assert outcome.text.startswith("continued elsewhere (MLflow has step 20)")
-    assert not outcome.left_over
+    assert outcome.message.startswith("continued elsewhere (MLflow has step 20)")
+    assert outcome.status is SyncStatus.SKIPPED
     assert state(client, run_id) == before
     assert "stale" not in Path(client.download_artifacts(run_id, "config.json")).read_text()
-    assert send(behind).text == "already complete"
+    assert send(behind).status is SyncStatus.COMPLETE
 
 
 def test_nor_where_its_training_goes_on(store: str, behind: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,5 +150,5 @@ def test_what_is_refused_for_good_keeps_no_checkpoint_back(
     assert kept.path == "checkpoints/step-00000007"
     assert client.get_run(record(path)["run_id"]).info.status == "KILLED"
     outcome = send(path)
-    assert outcome.left_over
-    assert outcome.text.endswith("lacks the artifacts plots (no model may be registered)")
+    assert outcome.status is SyncStatus.INCOMPLETE
+    assert outcome.message.endswith("lacks the artifacts plots (no model may be registered)")

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 
 from trainer.tracking.mlflow.record import RECORD_FILE
 from trainer.tracking.mlflow.store import connect
-from trainer.tracking.mlflow.sync import send
+from trainer.tracking.mlflow.sync import SyncStatus, send
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
@@ -168,7 +168,7 @@ def test_sent_again_or_resumed_it_is_the_same_model(
     record.unlink()  # what was sent is forgotten
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert send(folder / "outputs" / "run").text.startswith("sent to")
+        assert send(folder / "outputs" / "run").status is SyncStatus.SENT
     (again,) = models_of(store).values()
     assert (again.model_id, again.status) == (first.model_id, "READY")
     assert client.get_run(first.source_run_id).data.tags["mlflow.note.content"] == "in the user's own words"

@@ -23,7 +23,7 @@ from mlflow import MlflowClient
 from tests import forks
 from trainer.config import options
 from trainer.files import in_use, write_json
-from trainer.tracking.mlflow.sync import send
+from trainer.tracking.mlflow.sync import SyncStatus, send
 from trainer.tracking.tracker import Tracker, Tracking
 
 # MLflow's own, raised inside the feed's thread: SQLAlchemy 2.1 deprecates an option of MLflow's models.
@@ -182,8 +182,8 @@ def test_killed_between_log_and_delivery_every_point_arrives_once(folder: Path, 
     with (outputs / "after" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "los')  # killed while it wrote
     (outputs / "after" / "mlflow.json").unlink()  # as if killed before it could write down MLflow's id
-    assert send(outputs / "after").text.startswith("sent")
-    assert send(outputs / "after").text == "already complete"
+    assert send(outputs / "after").status is SyncStatus.SENT
+    assert send(outputs / "after").status is SyncStatus.COMPLETE
     resumed = tracker_of(outputs / "before", resume_step=20)
     resumed.log(21, {"loss": 1.0})
     resumed.close("FINISHED", {})
@@ -196,10 +196,10 @@ def test_resuming_takes_the_mark_of_completeness_away(folder: Path, store: Path)
     first = tracker_of(path)
     first.log(1, {"loss": 1.0})
     first.close("KILLED", {})
-    assert send(path).text == "already complete"
+    assert send(path).status is SyncStatus.COMPLETE
     tracker_of(path, resume_step=1, mlflow=False)._log.close()  # killed before it logged anything
     assert not (path / "summary.json").exists()
-    assert send(path, named=True).text.startswith("sent")
+    assert send(path, named=True).status is SyncStatus.SENT
     assert runs(store) == [("a", "KILLED")]
 
 
@@ -314,7 +314,7 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
         tracker.log(steps, {"valid/loss": loss})
         tracker.close("FINISHED", {"best": {"step": min(steps, 8), "value": min(loss, 2.0 if steps < 8 else 1.5)}})
         (path / "mlflow.json").unlink()  # as if it was killed before it could note that all is delivered
-        assert send(path).sent
+        assert send(path).status is SyncStatus.SENT
     query = "select key, step, value from metrics where key like '%/valid_loss' order by key, step"
     with closing(sqlite3.connect(store)) as database:
         assert database.execute(query).fetchall() == [
@@ -349,7 +349,7 @@ def test_sync_says_what_it_did_with_each_run(folder: Path, store: Path, start: S
     assert lines["outputs/missed"] == f"sent to sqlite:///{store}"
     assert "lacks the last metrics" in lines["outputs/damaged"]
     assert lines["outputs/local"] == "tracking=local; skipped"
-    assert "being trained" in lines["outputs/training"]
+    assert "in use by another process" in lines["outputs/training"]
     assert len(lines) == 4
     assert points(store)["missed"] == once(5)
     assert set(runs(store)) == {("missed", "FINISHED"), ("damaged", "RUNNING")}
@@ -388,10 +388,10 @@ def test_a_password_is_not_kept_but_asked_for(folder: Path, monkeypatch: pytest.
     path = undelivered(folder / "outputs" / "a", uri=uri)
     assert "s3cret" not in "".join(file.read_text() for file in path.glob("*.json*"))
     outcome = send(path)
-    assert outcome.left_over
-    assert "the password of http://me:***@127.0.0.1:9 is not stored" in outcome.text
+    assert outcome.status is SyncStatus.INCOMPLETE
+    assert "the password of http://me:***@127.0.0.1:9 is not stored" in outcome.message
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    assert "lacks this run" in send(path).text  # nothing listens there
+    assert "lacks this run" in send(path).message  # nothing listens there
 
 
 SYNC_KILLED = """
@@ -421,7 +421,7 @@ def test_a_sync_that_was_killed_is_run_again(folder: Path, store: Path, monkeypa
         real(self, run_id, metrics=metrics, **others)
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    assert send(path).text.startswith("sent")
+    assert send(path).status is SyncStatus.SENT
     assert sent == Counter(range(1001, 1501))
     assert points(store) == {"a": once(1500)}
     assert runs(store) == [("a", "FINISHED")]

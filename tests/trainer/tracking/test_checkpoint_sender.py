@@ -14,7 +14,7 @@ from trainer.checkpoint.schema import sha256
 from trainer.files import write_json
 from trainer.tracking.mlflow import checkpoints as mlflow_checkpoints
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
-from trainer.tracking.mlflow.note import closing_note
+from trainer.tracking.mlflow.description import closing_description
 
 RUN: Any = SimpleNamespace(info=SimpleNamespace(run_id="r"))
 
@@ -159,7 +159,7 @@ def test_the_note_says_how_to_continue_where_that_is_possible(run: Path, status:
         "resume": "python scripts/train.py",
     }
     (run / "summary.json").write_text(json.dumps(summary))
-    note = closing_note(run, "r", None, resumable=resumable)
+    note = closing_description(run, "r", None, resumable=resumable)
     assert note
     assert ("resume=mlflow:r" in note) == resumable
     assert ("with more `steps=`" in note) == (status == "FINISHED")

@@ -15,9 +15,10 @@ import pytest
 
 from trainer.errors import UserError, first_line
 from trainer.files import write_json
+from trainer.tracking.metric_log import truncate
 from trainer.tracking.mlflow.store import cut, database_file, tracking_uri, valid_key, without_password
 from trainer.tracking.plots import plot_run, read_series, running_mean
-from trainer.tracking.tracker import Tracker, Tracking, truncate
+from trainer.tracking.tracker import Tracker, Tracking
 from trainer.tracking.ui import comparison_address, curves_address, experiment_address, free_port
 
 PROJECT = Path(__file__).resolve().parents[3]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, sha256
 from trainer.errors import UserError, first_line
 from trainer.files import link_or_copy
+from trainer.tracking.mlflow.record import METRICS_FILE
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mantissa")
 
 CHECKPOINTS = "checkpoints"
-COMPANIONS = ("config.json", "metrics.jsonl")
+COMPANIONS = ("config.json", METRICS_FILE)
 MODES = ("last", "all", "none")
 _PREFIX = ".mlflow-checkpoint-"
 

@@ -16,9 +16,9 @@ from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import validation_data
-from trainer.tracking.mlflow.describe import describe
-from trainer.tracking.mlflow.models import BEST, is_servable, log_best
-from trainer.tracking.mlflow.note import closing_note, write_note
+from trainer.tracking.mlflow.description import closing_description, write_description
+from trainer.tracking.mlflow.models import BEST, Progress, is_servable, log_best
+from trainer.tracking.mlflow.params import log_params_and_tags
 from trainer.tracking.mlflow.record import (
     METRICS_FILE,
     RECORD_FILE,
@@ -27,7 +27,6 @@ from trainer.tracking.mlflow.record import (
     read_record,
     step_elsewhere,
 )
-from trainer.tracking.mlflow.scores import score_points
 from trainer.tracking.mlflow.store import (
     SESSION_TAG,
     connect,
@@ -38,6 +37,7 @@ from trainer.tracking.mlflow.store import (
     lasting_uri,
     valid_key,
 )
+from trainer.tracking.mlflow.summary_metrics import unsent_summary_metrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -52,9 +52,6 @@ UPLOAD_BYTES_PER_S = 1e6
 SET_UP_S = 60.0
 """How long the set-up of a new SQLite file may take; it reports no progress."""
 READ_BYTES = 1 << 20
-
-Progress = Callable[[float], None]
-"""Called between two calls of MLflow, with the seconds that the next one may take; it may raise to stop."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ class Delivery:
             client.set_tag(run.info.run_id, SESSION_TAG, self._session)
             if run.info.status != "RUNNING":
                 client.update_run(run.info.run_id, status="RUNNING")
-        describe(client, run, self._info.params, self._info.tags, self._info.datasets)
+        log_params_and_tags(client, run, self._info.params, self._info.tags, self._info.datasets)
 
     def send_metrics(self) -> None:
         """Send what the log has and the store has not."""
@@ -220,10 +217,10 @@ class Delivery:
         """Tell whether there are checkpoints to send while the run is training."""
         return self._info.checkpoints == "all" and self.elsewhere is None and bool(self._checkpoints.unsent())
 
-    def _send_scores(self) -> None:
+    def _send_summary_metrics(self) -> None:
         """Send ``best/…`` and ``final/…``, each where the store has none of that step or a later one."""
         assert self._client is not None
-        points = score_points(self._folder / METRICS_FILE, self._folder / SUMMARY_FILE, self._stored)
+        points = unsent_summary_metrics(self._folder / METRICS_FILE, self._folder / SUMMARY_FILE, self._stored)
         if points:
             self._client.log_batch(self.run_id, metrics=points, synchronous=True)
             self._stored |= {point.key: point.step for point in points}
@@ -246,7 +243,7 @@ class Delivery:
 
     def _send_all(self, status: str) -> None:
         self.send_metrics()
-        self._send_scores()
+        self._send_summary_metrics()
         assert self._client is not None
         client, problem = self._client, None
         parts = (self._upload, self._sum_up, lambda _: self.send_checkpoints(lambda: None))
@@ -310,9 +307,11 @@ class Delivery:
 
     def _sum_up(self, client: MlflowClient) -> None:
         assert self.run_id
-        note = closing_note(self._folder, self.run_id, self._model_id, resumable=self._info.checkpoints != "none")
+        note = closing_description(
+            self._folder, self.run_id, self._model_id, resumable=self._info.checkpoints != "none"
+        )
         if note:
-            write_note(client, client.get_run(self.run_id), note)
+            write_description(client, client.get_run(self.run_id), note)
 
     def _ended_s(self) -> float:
         paths = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]

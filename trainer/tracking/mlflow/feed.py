@@ -24,7 +24,7 @@ LAST_ATTEMPTS = 3
 SYSTEM_METRICS_EVERY_S = 5.0
 
 
-class Stopped(Exception):
+class DeliveryAbandoned(Exception):
     """Nobody waits for this delivery any more."""
 
 
@@ -120,7 +120,7 @@ class Feed(threading.Thread):
                 failures, self._problem = 0, None
                 if ending:
                     return
-            except Stopped:
+            except DeliveryAbandoned:
                 return
             except Exception as error:  # whatever goes wrong with MLflow, training continues
                 self._delivery.doubt()
@@ -194,5 +194,5 @@ class Feed(threading.Thread):
 
     def _progress(self, allowance_s: float) -> None:
         if self._abandoned:
-            raise Stopped
+            raise DeliveryAbandoned
         self._deadline = max(self._deadline, time.monotonic() + self._patience_s + allowance_s)

@@ -76,7 +76,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Tell whether it was this machine's disk that failed. MLflow wraps what it meets while it downloads."""
+    """Tell whether it was this machine's disk that failed. MLflow reports errors of a download as text only."""
     own = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
     return (isinstance(error, OSError) and error.errno in own) or os.strerror(errno.ENOSPC) in str(error)
 

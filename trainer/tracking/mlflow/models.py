@@ -13,8 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.files import link_or_copy
+from trainer.files import link_or_copy, read_json_lines
+from trainer.tracking.mlflow.record import METRICS_FILE
 from trainer.tracking.mlflow.store import cut, valid_key
+from trainer.tracking.mlflow.summary_metrics import VALID
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -23,7 +25,6 @@ BEST, SERVING = "best", "serving"
 WEIGHTS_TAG = "mantissa.weights_sha256"
 """Finds the model again, so that the same weights of a run are one model however often they are sent."""
 VERSIONS_TAG = "mlflow.modelVersions"
-VALIDATION = "valid/"
 NEW_TOKENS = 64
 PREDICTORS = Path(__file__).with_name("predictors")
 _PREFIX = ".mlflow-model-"
@@ -31,6 +32,7 @@ _SAVING = threading.Lock()
 """MLflow keeps the model of the file that it has just read in a global."""
 
 Progress = Callable[[float], None]
+"""Called between two calls of MLflow, with the seconds that the next one may take; it may raise to stop."""
 
 
 def is_servable(folder: Path) -> bool:
@@ -61,7 +63,7 @@ def log_best(
         params: of the run, which the model gets too.
         dataset: name and digest of the validation data.
         register: the name under which it becomes a version in the registry, if any.
-        progress: see ``trainer.tracking.mlflow.delivery``.
+        progress: see ``Progress``.
         upload_s: how long the upload may take.
 
     """
@@ -249,7 +251,7 @@ def _log_scores(
 
     points = []
     name, digest = dataset or (None, None)
-    for key, value in _scores(folder / "metrics.jsonl", step).items():
+    for key, value in _scores(folder / METRICS_FILE, step).items():
         stamps = [point.timestamp for point in client.get_metric_history(run_id, key) if point.step == step]
         if stamps:
             points.append(Metric(key, value, stamps[-1], step, model_id, name, digest, run_id))
@@ -259,12 +261,10 @@ def _log_scores(
 
 def _scores(log: Path, step: int) -> dict[str, float]:
     scores: dict[str, float] = {}
-    with log.open(encoding="utf-8") as lines:
-        for line in lines:
-            point = json.loads(line) if line.endswith("\n") else {}
-            if point.get("step") == step:
-                valid = {key: value for key, value in point.items() if key.startswith(VALIDATION)}
-                scores |= {valid_key(key): float(value) for key, value in valid.items() if value is not None}
+    for line in read_json_lines(log):
+        if line["step"] == step:
+            valid = {key: value for key, value in line.items() if key.startswith(VALID)}
+            scores |= {valid_key(key): float(value) for key, value in valid.items() if value is not None}
     return scores
 
 

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from trainer.files import write_json
-from trainer.tracking.mlflow.scores import read_summary
+from trainer.files import read_json_lines, write_json
 from trainer.tracking.mlflow.store import SESSION_TAG, lasting_uri
+from trainer.tracking.mlflow.summary_metrics import read_summary
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -81,12 +81,10 @@ def log_size(folder: Path) -> int:
 
 
 def _last_step(folder: Path) -> int:
-    last = b""
-    if log_size(folder):
-        with (folder / METRICS_FILE).open("rb") as file:
-            for line in file:
-                last = line if line.endswith(b"\n") else last
-    return int(json.loads(last)["step"]) if last else -1
+    last = -1
+    for line in read_json_lines(folder / METRICS_FILE):
+        last = int(line["step"])
+    return last
 
 
 def sync_command(folder: Path) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trainer.errors import UserError
-from trainer.tracking.mlflow.database import prepared
+from trainer.tracking.mlflow.sqlite import prepared
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -104,6 +104,7 @@ def import_mlflow(uri: str) -> None:
 
     Failures reach us as exceptions, so what MLflow prints about them besides is noise.
     """
+    # MLflow reads these settings from the environment only. What the user has set stays.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # MLflow's own retries take minutes, and send again what may have been stored; the feed asks first.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

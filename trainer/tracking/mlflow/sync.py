@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,14 +17,22 @@ ATTEMPTS = 2
 """A connection that a server has closed meanwhile fails once."""
 
 
-class Outcome(NamedTuple):
-    """What became of one run."""
+class SyncStatus(Enum):
+    """What ``send`` did with a run."""
 
-    left_over: bool
-    """Whether MLflow still lacks something that it should have."""
-    text: str
-    sent: bool = False
-    """Whether MLflow lacked something of it, and has it now."""
+    SENT = "sent"
+    COMPLETE = "complete"
+    """MLflow had all of it before."""
+    SKIPPED = "skipped"
+    INCOMPLETE = "incomplete"
+    """MLflow still lacks something that it should have."""
+
+
+class SyncResult(NamedTuple):
+    """What ``send`` did with a run, and a sentence about it for the user."""
+
+    status: SyncStatus
+    message: str
 
 
 def runs_in(output_dir: Path) -> list[Path]:
@@ -52,7 +61,7 @@ def check_run(folder: Path) -> Path:
     return folder
 
 
-def send(folder: Path, uri: str | None = None, *, named: bool = False) -> Outcome:
+def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncResult:
     """Send to MLflow what it lacks of a run.
 
     Args:
@@ -64,26 +73,26 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> Outcom
     try:
         info = RunInfo.read(folder)
         if info.uri is None and not named:
-            return Outcome(False, "tracking=local; skipped")
+            return SyncResult(SyncStatus.SKIPPED, "tracking=local; skipped")
         if is_delivered(folder, uri):
-            return Outcome(False, "already complete")
+            return SyncResult(SyncStatus.COMPLETE, "already complete")
         return _send(folder, _store_of(info, uri), info)
     except UserError as error:
-        return Outcome(True, str(error))
+        return SyncResult(SyncStatus.INCOMPLETE, str(error))
 
 
 def _store_of(info: RunInfo, uri: str | None) -> str:
     return whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
 
 
-def _send(folder: Path, uri: str, info: RunInfo) -> Outcome:
+def _send(folder: Path, uri: str, info: RunInfo) -> SyncResult:
     with ExitStack() as stack:
         try:
             stack.enter_context(in_use(folder))
         except UserError:
-            return Outcome(False, "is being trained or sent by another process; skipped")
+            return SyncResult(SyncStatus.SKIPPED, "in use by another process; skipped")
         if is_delivered(folder, uri):
-            return Outcome(False, "already complete")
+            return SyncResult(SyncStatus.COMPLETE, "already complete")
         delivery = Delivery(folder, uri, info, training=False, progress=lambda allowance_s: None)
         problem: Exception | None = None
         for _ in range(ATTEMPTS):
@@ -91,11 +100,15 @@ def _send(folder: Path, uri: str, info: RunInfo) -> Outcome:
                 delivery.complete(final_status(folder) or "KILLED")
                 if delivery.elsewhere is not None:
                     step = delivery.elsewhere
-                    return Outcome(False, f"continued elsewhere (MLflow has step {step}); not sent over that")
-                return Outcome(False, f"sent to {without_password(uri)}", sent=True)
+                    return SyncResult(
+                        SyncStatus.SKIPPED, f"continued elsewhere (MLflow has step {step}); not sent over that"
+                    )
+                return SyncResult(SyncStatus.SENT, f"sent to {without_password(uri)}")
             except Exception as error:  # of many kinds, by MLflow and what lies below it
                 problem = error
                 delivery.doubt()
         assert problem
         missing = delivery.missing()
-        return Outcome(True, f"upload incomplete: {without_password(uri)} lacks {missing} ({first_line(problem)})")
+        return SyncResult(
+            SyncStatus.INCOMPLETE, f"upload incomplete: {without_password(uri)} lacks {missing} ({first_line(problem)})"
+        )

@@ -18,7 +18,7 @@ OWN_TAG = "mantissa.note_sha256"
 """Of what was written last: a description that the user has changed is theirs."""
 
 
-def write_note(client: MlflowClient, run: Any, text: str) -> None:
+def write_description(client: MlflowClient, run: Any, text: str) -> None:
     """Set a run's Description, unless somebody else wrote the one that it has."""
     before, own = run.data.tags.get(NOTE_TAG), run.data.tags.get(OWN_TAG)
     if before == text or (before and _digest(before) != own):
@@ -27,14 +27,14 @@ def write_note(client: MlflowClient, run: Any, text: str) -> None:
     client.set_tag(run.info.run_id, NOTE_TAG, text)
 
 
-def opening_note(tags: dict[str, str], datasets: list[dict[str, Any]]) -> str:
+def opening_description(tags: dict[str, str], datasets: list[dict[str, Any]]) -> str:
     """Return the Description of a run that has begun."""
     said = [f"**{tags.get('recipe', 'run')}** in {tags.get('precision', '?')} on {tags.get('hardware', '?')}."]
     said += [f"Data: {datasets[0]['description']}."] if datasets else []
     return " ".join([*said, "The summary stands here when the run has ended."])
 
 
-def closing_note(folder: Path, run_id: str, model_id: str | None, *, resumable: bool) -> str | None:
+def closing_description(folder: Path, run_id: str, model_id: str | None, *, resumable: bool) -> str | None:
     """Return the Description of a run that has ended; None: it was killed before it could sum up.
 
     Args:

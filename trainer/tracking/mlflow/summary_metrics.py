@@ -15,18 +15,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.files import read_json_lines
 from trainer.tracking.mlflow.store import valid_key
 
 VALID = "valid/"
-MIB = 1 << 20
 
 
-class Score(NamedTuple):
-    """One metric of a run that has ended."""
+class SummaryMetric(NamedTuple):
+    """One metric of a run as a whole."""
 
     name: str
     value: float
@@ -35,15 +34,15 @@ class Score(NamedTuple):
     """Seconds since the epoch."""
 
 
-def scores(log: Path, summary: dict[str, Any]) -> list[Score]:
-    """Return the scores of a run.
+def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
+    """Return the summary metrics of a run.
 
     Args:
         log: its ``metrics.jsonl``; a last line that a kill has cut off is left out.
         summary: the content of its ``summary.json``; empty for a run that was killed.
 
     """
-    lines = list(_lines(log))
+    lines = list(read_json_lines(log))
     if not lines:
         return []
     last = lines[-1]
@@ -53,28 +52,30 @@ def scores(log: Path, summary: dict[str, Any]) -> list[Score]:
         found = [line for line in evaluations if key in line]
         value = found[-1][key]
         if value is not None and not key.endswith("_nonfinite"):
-            result.append(Score(f"final/{_name(key)}", value, found[-1]["step"], found[-1]["time"]))
+            result.append(SummaryMetric(f"final/{_name(key)}", value, found[-1]["step"], found[-1]["time"]))
     result += _best(evaluations, summary)
     windows = [line for line in lines if "step_time_s" in line]
     rates = [key for line in windows for key in line if key.endswith("_per_s") and not key.startswith(VALID)]
     numbers = {
         "final/throughput": summary.get("units_per_s") or (_median(windows, rates[0]) if rates else None),
         "final/step_time_ms": _scaled(summary.get("step_time_s") or _median(windows, "step_time_s"), 1e3),
-        "final/peak_memory_mib": _scaled(_peak(windows, summary), 1 / MIB),
+        "final/peak_memory_mib": _scaled(_peak(windows, summary), 1 / 2**20),
         "final/skipped_steps": windows[-1].get("skipped_steps") if windows else None,
     }
-    result += [Score(key, value, last["step"], last["time"]) for key, value in numbers.items() if value is not None]
+    result += [
+        SummaryMetric(key, value, last["step"], last["time"]) for key, value in numbers.items() if value is not None
+    ]
     return result
 
 
-def score_points(log: Path, summary: Path, stored: dict[str, int]) -> list[Any]:
-    """Return the scores of a run as MLflow's metrics, without those of a step up to what ``stored`` has of that key."""
+def unsent_summary_metrics(log: Path, summary: Path, stored: dict[str, int]) -> list[Any]:
+    """Return the summary metrics of a run as MLflow's metrics, but for those whose step ``stored`` has reached."""
     from mlflow.entities import Metric
 
     return [
-        Metric(valid_key(score.name), float(score.value), int(score.time_s * 1000), score.step)
-        for score in scores(log, read_summary(summary))
-        if score.step > stored.get(valid_key(score.name), -1)
+        Metric(valid_key(metric.name), float(metric.value), int(metric.time_s * 1000), metric.step)
+        for metric in summary_metrics(log, read_summary(summary))
+        if metric.step > stored.get(valid_key(metric.name), -1)
     ]
 
 
@@ -87,16 +88,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def _lines(log: Path) -> Iterator[dict[str, Any]]:
-    if not log.exists():
-        return
-    with log.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
-
-
-def _best(evaluations: list[dict[str, Any]], summary: dict[str, Any]) -> list[Score]:
+def _best(evaluations: list[dict[str, Any]], summary: dict[str, Any]) -> list[SummaryMetric]:
     """Return the best evaluation: the one that the run has chosen, else the lowest loss."""
     best = summary.get("best")
     if best:
@@ -104,12 +96,12 @@ def _best(evaluations: list[dict[str, Any]], summary: dict[str, Any]) -> list[Sc
             named = [key for key, value in line.items() if key.startswith(VALID) and value == best["value"]]
             if line["step"] == best["step"] and named:
                 key = f"{VALID}loss" if f"{VALID}loss" in named else named[0]
-                return [Score(f"best/{_name(key)}", best["value"], line["step"], line["time"])]
+                return [SummaryMetric(f"best/{_name(key)}", best["value"], line["step"], line["time"])]
     found = [line for line in evaluations if line.get(f"{VALID}loss") is not None]
     if not found:
         return []
     line = min(found, key=lambda line: (line[f"{VALID}loss"], line["step"]))
-    return [Score("best/valid_loss", line[f"{VALID}loss"], line["step"], line["time"])]
+    return [SummaryMetric("best/valid_loss", line[f"{VALID}loss"], line["step"], line["time"])]
 
 
 def _name(key: str) -> str:

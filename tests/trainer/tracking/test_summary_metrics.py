@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.tracking.mlflow.scores import scores
+from trainer.tracking.mlflow.summary_metrics import summary_metrics
 
 LINES: list[dict[str, object]] = [
     {"step": 1, "loss": 4.0, "tokens_per_s": 10.0, "step_time_s": 5.0, "memory_bytes": 1 << 20, "skipped_steps": 0},
@@ -28,7 +28,7 @@ def log(tmp_path: Path) -> Path:
 def test_a_finished_run_is_scored_by_its_log_and_summary(log: Path) -> None:
     summary = {"best": {"step": 10, "value": 2.5}, "units_per_s": 105.0, "step_time_s": 0.45,
                "peak_memory_bytes": 4 << 20}  # fmt: skip
-    assert {score.name: (score.value, score.step) for score in scores(log, summary)} == {
+    assert {score.name: (score.value, score.step) for score in summary_metrics(log, summary)} == {
         "best/valid_loss": (2.5, 10),
         "final/valid_loss": (2.75, 20),
         "final/throughput": (105.0, 20),
@@ -36,21 +36,21 @@ def test_a_finished_run_is_scored_by_its_log_and_summary(log: Path) -> None:
         "final/peak_memory_mib": (4.0, 20),
         "final/skipped_steps": (2, 20),
     }
-    assert {score.time_s for score in scores(log, summary)} == {7.0}
+    assert {score.time_s for score in summary_metrics(log, summary)} == {7.0}
 
 
 def test_a_killed_run_is_scored_by_its_log(log: Path) -> None:
-    found = {score.name: score.value for score in scores(log, {})}
+    found = {score.name: score.value for score in summary_metrics(log, {})}
     assert found["best/valid_loss"] == 2.5
     assert found["final/throughput"] == 105.0  # the median without the first line, which is of the warm-up
     assert found["final/peak_memory_mib"] == 3.0
 
 
 def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
-    names = {score.name for score in scores(log, {"best": {"step": 10, "value": 12.0}})}
+    names = {score.name for score in summary_metrics(log, {"best": {"step": 10, "value": 12.0}})}
     assert "best/valid_perplexity" in names
     assert "best/valid_loss" not in names
 
 
 def test_without_a_log_there_are_no_scores(tmp_path: Path) -> None:
-    assert scores(tmp_path / "metrics.jsonl", {}) == []
+    assert summary_metrics(tmp_path / "metrics.jsonl", {}) == []

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.tracking.mlflow.datasets import log_datasets
-from trainer.tracking.mlflow.note import opening_note, write_note
+from trainer.tracking.mlflow.description import opening_description, write_description
 from trainer.tracking.mlflow.store import cut, valid_key
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-def describe(
+def log_params_and_tags(
     client: MlflowClient,
     run: Any,
     given_params: dict[str, object],
@@ -41,7 +41,7 @@ def describe(
     for batch in _batches(tag_list, MAX_PARAMS_TAGS_PER_BATCH):
         client.log_batch(run.info.run_id, tags=batch, synchronous=True)
     log_datasets(client, run.info.run_id, datasets)
-    write_note(client, run, opening_note(given_tags, datasets))
+    write_description(client, run, opening_description(given_tags, datasets))
 
 
 def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:

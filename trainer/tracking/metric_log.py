@@ -1,0 +1,74 @@
+"""The metric log of a run, ``metrics.jsonl``: one line of JSON for each logged step, with ``step`` and ``time``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.files import write_text
+
+log = logging.getLogger("mantissa")
+
+
+class MetricLog:
+    """Appends lines to a file. What a full disk refuses is kept in memory until it takes it; nothing is raised."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = bytearray()
+        self._refused = False
+
+    def append(self, line: str) -> None:
+        """Write a line, and those before it that could not be written."""
+        self._unwritten += line.encode() + b"\n"
+        self._write()
+
+    def close(self) -> None:
+        """Try a last time."""
+        if self._file.closed:
+            return
+        self._write()
+        with suppress(OSError):
+            self._file.close()
+        if self._unwritten:
+            lines = self._unwritten.count(b"\n")
+            log.warning("%s could not be written to the end: its last %d lines are lost.", self._path, lines)
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]  # a nearly full disk takes a part
+        except OSError as error:
+            if not self._refused:
+                log.warning(
+                    "%s cannot be written (%s). Training continues, and the metrics wait in memory.",
+                    self._path,
+                    error.strerror,
+                )
+            self._refused = True
+
+
+def truncate(path: Path, step: int) -> None:
+    """Remove from a metric log what comes after ``step``, and a last line that was cut off while written.
+
+    Raises:
+        UserError: another line is damaged.
+
+    """
+    if not path.exists():
+        return
+    *lines, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            keep = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last: nested too deeply
+            raise UserError(f"{path}, line {number}, is damaged; remove that line and resume again") from None
+        if keep:
+            kept.append(line + "\n")
+    if torn or len(kept) < len(lines):
+        write_text(path, "".join(kept))
