@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from evidence.claims.criteria import Criterion
-from evidence.claims.schema import check_keys, check_type, read
+from evidence.claims.schema import read
 from evidence.measures import MEASURES, PROBE_MEASURES
 from evidence.runs import NULL_SHIFT, PROJECT, Arm
 from trainer.errors import UserError, nearest
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 
 FOLDER = PROJECT / "evidence" / "claims" / "published"
-NULL = "null_arm"
+NULL_ARM = "null_arm"
 QUIET = ("tracking=local", "checkpoint=none")
 """Overrides of every training run: what is measured has no part in tracking or saving."""
 PROBE = "probe="
@@ -34,18 +33,21 @@ STAND_INS = {
 
 @dataclass
 class Claim:
-    """One published claim, as its YAML says it. docs/claims.md shows how to write one."""
+    """One published claim: the fields but ``id`` and ``digest`` are the keys of its YAML (see docs/claims.md)."""
 
     id: str
+    """The file's name, without ``.yaml``."""
+    digest: str
+    """SHA-256 of the file."""
     statement: str
     """As published."""
     source: str
     """Where it was published."""
-    setups: dict[str, str]
+    setups: dict[str, str] = field(default_factory=dict)
     """Overrides by name, shared by arms: what is trained. ``probe=gemm`` names a program of evidence/probes.py."""
-    arms: dict[str, str]
+    arms: dict[str, str] = field(default_factory=dict)
     """By name: a setup, then overrides of the arm's own."""
-    criteria: list[Criterion]
+    criteria: list[Criterion] = field(default_factory=list)
     published: str = ""
     """The published figure, in the terms measured here."""
     needs: list[str] = field(default_factory=list)
@@ -68,63 +70,61 @@ class Claim:
     """Overrides by setup for a quick run on any CPU, which decides nothing."""
     combines: list[str] = field(default_factory=list)
     """Claims whose outcomes together are this one's; then there are no arms here."""
-    digest: str = ""
-    """SHA-256 of the file."""
 
     def __post_init__(self) -> None:
-        where = f"evidence/claims/published/{self.id}.yaml"
+        for key in ("statement", "source"):
+            if not getattr(self, key):
+                raise UserError(f"{key} is empty")
         if self.combines:
             if self.setups or self.arms or self.criteria:
-                raise UserError(f"{where}: combines stands alone; drop setups, arms and criteria")
+                raise UserError("combines stands alone; drop setups, arms and criteria")
             if self.id in self.combines:
-                raise UserError(f"{where} combines itself; name other claims")
+                raise UserError(f"combines: {self.id} is this claim; name other claims")
             return
         if not (self.setups and self.arms and self.criteria):
-            raise UserError(f"{where} needs setups, arms and criteria")
-        self._check_arms(where)
-        for key, by_setup in (("reduced", self.reduced), ("on_cuda", self.on_cuda)):
-            for name in by_setup:
-                if name not in self.setups:
-                    raise UserError(f"{where}: {key} names the setup {name}, which is not there")
+            raise UserError("a claim needs setups, arms and criteria")
+        for key in ("setups", "arms", "on_cuda", "reduced", "asks"):
+            if empty := [name for name, text in getattr(self, key).items() if not text.strip()]:
+                raise UserError(f"{key}: {empty[0]} is empty")
+        self._check_arms()
+        for key in ("reduced", "on_cuda"):
+            if unknown := [name for name in getattr(self, key) if name not in self.setups]:
+                raise UserError(f"{key} names the setup {unknown[0]}, which is not there")
         for need in [*self.needs, *(need for needs in self.arms_need.values() for need in needs)]:
-            _check_need(need, where)
+            _check_need(need)
         for criterion in self.criteria:
-            self._check_measure(criterion, where)
+            self._check_measure(criterion)
         if not any(criterion.decides for criterion in self.criteria):
-            raise UserError(f"{where}: no criterion decides; give one at_least, at_most or within")
+            raise UserError("no criterion decides; give one at_least, at_most or within")
         if self.repeats < 2:
-            raise UserError(f"{where}: repeats={self.repeats} gives no interval; use 3")
+            raise UserError(f"repeats={self.repeats} gives no interval; set repeats: 3")
 
-    def _check_arms(self, where: str) -> None:
+    def _check_arms(self) -> None:
         for name, text in self.arms.items():
-            if not re.fullmatch(r"[\w.-]+", name) or name == NULL:
-                raise UserError(f"{where}: an arm cannot be called {name}; use letters, digits, - and _")
+            if not re.fullmatch(r"[\w.-]+", name) or name == NULL_ARM:
+                raise UserError(f"an arm cannot be called {name}; use letters, digits, - and _")
             if (setup := text.split()[0]) not in self.setups:
-                raise UserError(
-                    f"{where}: arm {name} begins with {setup}, which is no setup ({', '.join(self.setups)})"
-                )
+                raise UserError(f"arm {name} begins with {setup}, which is not a setup ({', '.join(self.setups)})")
         if self.null_arm and self.null_arm not in self.arms:
-            raise UserError(f"{where}: null_arm={self.null_arm} is no arm{nearest(self.null_arm, self.arms)}")
-        known = {*self.arms, *([NULL] if self.null_arm else [])}
+            raise UserError(f"null_arm={self.null_arm} is not an arm{nearest(self.null_arm, self.arms)}")
+        known = {*self.arms, *([NULL_ARM] if self.null_arm else [])}
         for key, names in (("criteria", [n for c in self.criteria for n in c.arms]), ("arms_need", self.arms_need)):
             for name in names:
-                if name == NULL and name not in known:
+                if name == NULL_ARM and name not in known:
                     raise UserError(
-                        f"{where}: {key} name the null_arm; say which it is: null_arm: {next(iter(self.arms))}"
+                        f"{key} name the null_arm; add which arm it repeats: null_arm: {next(iter(self.arms))}"
                     )
                 if name not in known:
-                    raise UserError(f"{where}: {key} name the arm {name}, which is not there{nearest(name, known)}")
+                    raise UserError(f"{key} name the arm {name}, which is not there{nearest(name, known)}")
 
-    def _check_measure(self, criterion: Criterion, where: str) -> None:
+    def _check_measure(self, criterion: Criterion) -> None:
         for name in criterion.arms:
-            words = self.setups[self.arms[self.null_arm if name == NULL else name].split()[0]].split()
-            probe = words[0].removeprefix(PROBE) if words and words[0].startswith(PROBE) else ""
+            words = self.setups[self.arms[self.null_arm if name == NULL_ARM else name].split()[0]].split()
+            probe = words[0].removeprefix(PROBE) if words[0].startswith(PROBE) else ""
             known = PROBE_MEASURES.get(probe, ()) if probe else tuple(MEASURES)
             if known and criterion.measure not in known:
                 near = nearest(criterion.measure, known)
-                raise UserError(
-                    f"{where}: {criterion.measure} is not measured of arm {name}{near} ({', '.join(known)})"
-                )
+                raise UserError(f"{criterion.measure} is not measured of arm {name}{near} ({', '.join(known)})")
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
         """Return what is missing here to run the claim, as words for the user; empty: nothing."""
@@ -159,7 +159,7 @@ class Claim:
                 arms.append(Arm(name, (*quiet, *words, *asked)))
         if self.null_arm in names:
             base = arms[names.index(self.null_arm)]
-            arms.append(Arm(NULL, base.overrides, NULL_SHIFT, base.script))
+            arms.append(Arm(NULL_ARM, base.overrides, NULL_SHIFT, base.script))
         return arms
 
     def reduce(self) -> None:
@@ -190,7 +190,7 @@ def lacking(need: str, hardware: Hardware) -> str:
         UserError: no such need.
 
     """
-    _check_need(need, "needs")
+    _check_need(need)
     if need in NEEDS:
         has, words = NEEDS[need]
         return "" if has(hardware) else words
@@ -231,44 +231,13 @@ def load(name: str, folder: Path = FOLDER) -> Claim:
         raise UserError(
             f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
         )
-    text, where = path.read_bytes(), f"evidence/claims/published/{path.name}"
-    content = read(text, where)
-    types = {entry.name: get_type_hints(Claim)[entry.name] for entry in fields(Claim)}
-    check_keys(content, set(types) - {"id", "digest"}, where)
-    for key in ("statement", "source"):
-        if not content.get(key):
-            raise UserError(f"{where} says no {key}")
-    listed = content.pop("criteria", [])
-    if not isinstance(listed, list):
-        raise UserError(f"{where}: criteria is a list; begin each with a dash: - {{measure: speed, arm: bf16, …}}")
-    for key, value in content.items():
-        check_type(key, value, types[key], where)
-    criteria = [_criterion(entry, where) for entry in listed]
-    defaults: dict[str, Any] = {"setups": {}, "arms": {}}
-    return Claim(id=name, criteria=criteria, digest=hashlib.sha256(text).hexdigest(), **(defaults | content))
+    text = path.read_bytes()
+    digest = hashlib.sha256(text).hexdigest()
+    return read(text, f"evidence/claims/published/{path.name}", Claim, id=name, digest=digest)
 
 
-def _criterion(entry: Any, where: str) -> Criterion:
-    if not isinstance(entry, dict):
-        raise UserError(
-            f"{where}: criteria: {entry} is no criterion; "
-            "write - {measure: speed, arm: bf16, over: fp32, at_least: 2}"
-        )
-    types = get_type_hints(Criterion)
-    check_keys(entry, set(types), f"{where}: criteria")
-    for key in ("measure", "arm"):
-        if not entry.get(key):
-            raise UserError(f"{where}: the criterion {entry} says no {key}")
-    for key, value in entry.items():
-        check_type(key, value, types[key], f"{where}: criteria")
-    try:
-        return Criterion(**entry)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-def _check_need(need: str, where: str) -> None:
+def _check_need(need: str) -> None:
     if need not in NEEDS and not re.fullmatch(r"\d+GiB", need):
         raise UserError(
-            f"{where}: {need} is not known{nearest(need, NEEDS)} ({', '.join(NEEDS)}, or memory such as 40GiB)"
+            f"needs: {need} is not known{nearest(need, NEEDS)} ({', '.join(NEEDS)}, or memory such as 40GiB)"
         )

@@ -47,10 +47,12 @@ class Criterion:
 
     def __post_init__(self) -> None:
         self.arm, self.over, self.minus = _listed(self.arm), _listed(self.over), _listed(self.minus)
+        if not (self.measure and self.arm):
+            raise UserError("a criterion needs a measure and an arm")
         if self.over and self.minus:
             raise UserError(f"a criterion on {self.measure} has over and minus; one of them")
         other = self.over or self.minus
-        if not self.arm or (other and len(other) != len(self.arm)):
+        if other and len(other) != len(self.arm):
             raise UserError(f"a criterion on {self.measure} needs as many arms as it is taken over")
         if self.minus and len(self.arm) > 1:
             raise UserError(f"a criterion on {self.measure} with minus is about one arm")

@@ -1,94 +1,100 @@
-"""The YAML of a claim: read strictly, and what is not as it should be answered with how it is written."""
+"""The YAML of a claim: OmegaConf reads it into dataclasses, and a mistake is answered with how to write it."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import re
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from trainer.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def read(text: bytes, where: str) -> dict[str, Any]:
-    """Return the keys of a file.
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def read(text: bytes, where: str, cls: type[T], **computed: str) -> T:
+    """Return the object that a file describes.
+
+    Args:
+        text: of the file.
+        where: the file, for messages.
+        cls: its fields are the keys.
+        computed: values of fields that a file cannot have.
 
     Raises:
-        UserError: no YAML, none with keys, or a key that is there twice.
+        UserError: not YAML, a key that is unknown, missing or there twice, a value of another type, or what the object
+            itself refuses.
 
     """
     try:
-        content = yaml.load(text, _Strict)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        words = " ".join(str(error).replace('in "<byte string>", ', "").split())
-        hint = "; text with a colon in it needs quotes" if "mapping values are not allowed" in words else ""
-        raise UserError(f"{where}: {words}{hint}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{where} holds no keys; see evidence/claims/published/bignet_memory.yaml")
-    return content
-
-
-def check_keys(content: dict[str, Any], known: set[str], where: str) -> None:
-    """Refuse a key that is not known."""
-    for key in content:
-        if key not in known:
-            raise UserError(f"{where}: {key} is not a key{nearest(str(key), known)} ({', '.join(sorted(known))})")
-
-
-def check_type(key: str, value: Any, wanted: Any, where: str) -> None:
-    """Refuse what YAML read as something else than a key's type, and say how it is written."""
-    if wanted is str and not isinstance(value, str):
-        raise UserError(f'{where}: {key}: {value} must be text; in quotes it is: {key}: "{value}"')
-    if wanted is int and (not isinstance(value, int) or isinstance(value, bool)):
-        raise UserError(f"{where}: {key}: {value} must be a whole number, without quotes, such as {key}: 3")
-    if wanted == float | None and not _is_number(value):
-        example = f"{float(value):g}" if _is_number(_float(value)) else "1.5"
-        raise UserError(f"{where}: {key}: {value!r} must be a number; write {key}: {example}")
-    if wanted == list[str]:
-        if not isinstance(value, list):
-            raise UserError(f"{where}: {key} is a list; write {key}: [{value or '…'}]")
-        for entry in value:
-            check_type(f"an entry of {key}", entry, str, where)
-    if wanted in (dict[str, str], dict[str, list[str]]):
-        if not isinstance(value, dict):
-            raise UserError(f"{where}: {key} holds names, each with its own line below {key}, such as {_EXAMPLES[key]}")
-        for name, entry in value.items():
-            if not isinstance(name, str):
-                raise UserError(f'{where}: {key}: the name {name} must be text; in quotes it is: "{name}"')
-            if wanted == dict[str, list[str]]:
-                check_type(f"{key}.{name}", entry, list[str], where)
-            elif not isinstance(entry, str) or not entry.strip():
-                raise UserError(f"{where}: {key}: {name} must be overrides; write, for example, {_EXAMPLES[key]}")
-
-
-_EXAMPLES = {
-    "setups": "gpt2: recipe=gpt2 steps=40",
-    "arms": "bf16: gpt2 precision=bf16 (a setup, then the arm's own overrides)",
-    "asks": "data.path: a text",
-    "on_cuda": "gpt2: recipe.size=124M",
-    "reduced": "gpt2: recipe.size=nano steps=3",
-    "arms_need": "tf32: [tf32]",
-}
-
-
-def _float(value: Any) -> float | None:
+        loaded = OmegaConf.create(text.decode())
+    except (UnicodeDecodeError, yaml.reader.ReaderError) as error:
+        raise UserError(f"{where} is not text in UTF-8 ({error})") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        hint = "; text with a colon in it needs quotes" if isinstance(error, yaml.scanner.ScannerError) else ""
+        raise UserError(f"{where}, line {line}: {error.problem}{hint}") from None
+    if not OmegaConf.is_dict(loaded):
+        raise UserError(f"{where} has no keys; see evidence/claims/published/bignet_memory.yaml")
+    given = cast("dict[str, Any]", OmegaConf.to_container(loaded))
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+        if present := given.keys() & computed.keys():
+            raise UserError(f"{present.pop()} is not a key; drop it")
+        merged = OmegaConf.merge(OmegaConf.structured(cls), loaded, computed)
+        _check_text(given, cls)
+        return cast("T", OmegaConf.to_object(merged))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except ConfigKeyError as error:
+        known = sorted(entry.name for entry in fields(error.object_type or cls) if entry.name not in computed)
+        raise UserError(
+            f"{where}: {error.key} is not a key{nearest(str(error.key), known)} ({', '.join(known)})"
+        ) from None
+    except MissingMandatoryValue as error:
+        raise UserError(f"{where}: the key {error.full_key} is missing") from None
+    except OmegaConfBaseException as error:
+        # A list in place of a mapping, or the reverse, is reported without its key.
+        hints = get_type_hints(cls)
+        swapped = (name for name in given if isinstance(given[name], list) != (get_origin(hints[name]) is list))
+        key = error.full_key or next(swapped)
+        raise UserError(f"{where}: {key} must be {_KINDS.get(re.split('[.[]', key)[0], 'text')}") from None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+_LIST = "a list, such as [one, two]"
+_NUMBER = "a number, such as 1.5"
+_KINDS = {
+    "repeats": "a whole number, such as repeats: 3",
+    **dict.fromkeys(("at_least", "at_most", "within"), _NUMBER),
+    **dict.fromkeys(("needs", "traps", "combines"), _LIST),
+    "criteria": "a list; begin each entry with a dash: - {measure: speed, arm: bf16, over: fp32, at_least: 2}",
+    "setups": "names with overrides, such as gpt2: recipe=gpt2 steps=40",
+    "arms": "names with a setup and overrides, such as bf16: gpt2 precision=bf16",
+    "asks": "overrides with what to set them to, such as data.path: a text",
+    "on_cuda": "setups with overrides, such as gpt2: recipe.size=124M",
+    "reduced": "setups with overrides, such as gpt2: recipe.size=nano steps=3",
+    "arms_need": "arms with lists, such as tf32: [tf32]",
+}
+"""How the value of a key is written."""
 
 
-class _Strict(yaml.SafeLoader):
-    """YAML in which a key that is there twice is a mistake, not the last of them."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for number, key in enumerate(keys):
-            if key in keys[:number]:
-                line = node.value[number][0].start_mark.line + 1
-                raise yaml.YAMLError(f"{key} is there twice, again in line {line}")
-        return super().construct_mapping(node, deep)
+def _check_text(given: Any, hint: Any, key: str = "") -> None:
+    """Refuse what OmegaConf would take for text: a number, a truth value, a mapping within a list."""
+    inner: Any = next(reversed(get_args(hint)), None)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        for name, value in given.items():
+            _check_text(value, hints[name], name)
+    elif get_origin(hint) is dict:
+        for name, value in given.items():
+            _check_text(value, inner, f"{key}.{name}")
+    elif get_origin(hint) is list:
+        for value in given:
+            _check_text(value, inner, key)
+    elif hint is str and not isinstance(given, str):
+        raise UserError(f'{key}: {given} must be text; in quotes it is: "{given}"')

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence.claims.claims import NULL
+from evidence.claims.claims import NULL_ARM
 from evidence.claims.criteria import Finding, number
 from evidence.measures import MEASURES, measured
-from evidence.runs import Arm, Outcome, Runner
+from evidence.runs import DIVERGED, Arm, Outcome, Runner
 from trainer.profiling.ledger import MIB, STEADY
 
 _PRODUCTS = re.compile(r"(mm|linear|conv\w*|attention\w*)(_backward)?$|convolution|attention|mm_|scaled_mm")
@@ -66,7 +66,7 @@ def explain(
             elif criterion.measure == "memory":
                 sentence = _memory_sentence(one, base, runner)
             elif criterion.measure in ("loss", "best_loss"):
-                null = NULL in by_name and by_name[NULL].overrides == base.overrides
+                null = NULL_ARM in by_name and by_name[NULL_ARM].overrides == base.overrides
                 sentence = _loss_sentence(name, other, outcomes, criterion.measure, null)
             else:
                 sentence = _values_sentence(criterion.measure, criterion.arms, outcomes)
@@ -128,21 +128,21 @@ def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str,
         return [abs(a / b - 1) for a, b in found if a is not None and b and math.isfinite(a) and math.isfinite(b)]
 
     said = []
-    done = [run.summary for run in outcomes if run.arm == name and run.finished]
+    own = [run for run in outcomes if run.arm == name]
+    done = [run.summary for run in own if run.finished]
     skips, steps = ([summary[key] for summary in done] for key in ("skipped_steps", "step"))
-    broken = sum(measured(run, measure) == math.inf for run in outcomes if run.arm == name)
-    if broken:
-        count = len([run for run in outcomes if run.arm == name])
-        ends = [found[1] for run in outcomes if run.arm == name and (found := re.match(r"step (\d+):", run.failure))]
-        when = f", the first of them in step {min(map(int, ends))}" if ends else ""
-        said.append(f"{broken} of {count} runs of {name} turned non-finite{when}")
+    if broken := [run for run in own if measured(run, measure) == math.inf]:
+        # A run that ends for it logs that step last.
+        ends = [run.series["lr"][0][-1] for run in broken if run.exit_code == DIVERGED and "lr" in run.series]
+        when = f", the first of them in step {min(ends):.0f}" if ends else ""
+        said.append(f"{len(broken)} of {len(own)} runs of {name} turned non-finite{when}")
     if sum(skips):
         said.append(f"{name} skipped {sum(skips)} of {sum(steps)} steps for an overflow")
-    norms = [norm for run in outcomes if run.arm == name for norm in run.series.get("grad_norm", ((), ()))[1]]
+    norms = [norm for run in own for norm in run.series.get("grad_norm", ((), ()))[1]]
     if zeros := sum(norm == 0 for norm in norms):
         said.append(f"the gradient of {name} was exactly zero in {zeros} of {len(norms)} logged steps")
     apart = differences(name, other) if name != other else []
-    noise = differences(NULL, other) if null and name != NULL else []
+    noise = differences(NULL_ARM, other) if null and name != NULL_ARM else []
     if apart:
         text = f"run by run {name} and {other} differ by {_mean_percent(apart)} on average"
         said.append(text + (f", {other} and the same with other seeds by {_mean_percent(noise)}" if noise else ""))

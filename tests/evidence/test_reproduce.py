@@ -53,6 +53,9 @@ class Machine:
         code = self.exit_codes.get(name, 0)
         if code:
             log.write_text(f"error: {self.words}\n")
+            if code == 3:
+                folder.mkdir(parents=True)
+                (folder / "metrics.jsonl").write_text('{"step": 4, "lr": 0.1}\n{"step": 7, "lr": 0.1, "loss": null}\n')
             return code
         (folder / "profile").mkdir(parents=True)
         if options.get("profiler") == "torch":
@@ -189,6 +192,15 @@ def test_the_null_arm_is_named_only_beside_what_it_repeats(
     files("other", null_arm="bf16", criteria=[criterion])
     (without,) = reproduction(tmp_path, made_up).test("other")["why"]
     assert "other seeds" not in without
+
+
+def test_the_step_in_which_a_run_diverged_is_the_last_that_it_logged(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
+) -> None:
+    files("mine", criteria=[{"measure": "loss", "arm": "bf16", "over": "fp32", "within": 0.01}])
+    made_up.exit_codes = {"bf16-s1": 3}
+    (sentence,) = reproduction(tmp_path, made_up).test("mine")["why"]
+    assert sentence.startswith("1 of 3 runs of bf16 turned non-finite, the first of them in step 7; ")
 
 
 def test_a_run_of_another_commit_makes_the_outcome_dirty(
