@@ -75,3 +75,18 @@ def test_a_shell_hands_every_command_on_as_it_stands(shell: str, tmp_path: Path)
     assert done.stderr == ""
     for command, words in zip(found, done.stdout.split("---\n")[:-1], strict=True):
         assert words.splitlines() == shlex.split(command, comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_files_and_sections_that_the_pages_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:conf|docs|evidence|recipes|scripts|tests|trainer)/[\w/.-]+)`", text):
+        assert (PROJECT / name).exists(), name
+    for target, section in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", text):
+        other = page.parent / target if target else page
+        assert other.exists(), target
+        if section:
+            headings = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+            assert section in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, (
+                section
+            )
