@@ -1,4 +1,4 @@
-"""Arms of an experiment: sets of overrides, trained in turns, each run in a process of its own."""
+"""Arms of an experiment: sets of overrides, trained in turns, each run in its own process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainer.config.compose import quoted
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.tracking.mlflow.record import METRICS_FILE, SUMMARY_FILE
@@ -43,7 +44,7 @@ class Arm:
 
 @dataclass
 class Outcome:
-    """What became of one run."""
+    """One run that has ended, well or not."""
 
     arm: str
     seed: int
@@ -61,8 +62,8 @@ class Outcome:
         return self.exit_code == 0 and self.summary.get("status") == "FINISHED"
 
     @property
-    def told(self) -> str:
-        """What is said of a run that failed."""
+    def reason(self) -> str:
+        """Why a run failed, in words."""
         return self.failure or f"exit code {self.exit_code}"
 
     @cached_property
@@ -78,10 +79,10 @@ class Outcome:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def turns(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
-    """Yield every run: all arms of a seed before the next, in an order that turns round.
+def interleaved(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
+    """Yield every run: all arms of a seed before the next seed, in an order that alternates.
 
-    A machine that slows down, or warms up, then hurts all arms alike, and what is compared lies close in time.
+    A machine that slows down or warms up then affects all arms alike, and what is compared runs close in time.
     """
     for number, seed in enumerate(seeds):
         for arm in arms if number % 2 == 0 else reversed(arms):
@@ -89,12 +90,12 @@ def turns(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
 
 
 def merged(*groups: Sequence[str]) -> list[str]:
-    """Return overrides of which the last of each key counts. Hydra itself refuses a group that is chosen twice."""
+    """Return overrides in which the last value of a key counts. Hydra itself refuses a group that is chosen twice."""
     return list({text.partition("=")[0].lstrip("+~"): text for group in groups for text in group}.values())
 
 
 class Runner:
-    """Trains arms below a folder; what was done before is kept, what was broken off is done again from the start."""
+    """Trains arms below a folder; runs that are done are kept, unfinished ones start again."""
 
     def __init__(
         self, folder: Path, common: Sequence[str] = (), launch: Callable[[list[str], Path], int] | None = None
@@ -114,12 +115,12 @@ class Runner:
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
-        own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={_quoted(self.runs)}"]
+        own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={quoted(str(self.runs))}"]
         script = str(PROJECT / "scripts" / arm.script)
         return [sys.executable, script, *merged(self.common, arm.overrides, own)]
 
     def done(self, arm: Arm, seed: int) -> Outcome | None:
-        """Return the outcome of a run that came to its end before, or diverged."""
+        """Return the outcome of a run that has finished or diverged before."""
         folder = self.runs / _name(arm, seed)
         try:
             known = json.loads((folder / OUTCOME_FILE).read_text(encoding="utf-8"))
@@ -129,7 +130,7 @@ class Runner:
         return outcome if outcome.finished or outcome.exit_code == DIVERGED else None
 
     def run(self, arm: Arm, seed: int) -> Outcome:
-        """Train once, in a fresh process, and write down what became of it.
+        """Train once, in a fresh process, and record the outcome.
 
         Raises:
             KeyboardInterrupt: the run was interrupted.
@@ -137,7 +138,7 @@ class Runner:
         """
         folder = self.runs / _name(arm, seed)
         if folder.exists():
-            shutil.rmtree(folder)  # broken off or failed: half a run's speed is not that of a whole one
+            shutil.rmtree(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)
         log = self.runs / f"{folder.name}.log"
         began = time.monotonic()
@@ -146,7 +147,7 @@ class Runner:
             raise KeyboardInterrupt
         summary = folder / SUMMARY_FILE
         found = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
-        failure = "" if code == 0 else _last_words(log)
+        failure = "" if code == 0 else _last_error(log)
         outcome = Outcome(arm.label, seed, folder, code, failure, time.monotonic() - began, found)
         if folder.exists():
             record = {"exit_code": code, "failure": failure, "wall_time_s": outcome.wall_time_s, "summary": found}
@@ -154,29 +155,37 @@ class Runner:
         return outcome
 
     def run_all(
-        self, arms: list[Arm], seeds: list[int], tell: Callable[[int, int, Outcome, bool], None]
+        self, arms: list[Arm], seeds: list[int], report: Callable[[int, int, Outcome, bool], None]
     ) -> list[Outcome]:
         """Train what is left to train.
 
         Args:
             arms: of one comparison.
             seeds: one pair of runs each.
-            tell: called after every run with its number, their count, its outcome, and whether it was there before.
+            report: called after every run with its number, their count, its outcome, and whether it was done before.
 
         """
-        plan = list(turns(arms, seeds))
+        plan = list(interleaved(arms, seeds))
         outcomes: list[Outcome] = []
         settled: dict[str, Outcome] = {}
         for number, (arm, seed) in enumerate(plan, 1):
-            if arm.label in settled:  # it would fail alike
+            if arm.label in settled:  # it would fail in the same way
                 continue
             known = self.done(arm, seed)
             outcome = known or self.run(arm, seed)
             outcomes.append(outcome)
             if outcome.exit_code in SETTLED:
                 settled[arm.label] = outcome
-            tell(number, len(plan), outcome, known is not None)
+            report(number, len(plan), outcome, known is not None)
         return outcomes
+
+
+def progress_line(number: int, count: int, outcome: Outcome, known: bool, measured: str = "") -> str:
+    """Return what is printed after a run; the first four arguments are those of ``run_all``'s callback."""
+    head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
+    if not outcome.finished:
+        return f"{head}  failed{' before' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}"
+    return "  ".join(filter(None, (head, measured, "done before" if known else f"{outcome.wall_time_s:.0f} s")))
 
 
 def check_labels(arms: list[Arm]) -> None:
@@ -209,19 +218,14 @@ def in_a_process(command: list[str], log: Path) -> int:
             raise
 
 
-def _last_words(log: Path) -> str:
-    """Return the last error told, wherever in a line it begins: what was still buffered may stand before it."""
+def _last_error(log: Path) -> str:
+    """Return the last error printed, wherever in a line it begins: buffered output may precede it."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    _, told, after = text.rpartition("error: ")
-    if told:
+    _, found, after = text.rpartition("error: ")
+    if found:
         return after.splitlines()[0] if after.strip() else ""
     return " / ".join([line for line in text.splitlines() if line.strip()][-3:])
 
 
 def _name(arm: Arm, seed: int) -> str:
     return f"{arm.label}-s{seed}"
-
-
-def _quoted(path: Path) -> str:
-    """Return a value that Hydra's grammar takes as it stands, whatever is in the path."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

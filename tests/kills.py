@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.certificate.certify import COMMON, DEFAULTS
-from evidence.certificate.compare import metrics, ulps
+from evidence.certificate.differences import metrics, ulps
 from tests import forks
 from trainer.checkpoint.restore import load
 from trainer.checkpoint.store import steps as saved_steps

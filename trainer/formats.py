@@ -42,3 +42,9 @@ def size(count: float) -> str:
             return f"{count:.1f} {suffix}" if suffix != "B" else f"{count:.0f} B"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def mebibytes(count: float) -> str:
+    """Return a number of bytes in MiB, without the unit: three significant digits or more, ``0.0381`` or ``5,000``."""
+    amount = count / 2**20
+    return f"{amount:,.0f}" if amount >= 1000 else f"{amount:,.1f}" if amount >= 10 else f"{amount:.3g}"

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from evidence.bench.arms import FRAMEWORKS, LOG_EVERY, BareLoop, Material
+from evidence.bench.baselines import FRAMEWORKS, LOG_EVERY, BareLoop, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.scale import parallel, saving
 from evidence.bench.turns import Block, Row, Turns, interleave, overheads, ratios, stopwatch, synchronise, threads
@@ -154,13 +154,13 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
         *(f"steps={last}", f"eval_every={last}", "eval_samples=1"),
     )
     trainer = _trainer(config, hardware)
-    material = Material(trainer)
-    others = {"bare": stopwatch(BareLoop(material).run, hardware.device)}
+    workload = Workload(trainer)
+    others = {"bare": stopwatch(BareLoop(workload).run, hardware.device)}
     fits: dict[str, Block] = {}
     missing = {framework.name: framework.missing() for framework in FRAMEWORKS}
     for framework in FRAMEWORKS:
         if missing[framework.name] is None:
-            (fits if framework.whole_fit else others)[framework.name] = framework.block(material, folder)
+            (fits if framework.whole_fit else others)[framework.name] = framework.block(workload, folder)
     assert config.run_name is not None
     run_folder = RunFolder.create(config.output_dir, config.run_name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Requests(), [])
@@ -189,25 +189,25 @@ def memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[tuple[
     how = "CUDA's allocator" if hardware.device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
     for job, mode in jobs or ((gpt2_job(hardware), "bf16"), (BIGNET, "fp32")):
         options = (f"precision={mode}", "clip=norm")
-        material, ours = _trainer_peak(job.config(*options, f"device={hardware.device}"), hardware)
+        workload, ours = _trainer_peak(job.config(*options, f"device={hardware.device}"), hardware)
         gc.collect()  # on a GPU what the trainer held would count again
-        theirs = _bare_peak(material)
+        theirs = _bare_peak(workload)
         title = f"{job.name} {mode}, peak memory over a bare loop's"
         sizes = f"third step, {ours / 2**20:.1f} and {theirs / 2**20:.1f} MiB by {how}"
         rows.append(Row(title, "x", [ours / theirs], f"{job.line(*options)}; {sizes}", 1.02))
     return rows
 
 
-def _trainer_peak(config: Config, hardware: Hardware) -> tuple[Material, int]:
+def _trainer_peak(config: Config, hardware: Hardware) -> tuple[Workload, int]:
     trainer = _trainer(config, hardware)
     trainer.model.train()
     batches = trainer.batches()
     peak = _peak_bytes(trainer.model, trainer.optimizer, lambda: trainer.train_step(next(batches)))
-    return Material(trainer), peak
+    return Workload(trainer), peak
 
 
-def _bare_peak(material: Material) -> int:
-    bare = BareLoop(material)
+def _bare_peak(workload: Workload) -> int:
+    bare = BareLoop(workload)
     return _peak_bytes(bare.model, bare.optimizer, lambda: bare.run(1))
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evidence.bench.arms import BareLoop, Material
+from evidence.bench.baselines import BareLoop, Workload
 from evidence.bench.jobs import Job, gpt2_job
 from evidence.bench.turns import Row, interleave, ratios, stopwatch
 from trainer.checkpoint.generators import random_state
@@ -124,8 +124,8 @@ def _in_processes(
 class BareDDP(BareLoop):
     """The hand-written loop around torch's DistributedDataParallel with its defaults."""
 
-    def __init__(self, material: Material) -> None:
-        super().__init__(material)
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
         self.model = nn.parallel.DistributedDataParallel(self.model)
 
 
@@ -139,9 +139,9 @@ def _rank(file: str, repeats: str, *overrides: str) -> None:
     trainer = trainer_of(config, "auto", world)
     blocks = {"mantissa": stopwatch(_steps_of(trainer), trainer.device)}
     if mode == "ddp":
-        material = Material(trainer)
-        material.batch_size = trainer.plan.batching.micro_batch_size
-        blocks["bare"] = stopwatch(BareDDP(material).run, trainer.device)
+        workload = Workload(trainer)
+        workload.batch_size = trainer.plan.batching.micro_batch_size
+        blocks["bare"] = stopwatch(BareDDP(workload).run, trainer.device)
     times = interleave({name: partial(block, STEPS) for name, block in blocks.items()}, int(repeats))
     if world.first:
         Path(file).write_text(

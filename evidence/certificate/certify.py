@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.certificate.child import TRACE_FILE
-from evidence.certificate.compare import Differences, compare, trace
+from evidence.certificate.differences import Differences, differences_between, trace
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT, write_json, write_text
@@ -139,7 +139,7 @@ def certify(overrides: list[str], options: Options, child: str = "evidence.certi
     _train(child, "none", [*job, "run_name=killed", "resume=auto"])
     # Before the first checkpoint there is nothing to resume: the run then starts again, in a folder of its own.
     last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
-    comparison = compare(folder / "whole", last, steps)
+    comparison = differences_between(folder / "whole", last, steps)
     lines = _killed_lines(folder)
     result = Certificate(
         command=f"python scripts/certify.py {' '.join(overrides)} kills={kills} seed={options.seed}",

@@ -14,7 +14,7 @@ from rich.table import Table
 from evidence.claims import results
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
-from evidence.claims.reproduce import Reproduction, machine, part_facts, save
+from evidence.claims.reproduce import Reproduction, machine_name, part_facts, save
 from evidence.runs import TRAIN, merged
 from trainer.config.compose import compose
 from trainer.config.options import parse
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     claims = {name: load(name) for name in names()}
     hardware = detect(options.device)
     if not options.claim and not options.all:
-        _list(claims, results.read(), machine(hardware), terminal())
+        _list(claims, results.read(), machine_name(hardware), terminal())
         return 0
     wanted = list(claims) if options.all else options.claim
     asked = {key for name in wanted for key in load(name).asks}
@@ -67,24 +67,24 @@ def main(arguments: list[str]) -> int:
     folder = options.output_dir.absolute() / "reproduce"
     reproduction = Reproduction(hardware, folder, given, reduced=reduced)
     if not reduced:
-        here = results.read().get(machine(hardware), {})
+        here = results.read().get(machine_name(hardware), {})
         known = _known(claims, here)
         wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
     earlier = set(reproduction.done)
-    told = set(earlier)
+    shown_already = set(earlier)
     for name in wanted:
-        if name in told:
+        if name in shown_already:
             print(f"{name}: {reproduction.done[name]['verdict']}, of {reproduction.done[name]['date']}")
             continue
         reproduction.test(name)
-        for each in [name for name in reproduction.done if name not in told]:  # and what it combines
-            _tell(reproduction.done[each], claims[each], reduced)
-            told.add(each)
+        for each in [name for name in reproduction.done if name not in shown_already]:  # and what it combines
+            _print(reproduction.done[each], claims[each], reduced)
+            shown_already.add(each)
             if not reduced:
                 print(f"written to {save(reproduction.done[each], results.RESULTS)}")
                 results.update()
-    return int(any(reproduction.done[name].get("failures") for name in told - earlier))
+    return int(any(reproduction.done[name].get("failures") for name in shown_already - earlier))
 
 
 def _check(claim: Claim, hardware: Hardware, given: list[str], reduced: bool) -> None:
@@ -153,7 +153,7 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
     console.print(f"This machine: {here}. Test one claim with claim=…, or all that it can with all=true.")
 
 
-def _tell(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
+def _print(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
     print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
     if record.get("needs"):
         print(f"  needs {', '.join(record['needs'])}")

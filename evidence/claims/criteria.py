@@ -105,7 +105,7 @@ class Finding:
     """What stood in the way of a verdict."""
 
 
-def find(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
+def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     """Measure one criterion on the runs of a claim, and judge it if it decides."""
     runs: dict[str, dict[int, Outcome]] = {}
     for outcome in outcomes:
@@ -134,7 +134,7 @@ def _gap(criterion: Criterion, runs: dict[str, dict[int, Outcome]], pairs: int |
         run for name in criterion.arms for run in runs[name].values() if measured(run, criterion.measure) is None
     ]
     if failed := [run for run in unmeasured if not run.finished]:
-        return f"{failed[0].arm}, seed {failed[0].seed}, failed: {failed[0].told}"
+        return f"{failed[0].arm}, seed {failed[0].seed}, failed: {failed[0].reason}"
     if unmeasured:
         return f"not measured of {unmeasured[0].arm}, seed {unmeasured[0].seed}"
     wanted = len(set.intersection(*(set(runs[name]) for name in criterion.arms)))

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from evidence.claims.claims import Claim, lacking, load
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, find
-from evidence.claims.why import MOST, explain
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
+from evidence.claims.reasons import MOST, reasons
 from evidence.intervals import INCONCLUSIVE
 from evidence.measures import MEASURES, measured
-from evidence.runs import DIVERGED, PROJECT, Arm, Outcome, Runner
+from evidence.runs import DIVERGED, PROJECT, Arm, Outcome, Runner, progress_line
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.hardware import Hardware
@@ -34,7 +34,7 @@ class Reproduction:
         given: list[str],
         *,
         reduced: bool = False,
-        tell: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
         launch: Callable[[list[str], Path], int] | None = None,
     ) -> None:
         """Prepare.
@@ -44,7 +44,7 @@ class Reproduction:
             folder: for the runs.
             given: overrides that claims ask for.
             reduced: make everything small; nothing is decided then.
-            tell: shows a line.
+            report: called with each line of progress.
             launch: see ``Runner``.
 
         """
@@ -52,7 +52,7 @@ class Reproduction:
         self.folder = folder
         self.given = given
         self.reduced = reduced
-        self.tell = tell
+        self.report = report
         self.launch = launch
         self.git = git_facts()
         self.done: dict[str, dict[str, Any]] = {}
@@ -83,11 +83,11 @@ class Reproduction:
         arms = claim.runs(here, self.given, self.hardware.device.type, ledger)
         seeds = list(range(claim.repeats))
         runner = Runner(self.folder / self._key(claim), launch=self.launch)
-        self.tell(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, in turns; {runner.runs}")
+        self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, in turns; {runner.runs}")
         outcomes = runner.run_all(arms, seeds, self._progress)
-        findings = [find(criterion, outcomes) for criterion in claim.criteria]
+        findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
         verdict = combine([finding.verdict for finding in findings])
-        why = explain(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
+        why = reasons(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
         left_out = {
             name: "; ".join(words for need in claim.arms_need[name] if (words := lacking(need, self.hardware)))
             for name in claim.arms
@@ -102,7 +102,7 @@ class Reproduction:
             arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
             left_out=left_out,
             failures=[
-                self._public(f"{run.arm}, seed {run.seed}: {run.told}")
+                self._public(f"{run.arm}, seed {run.seed}: {run.reason}")
                 for run in outcomes
                 if run.exit_code not in (0, DIVERGED)
             ],
@@ -131,8 +131,8 @@ class Reproduction:
 
     def _git(self, outcomes: list[Outcome]) -> dict[str, str]:
         """Return the commit; ``dirty`` also where a run was of another, which someone may have pulled meanwhile."""
-        told = [run.summary["git"] for run in outcomes if run.summary.get("git")]
-        return self.git | ({"dirty": "true"} if any(git != self.git for git in told) else {})
+        commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
+        return self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {})
 
     def _public(self, text: str) -> str:
         """Take out of a message what the user typed, and where things lie on this machine."""
@@ -150,7 +150,7 @@ class Reproduction:
             "claim_sha256": claim.digest,
             "git": self.git,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": machine(self.hardware),
+            "machine": machine_name(self.hardware),
             "hardware": self.hardware.facts(),
             "versions": versions(),
             "command": " ".join(["python scripts/reproduce.py", f"claim={claim.id}", *asked]),
@@ -161,21 +161,15 @@ class Reproduction:
         """Name a folder for what must not be mixed: another file, commit, machine or torch."""
         torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
         given = [override for override in self.given if override.partition("=")[0] in claim.asks]
-        parts = [claim.digest, self.git.get("commit"), machine(self.hardware), torch_version, threads, given]
+        parts = [claim.digest, self.git.get("commit"), machine_name(self.hardware), torch_version, threads, given]
         digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
         return f"{claim.id}-{digest[:10]}"
 
     def _progress(self, number: int, count: int, outcome: Outcome, known: bool) -> None:
-        head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
-        if outcome.exit_code == 0:
-            self.tell(f"{head}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
-        elif outcome.exit_code == DIVERGED:
-            self.tell(f"{head}  turned non-finite")
-        else:
-            self.tell(f"{head}  failed with exit code {outcome.exit_code}: {outcome.failure}")
+        self.report(progress_line(number, count, outcome, known))
 
 
-def machine(hardware: Hardware) -> str:
+def machine_name(hardware: Hardware) -> str:
     """Return a name for folders: the device's, and of a CPU the cores that were used."""
     name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
     name = re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"

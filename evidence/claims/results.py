@@ -97,8 +97,8 @@ def summary(records: Records, claims: dict[str, Claim]) -> str:
             if record is None or record["verdict"] == NOT_HERE:
                 continue
             decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
-            told = "; ".join(map(_short, decided))
-            lines.append(_row((f"[{name}](results.md#{name})", claim.statement, record["verdict"], told)))
+            measured = "; ".join(map(_short, decided))
+            lines.append(_row((f"[{name}](results.md#{name})", claim.statement, record["verdict"], measured)))
     return "\n".join(lines)
 
 

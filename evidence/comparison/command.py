@@ -11,7 +11,7 @@ from evidence.comparison.mlflow import publish
 from evidence.comparison.report import sentences, table, write_report
 from evidence.runs import NULL_SHIFT, Arm, check_labels
 from trainer.config.compose import CONF
-from trainer.config.options import listed, parse, unquoted
+from trainer.config.options import fraction, listed, parse, unquoted
 from trainer.errors import UserError, nearest
 
 CHOSEN = ("seed", "run_name", "resume")
@@ -105,10 +105,9 @@ def _seeds(text: str) -> list[int]:
 
 
 def _margin(text: str) -> float:
-    try:
-        margin = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise UserError(f"margin={text} is not a number; write margin=0.3%") from None
+    margin = fraction(text)
+    if margin is None:
+        raise UserError(f"margin={text} is not a number; write margin=0.3%")
     if not 0 < margin < 1:
         raise UserError(
             f"margin={text} must lie above 0 and below 100 %: it is the difference in validation loss that is too "

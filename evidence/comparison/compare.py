@@ -12,7 +12,7 @@ from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
-from evidence.runs import Arm, Outcome, Runner, merged
+from evidence.runs import Arm, Outcome, Runner, merged, progress_line
 from trainer.config.compose import combinations, compose
 from trainer.config.schema import Config, flatten
 from trainer.errors import UserError
@@ -28,7 +28,7 @@ NULL = "null"
 
 @dataclass
 class Comparison:
-    """What is to be compared, and how it is judged."""
+    """What to compare, and how to judge it."""
 
     arms: list[Arm]
     baseline: str
@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass
 class Result:
-    """A comparison that was made."""
+    """A finished comparison."""
 
     comparison: Comparison
     arms: list[ArmResult]
@@ -65,27 +65,28 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        about = self.comparison
-        head = {"name": about.name, "baseline": about.baseline, "seeds": about.seeds, "margin": about.margin}
-        return head | self.facts | {"common": about.common, "arms": [asdict(arm) for arm in self.arms]}
+        head = {key: getattr(self.comparison, key) for key in ("name", "baseline", "seeds", "margin")}
+        return head | self.facts | {"common": self.comparison.common, "arms": [asdict(arm) for arm in self.arms]}
 
 
-def compare(about: Comparison, configs: dict[str, Config], tell: Callable[[str], None] = print) -> Result:
+def compare(comparison: Comparison, configs: dict[str, Config], report: Callable[[str], None] = print) -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``.
 
     Args:
-        about: what to compare; gets its name here if it has none.
+        comparison: what to compare; its ``name`` is set here if it is empty.
         configs: from ``check_arms``.
-        tell: shows a line.
+        report: called with each line of progress.
 
     Raises:
-        UserError: the folder holds another comparison, is worked on by another process, or cannot be written.
+        UserError: the folder holds another comparison, is in use by another process, or cannot be written.
 
     """
-    first = configs[about.baseline]
+    first = configs[comparison.baseline]
+    if not comparison.name:
+        comparison.name = "-".join([first.recipe.name, *(arm.label for arm in comparison.arms if not arm.seed_shift)])
     hardware = detect(first.device)
-    common = [*about.common, *_added(about, hardware.is_gpu)]
-    about.name = about.name or "-".join([first.recipe.name, *(arm.label for arm in about.arms if not arm.seed_shift)])
+    common = [*comparison.common, *_added(comparison, hardware.is_gpu)]
+    arms, seeds, folder = comparison.arms, comparison.seeds, comparison.folder
     facts: dict[str, Any] = {
         "recipe": first.recipe.name,
         "unit": first.recipe.unit,
@@ -94,16 +95,16 @@ def compare(about: Comparison, configs: dict[str, Config], tell: Callable[[str],
         "versions": versions(),
         "git": git_facts(),
     }
-    _begin(about, common, facts)
-    tell(f"{len(about.arms)} arms × {len(about.seeds)} seeds, in turns; every run is a fresh process. {about.folder}")
-    with in_use(about.folder):  # a second one would take runs under way for broken off
-        outcomes = Runner(about.folder, common).run_all(about.arms, about.seeds, _teller(tell, first.recipe.unit))
-    result = Result(about, judge(about.arms, about.baseline, outcomes, about.margin), outcomes, facts)
-    write_json(about.folder / RESULT_FILE, result.to_dict())
+    _begin(comparison, common, facts)
+    report(f"{len(arms)} arms × {len(seeds)} seeds, in turns; every run is a fresh process. {folder}")
+    with in_use(folder):  # a second process would remove this one's unfinished runs
+        outcomes = Runner(folder, common).run_all(arms, seeds, _progress(report, first.recipe.unit))
+    result = Result(comparison, judge(arms, comparison.baseline, outcomes, comparison.margin), outcomes, facts)
+    write_json(folder / RESULT_FILE, result.to_dict())
     return result
 
 
-def check_arms(about: Comparison) -> dict[str, Config]:
+def check_arms(comparison: Comparison) -> dict[str, Config]:
     """Compose every arm as its runs will, and return the configs, resolved, by label.
 
     Raises:
@@ -111,9 +112,9 @@ def check_arms(about: Comparison) -> dict[str, Config]:
 
     """
     configs: dict[str, Config] = {}
-    for arm in about.arms:
+    for arm in comparison.arms:
         try:
-            overrides = merged(about.common, arm.overrides)
+            overrides = merged(comparison.common, arm.overrides)
             if swept := [text for text in overrides if len(combinations([text])) > 1]:
                 raise UserError(f"{swept[0]} has several values; give each an arm of its own")
             composed = compose(overrides)
@@ -129,11 +130,11 @@ def check_arms(about: Comparison) -> dict[str, Config]:
         except UserError as error:
             raise UserError(f"arm {arm.label}: {error}") from None
         configs[arm.label] = composed
-    base = _comparable(configs[about.baseline])
-    for arm in about.arms:
-        if arm.label != about.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
+    base = _comparable(configs[comparison.baseline])
+    for arm in comparison.arms:
+        if arm.label != comparison.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
             raise UserError(
-                f"arm {arm.label} is the same as the baseline {about.baseline}; drop it "
+                f"arm {arm.label} is the same as the baseline {comparison.baseline}; drop it "
                 "(what noise looks like is shown by the null arm)"
             )
     return configs
@@ -148,15 +149,15 @@ def _comparable(composed: Config) -> dict[str, Any]:
     return {key: value for key, value in flatten(composed).items() if key != "run_name"}
 
 
-def _added(about: Comparison, is_gpu: bool) -> list[str]:
-    """Return what runs get unless it was typed: no checkpoints, and a ledger where CUDA does not count memory."""
-    typed = {part.partition("=")[0] for part in about.common}
+def _added(comparison: Comparison, is_gpu: bool) -> list[str]:
+    """Return the defaults of the runs: no checkpoints, and a memory ledger where CUDA does not count memory."""
+    typed = {part.partition("=")[0] for part in comparison.common}
     added = {"checkpoint": "none", "profiler": "none" if is_gpu else "memory"}
     return [f"{key}={value}" for key, value in added.items() if key not in typed]
 
 
-def _begin(about: Comparison, common: list[str], facts: dict[str, Any]) -> None:
-    """Write the plan, or check that what is in the folder was planned alike. Seeds may be added.
+def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> None:
+    """Write the plan, or check that it equals the one in the folder. Seeds may be added.
 
     Raises:
         UserError: the folder holds another comparison, or cannot be written.
@@ -164,38 +165,36 @@ def _begin(about: Comparison, common: list[str], facts: dict[str, Any]) -> None:
     """
     plan = {
         "common": common,
-        "arms": [[arm.label, list(arm.overrides)] for arm in about.arms],
-        "baseline": about.baseline,
-        "margin": about.margin,
+        "arms": [[arm.label, list(arm.overrides)] for arm in comparison.arms],
+        "baseline": comparison.baseline,
+        "margin": comparison.margin,
         "hardware": facts["hardware"]["name"],
         "number of threads": facts["hardware"]["threads"],
         "torch": facts["versions"]["torch"],
         "commit": facts["git"].get("commit"),
     }
-    path = about.folder / PLAN_FILE
+    path = comparison.folder / PLAN_FILE
     try:
-        about.folder.mkdir(parents=True, exist_ok=True)
+        comparison.folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             if different := [key for key in plan if plan[key] != before.get(key)]:
                 raise UserError(
-                    f"{about.folder} holds a comparison with another {different[0]} "
+                    f"{comparison.folder} holds a comparison with another {different[0]} "
                     f"({before.get(different[0])} there, {plan[different[0]]} here); give this one a name=…"
                 )
         else:
             write_json(path, plan | {"began_s": time.time(), "key": uuid.uuid4().hex})
     except OSError as error:
-        raise UserError(f"output_dir={about.output_dir} cannot be written ({error.strerror})") from None
+        raise UserError(f"output_dir={comparison.output_dir} cannot be written ({error.strerror})") from None
 
 
-def _teller(tell: Callable[[str], None], unit: str) -> Callable[[int, int, Outcome, bool], None]:
+def _progress(report: Callable[[str], None], unit: str) -> Callable[[int, int, Outcome, bool], None]:
     def after(number: int, count: int, outcome: Outcome, known: bool) -> None:
-        head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
-        if not outcome.finished:
-            tell(f"{head}  failed{' before' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}")
-            return
-        score, rate = outcome.summary["final"].get(LOSS), outcome.summary["units_per_s"]
-        shown = f"loss {loss(score)}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
-        tell(f"{head}  {shown}  {'done before' if known else f'{outcome.wall_time_s:.0f} s'}")
+        measured = ""
+        if outcome.finished:
+            rate = outcome.summary["units_per_s"]
+            measured = f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
+        report(progress_line(number, count, outcome, known, measured))
 
     return after

@@ -89,7 +89,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             overrides=list(arm.overrides),
             is_null=bool(arm.seed_shift),
             seeds=list(done),
-            failures={seed: o.told for seed, o in runs.items() if not o.finished},
+            failures={seed: o.reason for seed, o in runs.items() if not o.finished},
             speed=_ratio(speed, done, against),
             memory=_ratio(memory, done, against),
             energy=_ratio(energy, done, against),

@@ -32,7 +32,7 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
         What to tell the user: the address of MLflow's page, or why there is none; nothing where no run was tracked.
 
     """
-    told: list[tuple[Outcome, dict[str, Any]]] = []
+    delivered: list[tuple[Outcome, dict[str, Any]]] = []
     for outcome in result.outcomes:
         folder = outcome.folder
         if not (folder / TRACKING_FILE).exists():  # it ended before it had begun
@@ -44,17 +44,17 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
                 f"not all runs are in MLflow, so neither is the comparison ({missing}); the same command tries again"
             ]
         if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri):
-            told.append((outcome, record))
-    shown = [record["run_id"] for outcome, record in told if outcome.finished]
+            delivered.append((outcome, record))
+    shown = [record["run_id"] for outcome, record in delivered if outcome.finished]
     if not shown:
         return []
     try:
         client = connect(uri)
-        parent = _parent(client, result, uri, told, files)
+        parent = _parent(client, result, uri, delivered, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"MLflow did not take the comparison ({first_line(error)}); the same command tries again"]
     base = uri if uri.startswith(("http://", "https://")) else server_address()
-    experiment = told[0][1]["experiment_id"]
+    experiment = delivered[0][1]["experiment_id"]
     # A view of its own: scripts/ui.py changes the one of the newest runs.
     key = valid_key(f"{COMPARISON}-{result.comparison.name}")
     shared = share_views(client, experiment, shown, key)
@@ -67,28 +67,32 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
 
 
 def _parent(
-    client: MlflowClient, result: Result, uri: str, told: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
+    client: MlflowClient, result: Result, uri: str, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
 ) -> str:
-    about = result.comparison
-    experiment = client.get_experiment(told[0][1]["experiment_id"]).name
-    plan = json.loads((about.folder / PLAN_FILE).read_text(encoding="utf-8"))
-    run = create_run(client, uri, experiment, f"compare-{about.name}", plan["key"], plan["began_s"])
+    comparison = result.comparison
+    experiment = client.get_experiment(delivered[0][1]["experiment_id"]).name
+    plan = json.loads((comparison.folder / PLAN_FILE).read_text(encoding="utf-8"))
+    run = create_run(client, uri, experiment, f"compare-{comparison.name}", plan["key"], plan["began_s"])
     parent = run.info.run_id
-    for outcome, record in told:
+    for outcome, record in delivered:
         client.set_tag(record["run_id"], "mlflow.parentRunId", parent)
         client.set_tag(record["run_id"], "arm", outcome.arm)
-    params = {"arms": ", ".join(arm.label for arm in about.arms), "baseline": about.baseline, "margin": about.margin}
-    for name, value in (params | {"common": " ".join(about.common)}).items():
+    params = {
+        "arms": ", ".join(arm.label for arm in comparison.arms),
+        "baseline": comparison.baseline,
+        "margin": comparison.margin,
+    }
+    for name, value in (params | {"common": " ".join(comparison.common)}).items():
         client.log_param(parent, name, cut(str(value), 500))
     for arm in result.arms:
         client.set_tag(parent, valid_key(f"quality.{arm.label}"), arm.quality.verdict)
         for name, value in _numbers(arm).items():
             key = valid_key(f"{arm.label}/{name}")
             if run.data.metrics.get(key) != value:  # a point logged twice would be kept twice
-                client.log_metric(parent, key, value, step=len(about.seeds))
+                client.log_metric(parent, key, value, step=len(comparison.seeds))
     for file in files:
         client.log_artifact(parent, str(file))
-    ended = max(client.get_run(record["run_id"]).info.end_time for _, record in told)
+    ended = max(client.get_run(record["run_id"]).info.end_time for _, record in delivered)
     client.set_terminated(parent, "FINISHED", ended)
     return str(parent)
 

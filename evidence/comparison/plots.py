@@ -12,6 +12,7 @@ import numpy as np
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, distances
 from evidence.measures import LOSS
+from trainer.formats import mebibytes
 from trainer.profiling.ledger import CATEGORIES, MIB
 from trainer.tracking.plots import INK, QUIET
 
@@ -31,10 +32,10 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
     """Return (title, matplotlib figure) by file name; what was not measured is left out."""
     drawn = {
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
-        "apart": ("How far the curves are from the baseline's, mean over the seeds", _apart(result)),
+        "apart": ("Distance of the curves from the baseline's, mean over the seeds", _apart(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
-        "tradeoff": ("Speed against quality, both over the baseline's", _tradeoff(result)),
+        "tradeoff": ("Speed and quality, vs. baseline", _tradeoff(result)),
     }
     return {name: (title, figure) for name, (title, figure) in drawn.items() if figure is not None}
 
@@ -48,12 +49,6 @@ def svg(figure: Any) -> str:
         figure.savefig(buffer, format="svg")
     text = buffer.getvalue()
     return re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-
-
-def mebibytes(amount: float) -> str:
-    """Return bytes in MiB with three figures or more, so that a small model's are not 0."""
-    size = amount / MIB
-    return f"{size:,.0f}" if size >= 1000 else f"{size:,.1f}" if size >= 10 else f"{size:.3g}"
 
 
 def _color(result: Result, arm: ArmResult) -> str:
@@ -91,15 +86,12 @@ def _loss(result: Result) -> Any:
             drawn = True
     if not drawn:
         return None
-    axes.set_xlabel("optimizer step", color=QUIET)
-    axes.set_ylabel("validation loss", color=QUIET)
-    axes.grid(axis="y", color="#e8eaed")
-    axes.legend(frameon=False, labelcolor=INK)
+    _label_curves(axes, "validation loss")
     return figure
 
 
 def _apart(result: Result) -> Any:
-    """Draw what decides where curves part: mean distances, over the largest one of the null arm."""
+    """Draw what decides where curves diverge: mean distances, with the largest one of the null arm."""
     runs = {arm.label: {o.seed: o for o in result.outcomes if o.arm == arm.label and o.finished} for arm in result.arms}
     base = runs[result.comparison.baseline]
     figure, axes = _figure()
@@ -118,11 +110,15 @@ def _apart(result: Result) -> Any:
     if not drawn:
         return None
     axes.set_yscale("log")
+    _label_curves(axes, "difference in validation loss")
+    return figure
+
+
+def _label_curves(axes: Any, quantity: str) -> None:
     axes.set_xlabel("optimizer step", color=QUIET)
-    axes.set_ylabel("difference in validation loss", color=QUIET)
+    axes.set_ylabel(quantity, color=QUIET)
     axes.grid(axis="y", color="#e8eaed")
     axes.legend(frameon=False, labelcolor=INK)
-    return figure
 
 
 def _speed(result: Result) -> Any:

@@ -1,4 +1,4 @@
-"""A comparison in words and tables: for the terminal, as Markdown, and as one page of HTML that needs nothing else."""
+"""A comparison in words and tables: for the terminal, as Markdown, and as one self-contained page of HTML."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
-from evidence.comparison.plots import mebibytes
 from evidence.intervals import EQUIVALENT, WORSE, Interval, mean_interval
 from trainer.files import write_text
-from trainer.formats import loss
+from trainer.formats import columns, loss, mebibytes
 
 COST = ("throughput", "speedup", "peak memory", "memory ratio")
 ENERGY = "energy"
@@ -63,10 +62,10 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def table(result: Result) -> str:
-    """Return two tables for a terminal of 80 columns or little more: what an arm costs, and what comes of it."""
+    """Return two tables for a terminal of 80 columns or little more: the cost of each arm, and its quality."""
     lines = rows(result)
     first = len(lines[0]) - len(QUALITY)
-    blocks = [_aligned([line[:first] for line in lines]), _aligned([(line[0], *line[first:]) for line in lines])]
+    blocks = [columns([line[:first] for line in lines]), columns([(line[0], *line[first:]) for line in lines])]
     return "\n\n".join([*blocks, *_unmeasured(result)])
 
 
@@ -79,40 +78,50 @@ def _unmeasured(result: Result) -> list[str]:
 
 
 def sentences(result: Result) -> list[str]:
-    """Say in one sentence for each arm what came out, and what failed."""
-    told = []
+    """Return one sentence for each arm with its result, and one for each failure."""
+    found = []
     base = result.comparison.baseline
     for arm in result.arms:
-        told += _failures(arm)
+        found += _failures(arm)
         if arm.label == base or not (arm.seeds or arm.quality.verdict == WORSE):
             continue
-        if arm.is_null:
-            told.append(_null_sentence(arm, base))
-            continue
-        parts = []
-        if arm.speed.ratio:
-            parts.append(f"trains {_times(arm.speed.ratio)} as fast as {base}")
-        if arm.memory.ratio:
-            parts.append(f"needs {_times(arm.memory.ratio)} its memory")
-        if arm.energy.ratio:
-            parts.append(f"uses {_times(arm.energy.ratio)} its energy for the same work")
-        if arm.skipped_steps:
-            steps = result.facts["steps"] * len(arm.seeds)
-            parts.append(f"skipped {arm.skipped_steps} of {steps:,} steps for an overflow")
-        quality = f"its validation loss is {arm.quality.verdict}"
-        if arm.quality.test:
-            margin = f"{100 * arm.quality.test.margin:g} %"
-            p = f"p = {arm.quality.test.p_equivalent:.2g}; " if arm.quality.verdict == EQUIVALENT else ""
-            interval = arm.quality.test.difference
-            quality += f" at a margin of {margin} ({p}{_percent(interval)}, {_level(interval)} interval)"
-        if arm.quality.why:
-            quality += f"; {arm.quality.why}"
-        if arm.quality.separates_at is not None:
-            quality += (
-                f"; at step {arm.quality.separates_at} its curves are further from {base}'s than any null curve is"
-            )
-        told.append(f"{arm.label} {', '.join([*parts, 'and ' + quality])}." if parts else f"{arm.label}: {quality}.")
-    return told
+        found.append(_null_sentence(arm, base) if arm.is_null else _sentence(result, arm))
+    return found
+
+
+def _sentence(result: Result, arm: ArmResult) -> str:
+    base, quality = result.comparison.baseline, arm.quality
+    changes = []
+    if arm.speed.ratio:
+        changes.append(_change(arm.speed.ratio, "faster", "slower"))
+    if arm.memory.ratio:
+        changes.append(_change(arm.memory.ratio, "more memory", "less memory"))
+    if arm.energy.ratio:
+        changes.append(_change(arm.energy.ratio, "more energy for the same work", "less energy for the same work"))
+    clauses = [f"{', '.join(changes)} than {base}"] if changes else []
+    if arm.skipped_steps:
+        clauses.append(
+            f"{arm.skipped_steps} of {result.facts['steps'] * len(arm.seeds):,} steps skipped for an overflow"
+        )
+    loss_verdict = f"validation loss {quality.verdict}"
+    if quality.test:
+        p = f"p = {quality.test.p_equivalent:.2g}; " if quality.verdict == EQUIVALENT else ""
+        interval = quality.test.difference
+        margin = f"{100 * quality.test.margin:g} %"
+        loss_verdict += f" at a margin of {margin} ({p}{_percent(interval)}, {_level(interval)} interval)"
+    clauses.append(loss_verdict)
+    if quality.why:
+        clauses.append(quality.why)
+    if quality.separates_at is not None:
+        clauses.append(f"from step {quality.separates_at} on its curves are further from {base}'s than any null curve")
+    return f"{arm.label}: {'; '.join(clauses)}."
+
+
+def _change(ratio: Interval, more: str, less: str) -> str:
+    """Return a ratio as ``5.1 % slower [-7.9, -2.3]``, the interval in signed per cent."""
+    mean, low, high = (100 * (value - 1) for value in (ratio.mean, ratio.low, ratio.high))
+    text = f"{abs(mean):.1f} % {more if mean >= 0 else less}"
+    return text if high - low < 0.5 else f"{text} [{low:+.1f}, {high:+.1f}]"
 
 
 def _failures(arm: ArmResult) -> list[str]:
@@ -126,20 +135,20 @@ def _failures(arm: ArmResult) -> list[str]:
 
 
 def method(result: Result) -> list[str]:
-    """Say how it was measured."""
-    about, facts = result.comparison, result.facts
+    """Return the paragraphs on how it was measured."""
+    facts, seeds = result.facts, ", ".join(map(str, result.comparison.seeds))
     hardware, git = facts["hardware"], facts["git"]
     commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] == 'true' else ''}" if git else ""
-    memory, warmup = "what CUDA's allocator gave out at most", "first step"
+    memory, warmup = "the peak that CUDA's allocator has allocated", "first step"
     if not str(hardware["device"]).startswith("cuda"):
         memory = "every tensor alive at the peak of one optimizer step, by a ledger (compiled models run eagerly in it)"
         warmup = "first log interval"
     where = f"{hardware['name']}, {hardware['device']}, threads {hardware['threads']}"
     return [
         f"Machine: {where}; torch {facts['versions']['torch']}{commit}.",
-        f"{facts['steps']} optimizer steps, seeds {', '.join(map(str, about.seeds))}. The arms of a seed have the same "
-        "initial weights and data order, and run one after another, each in a fresh process, in an order that turns "
-        "round from seed to seed.",
+        f"{facts['steps']} optimizer steps, seeds {seeds}. The arms of a seed have the same "
+        "initial weights and data order, and run one after another, each in a fresh process, in an order that "
+        "alternates from seed to seed.",
         f"Throughput leaves out the {warmup}, evaluation and checkpoints. "
         f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
@@ -248,13 +257,6 @@ def _parting(result: Result, arm: ArmResult) -> str:
     return "never" if step is None else f"step {step}"
 
 
-def _aligned(lines: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
 def _difference(arm: ArmResult) -> str:
     if not arm.quality.test:
         return ""
@@ -263,7 +265,7 @@ def _difference(arm: ArmResult) -> str:
 
 
 def _noise(arm: ArmResult) -> Interval:
-    """Return the null arm's differences, of which no test decides anything."""
+    """Return the interval of the null arm's differences, which no test judges."""
     return mean_interval(arm.quality.differences)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from evidence.memory.trial import Trial, trial
 from trainer.config.compose import compose
+from trainer.config.options import fraction
 from trainer.errors import UserError
+from trainer.formats import size
 from trainer.hardware import Hardware, available_bytes, detect
-from trainer.profiling.ledger import MIB
 from trainer.run.forecast import forecast, required_bytes
 
 MARGIN = 0.05
@@ -22,7 +23,7 @@ _KEYS = ("micro_batch_size", "batch_size")
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestBatch:
     """The answer."""
 
     micro_batch_size: int
@@ -49,8 +50,8 @@ def largest_micro_batch(
     overrides: Sequence[str],
     budget_bytes: int,
     margin: float = MARGIN,
-    tell: Callable[[str], None] = lambda text: None,
-) -> Largest:
+    report: Callable[[str], None] = lambda text: None,
+) -> LargestBatch:
     """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget.
 
     Every trial is a fresh process, in which an allocation beyond the budget fails (see ``trial.trial``). A step has two
@@ -62,7 +63,7 @@ def largest_micro_batch(
         overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
         budget_bytes: for the model and its training; on a CPU the process itself comes on top.
         margin: the part of the budget that is left free.
-        tell: gets a line about each trial.
+        report: gets a line about each trial.
 
     Raises:
         UserError: the overrides, or a budget in which not even one sample fits.
@@ -85,16 +86,16 @@ def largest_micro_batch(
 
     def fits(size: int) -> bool:
         trials[size] = trial(sized(size), limit_bytes)
-        tell(f"micro_batch_size={size} {'fits' if trials[size].fits else 'does not fit'}")
+        report(f"micro_batch_size={size} {'fits' if trials[size].fits else 'does not fit'}")
         return trials[size].fits
 
     largest = search(fits, guess, min(_LARGEST, samples))
     if not largest:
         raise UserError(
-            f"not even micro_batch_size=1 fits into {_mib(limit_bytes)}; "
+            f"not even micro_batch_size=1 fits into {size(limit_bytes)}; "
             "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
         )
-    return Largest(largest, trials[largest].peak_bytes, batch_size, len(trials))
+    return LargestBatch(largest, trials[largest].peak_bytes, batch_size, len(trials))
 
 
 def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:
@@ -149,14 +150,10 @@ def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:
     weights = ledger.highest["weights"]
     if limit_bytes is not None and weights > limit_bytes:
         raise UserError(
-            f"the weights alone take {_mib(weights)}, more than the budget leaves ({_mib(limit_bytes)}); "
+            f"the weights alone take {size(weights)}, more than the budget leaves ({size(limit_bytes)}); "
             "use a larger budget or a smaller model"
         )
     return required_bytes(config, ledger)
-
-
-def _mib(amount: int) -> str:
-    return f"{amount / MIB:.0f} MiB"
 
 
 def parse_budget(text: str, hardware: Hardware) -> int:
@@ -175,22 +172,21 @@ def parse_budget(text: str, hardware: Hardware) -> int:
     budget = int(float(found[1]) * _UNITS[found[2].upper()])
     if budget > there:
         held = "has" if hardware.is_gpu else "has free now"
-        raise UserError(f"budget={text} is more than {hardware.name} {held}, {_mib(there)}; use budget=device")
+        raise UserError(f"budget={text} is more than {hardware.name} {held}, {size(there)}; use budget=device")
     return budget
 
 
 def parse_margin(text: str) -> float:
-    """Return the part that ``5%`` or ``0.05`` means.
+    """Return the fraction of the budget that ``5%`` or ``0.05`` means.
 
     Raises:
-        UserError: neither.
+        UserError: not a fraction from 0 to 0.9.
 
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text)
-    part = float(found[1]) / (100 if found[2] else 1) if found else 1.0
-    if part >= 0.9:
+    margin = fraction(text)
+    if margin is None or not 0 <= margin < 0.9:
         raise UserError(f"margin={text} is not a part of the budget; write margin=5%, for example")
-    return part
+    return margin
 
 
 def _key(override: str) -> str:

@@ -77,7 +77,7 @@ def test_every_claim_runs_reduced(
 ) -> None:
     monkeypatch.setenv("MANTISSA_CACHE", str(cache))
     told: list[str] = []
-    reproduction = Reproduction(detect("cpu"), folder / "runs", [text], reduced=True, tell=told.append, launch=launch)
+    reproduction = Reproduction(detect("cpu"), folder / "runs", [text], reduced=True, report=told.append, launch=launch)
     record = reproduction.test(name)
     assert record["verdict"] == "reduced: no verdict"
     assert record["failures"] == []

@@ -77,7 +77,7 @@ def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkey
     assert 968 <= int(size[1]) <= 1000
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
     assert run(max_batch.main, None, [*JOB, "budget=1MiB"]) == 2
-    assert "the weights alone take 1 MiB" in capsys.readouterr().err
+    assert "the weights alone take 1.0 MiB" in capsys.readouterr().err
 
 
 LIMITED = """

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evidence.bench import arms as bench_arms
-from evidence.bench import bench
-from evidence.bench.arms import BareLoop, Framework, Material
+from evidence.bench import baselines, bench
+from evidence.bench.baselines import BareLoop, Framework, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch, threads
 from trainer.errors import RunError
@@ -148,8 +147,8 @@ def test_only_lightning_2_5_is_ever_imported(
             raise PackageNotFoundError(package)
         return version
 
-    monkeypatch.setattr(bench_arms, "version", installed)
-    lightning = next(framework for framework in bench_arms.FRAMEWORKS if framework.name == "Lightning")
+    monkeypatch.setattr(baselines, "version", installed)
+    lightning = next(framework for framework in baselines.FRAMEWORKS if framework.name == "Lightning")
     missing = lightning.missing()
     assert missing is None if expected is None else expected in str(missing)
     assert "lightning" not in sys.modules
@@ -167,7 +166,7 @@ def test_the_bare_loop_trains_and_logs_every_ten_steps() -> None:
     hardware = detect("cpu")
     config = TINY_MLP.config("precision=fp32", "optimizer.lr=0.01")
     plan, _ = config.resolve(hardware)
-    loop = BareLoop(Material(Trainer(config, plan, hardware)))
+    loop = BareLoop(Workload(Trainer(config, plan, hardware)))
     loop.run(5)
     loop.run(95)
     assert [step for step, _ in loop.log] == list(range(10, 101, 10))
@@ -189,7 +188,7 @@ def frameworks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     calls: list[tuple[str, int]] = []
 
     def fake(name: str, whole_fit: bool, needs: tuple[str, ...]) -> Framework:
-        def make(material: Material, folder: Path) -> Callable[[int], float]:
+        def make(workload: Workload, folder: Path) -> Callable[[int], float]:
             def block(steps: int) -> float:
                 calls.append((name, steps))
                 return 1e6

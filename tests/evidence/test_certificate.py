@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evidence.certificate.compare import compare, ulps
+from evidence.certificate.differences import differences_between, ulps
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.generators import random_state
 from trainer.checkpoint.store import Contents
@@ -49,7 +49,7 @@ def test_equal_runs_are_bitwise_also_with_steps_that_were_trained_twice(tmp_path
     def again(lines: list[dict[str, Any]]) -> None:
         lines[2:2] = [{"killed": "step", "after_step": 2, "count": 0}, dict(lines[1])]
 
-    result = compare(run(tmp_path / "whole"), run(tmp_path / "killed", again), 3)
+    result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", again), 3)
     assert result.verdict(0) == "BITWISE"
     assert (result.steps, result.repeated_steps, result.metric_lines) == (3, 1, 1)
     assert result.tensors > 8
@@ -67,7 +67,7 @@ def test_equal_runs_are_bitwise_also_with_steps_that_were_trained_twice(tmp_path
     ],
 )
 def test_a_difference_in_the_state_is_found(change: Change, verdict: str, named: str, tmp_path: Path) -> None:
-    result = compare(run(tmp_path / "whole"), run(tmp_path / "killed", change_state=change), 3)
+    result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", change_state=change), 3)
     assert result.verdict(4).startswith(verdict)
     assert named in result.differences[0]
     assert result.verdict(0).startswith("DIVERGED")
@@ -86,7 +86,7 @@ def test_a_difference_in_the_state_is_found(change: Change, verdict: str, named:
     ],
 )
 def test_a_difference_in_a_step_is_found(change: Change, tmp_path: Path) -> None:
-    result = compare(run(tmp_path / "whole"), run(tmp_path / "killed", change), 3)
+    result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", change), 3)
     assert result.verdict(1e9) == "DIVERGED AT step 2"
     assert result.differences[0].startswith("step 2")
 

@@ -10,7 +10,7 @@ import pytest
 
 from evidence.comparison.command import planned
 from evidence.comparison.compare import check_arms, compare
-from evidence.runs import Arm, Outcome, Runner, merged, turns
+from evidence.runs import Arm, Outcome, Runner, interleaved, merged
 from trainer.errors import UserError
 from trainer.files import in_use
 
@@ -19,27 +19,31 @@ PAIR = "arms=fp32,bf16"
 
 
 def test_the_defaults_are_the_issues() -> None:
-    about = planned(["recipe=gpt2", "arms=[fp32,bf16,fp16]", "steps=20"])
-    assert [(arm.label, arm.overrides, arm.seed_shift) for arm in about.arms] == [
+    comparison = planned(["recipe=gpt2", "arms=[fp32,bf16,fp16]", "steps=20"])
+    assert [(arm.label, arm.overrides, arm.seed_shift) for arm in comparison.arms] == [
         ("fp32", ("precision=fp32",), 0),
         ("bf16", ("precision=bf16",), 0),
         ("fp16", ("precision=fp16",), 0),
         ("null", ("precision=fp32",), 1000),
     ]
-    assert (about.baseline, about.seeds, about.margin) == ("fp32", [0, 1, 2, 3, 4], 0.003)
+    assert (comparison.baseline, comparison.seeds, comparison.margin) == ("fp32", [0, 1, 2, 3, 4], 0.003)
     bare = planned(["recipe=gpt2", "arms=fp32,bf16,fp16", "steps=20", "seeds=0,1,2,3,4"])  # as zsh wants it
-    assert bare == about
-    assert about.common == ["recipe=gpt2", "steps=20"]
-    assert about.folder == Path.cwd() / "outputs" / "compare"
+    assert bare == comparison
+    assert comparison.common == ["recipe=gpt2", "steps=20"]
+    assert comparison.folder == Path.cwd() / "outputs" / "compare"
 
 
 def test_arms_of_any_overrides() -> None:
     arms = ["arms=[precision=bf16 compile=default,fp32]", 'arm.slow="loader=plain clip=none"', "baseline=slow"]
-    about = planned([*arms, "seeds=[3,7]", "margin=0.01", "null=false", "output_dir=there", "name=mine"])
-    assert [arm.label for arm in about.arms] == ["slow", "bf16-default", "fp32"]  # the baseline comes first
-    assert about.arms[0].overrides == ("loader=plain", "clip=none")
-    assert about.arms[1].overrides == ("precision=bf16", "compile=default")
-    assert (about.seeds, about.margin, about.folder) == ([3, 7], 0.01, Path.cwd() / "there" / "compare" / "mine")
+    comparison = planned([*arms, "seeds=[3,7]", "margin=0.01", "null=false", "output_dir=there", "name=mine"])
+    assert [arm.label for arm in comparison.arms] == ["slow", "bf16-default", "fp32"]  # the baseline comes first
+    assert comparison.arms[0].overrides == ("loader=plain", "clip=none")
+    assert comparison.arms[1].overrides == ("precision=bf16", "compile=default")
+    assert (comparison.seeds, comparison.margin, comparison.folder) == (
+        [3, 7],
+        0.01,
+        Path.cwd() / "there" / "compare" / "mine",
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,17 +101,17 @@ def test_mistakes_in_the_options(arguments: list[str], told: tuple[str, ...]) ->
     ],
 )
 def test_mistakes_in_the_arms(arguments: list[str], told: tuple[str, ...]) -> None:
-    about = planned([*TINY, *arguments, "null=false"])
+    comparison = planned([*TINY, *arguments, "null=false"])
     with pytest.raises(UserError) as caught:
-        check_arms(about)
+        check_arms(comparison)
     for words in told:
         assert words in str(caught.value)
 
 
 def test_an_arm_may_change_what_all_arms_have() -> None:
     """Hydra itself refuses a group that is chosen twice."""
-    about = planned([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"])
-    configs = check_arms(about)
+    comparison = planned([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"])
+    configs = check_arms(comparison)
     assert (configs["fp32"].precision.mode, configs["free"].precision.mode) == ("fp32", "fp16")
     assert (configs["bf16"].clip.kind, configs["free"].clip.kind) == ("norm", "none")
     assert (configs["bf16"].batch_size, configs["free"].batch_size) == (4, 8)
@@ -116,7 +120,7 @@ def test_an_arm_may_change_what_all_arms_have() -> None:
 
 def test_arms_take_turns_in_an_order_that_turns_round() -> None:
     arms = [Arm(label, ()) for label in "abc"]
-    found = [(arm.label, seed) for arm, seed in turns(arms, [0, 7, 9])]
+    found = [(arm.label, seed) for arm, seed in interleaved(arms, [0, 7, 9])]
     assert found == [(label, seed) for order, seed in (("abc", 0), ("cba", 7), ("abc", 9)) for label in order]
 
 
@@ -165,29 +169,29 @@ def test_one_failed_arm_does_not_lose_the_others(tmp_path: Path, code: int, firs
     runner = Recorded(tmp_path, {"b0": code})
     told: list[tuple[str, bool]] = []
 
-    def tell(number: int, count: int, outcome: Outcome, known: bool) -> None:
+    def report(number: int, count: int, outcome: Outcome, known: bool) -> None:
         told.append((f"{outcome.arm}{outcome.seed}", known))
 
-    outcomes = runner.run_all(arms, [0, 1], tell)
+    outcomes = runner.run_all(arms, [0, 1], report)
     assert runner.ran == first.split()
     assert [o.finished for o in outcomes] == [run != "b0" for run in runner.ran]
     runner.ran, runner.codes = [], {}
     told.clear()
-    runner.run_all(arms, [0, 1], tell)
+    runner.run_all(arms, [0, 1], report)
     assert runner.ran == again.split()
     assert [run for run, known in told if not known] == runner.ran
 
 
 def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
-    about = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it"])
-    (about.folder).mkdir(parents=True)
-    (about.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
+    comparison = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it"])
+    (comparison.folder).mkdir(parents=True)
+    (comparison.folder / "plan.json").write_text(json.dumps({"common": ["other"]}))
     with pytest.raises(UserError, match=r"holds a comparison with another common.*give this one a name="):
-        compare(about, check_arms(about))
+        compare(comparison, check_arms(comparison))
 
 
 def test_two_at_a_time_do_not_take_each_others_runs_for_broken_off(tmp_path: Path) -> None:
-    about = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
-    about.folder.mkdir(parents=True)
-    with in_use(about.folder), pytest.raises(UserError, match="worked on by another process"):
-        compare(about, check_arms(about), tell=lambda line: None)
+    comparison = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
+    comparison.folder.mkdir(parents=True)
+    with in_use(comparison.folder), pytest.raises(UserError, match="worked on by another process"):
+        compare(comparison, check_arms(comparison), report=lambda line: None)

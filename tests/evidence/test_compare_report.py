@@ -55,9 +55,9 @@ def result(folder: Path, labels: list[str], seeds: int, energy: bool = False) ->
                 "skipped_steps": 0,
             }
             outcomes.append(Outcome(arm.label, seed, run, 0, summary=summary))
-    about = Comparison(arms, labels[0], list(range(seeds)), output_dir=folder, name="a<b")
-    about.folder.mkdir(parents=True)
-    return Result(about, judge(arms, labels[0], outcomes, 0.003), outcomes, FACTS)
+    comparison = Comparison(arms, labels[0], list(range(seeds)), output_dir=folder, name="a<b")
+    comparison.folder.mkdir(parents=True)
+    return Result(comparison, judge(arms, labels[0], outcomes, 0.003), outcomes, FACTS)
 
 
 def fails(found: Result, label: str, exit_code: int, why: str) -> Result:
@@ -65,8 +65,13 @@ def fails(found: Result, label: str, exit_code: int, why: str) -> Result:
     for outcome in found.outcomes:
         if outcome.arm == label:
             outcome.exit_code, outcome.failure = exit_code, why
-    about = found.comparison
-    return Result(about, judge(about.arms, about.baseline, found.outcomes, about.margin), found.outcomes, FACTS)
+    comparison = found.comparison
+    return Result(
+        comparison,
+        judge(comparison.arms, comparison.baseline, found.outcomes, comparison.margin),
+        found.outcomes,
+        FACTS,
+    )
 
 
 @pytest.fixture
@@ -103,16 +108,16 @@ def test_energy_where_it_was_measured(tmp_path: Path) -> None:
     assert (cells(found, "fp32")["energy"], cells(found, "bf16")["energy"]) == ("1", "1.010x")
     assert set(cells(found, "fp32")) == set(HEAD)
     assert "not measured" not in table(found)
-    assert "bf16 trains" in sentences(found)[0]
-    assert "uses 1.010x its energy" in sentences(found)[0]
+    assert re.match(r"bf16: \d+\.\d % (faster|slower) \[", sentences(found)[0])
+    assert "1.0 % more energy for the same work than fp32; validation loss" in sentences(found)[0]
 
 
 def test_two_seeds_far_apart_give_no_absurd_interval(tmp_path: Path) -> None:
     found = result(tmp_path, ["fp32", "bf16"], 2)
     for outcome in found.outcomes:
         outcome.summary["units_per_s"] *= 1 + 3 * outcome.seed
-    about = found.comparison
-    found = Result(about, judge(about.arms, "fp32", found.outcomes, 0.003), found.outcomes, FACTS)
+    comparison = found.comparison
+    found = Result(comparison, judge(comparison.arms, "fp32", found.outcomes, 0.003), found.outcomes, FACTS)
     assert cells(found, "bf16")["throughput"].endswith("± over 100 %")
     write_report(found, ["compare"])
 
@@ -129,7 +134,7 @@ def test_a_failed_arm_is_named_with_its_reason(found: Result, exit_code: int, qu
     said = sentences(found)
     assert "fp16, seeds 0, 1, 2, failed: the disk <b>is</b> full" in said
     assert [sentence for sentence in said if sentence.startswith("fp16: ")] == [
-        f"fp16: its validation loss is {quality}; {words}." for words in told
+        f"fp16: validation loss {quality}; {words}." for words in told
     ]
     assert "the disk &lt;b&gt;is&lt;/b&gt; full" in page(found, ["x"], {})
     assert "fp16, seeds 0, 1, 2, failed" in markdown(found, ["x"], "")

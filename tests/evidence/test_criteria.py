@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, Criterion, combine, find, shown
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, Criterion, combine, evaluate, shown
 from evidence.intervals import INCONCLUSIVE
 from evidence.runs import Outcome
 from trainer.errors import UserError
@@ -50,7 +50,7 @@ FAST = runs("fast", 201, 219, 182)  # 2.01, 1.99, 2.02 times as fast
     ],
 )
 def test_the_whole_interval_decides(bounds: dict[str, float], verdict: str) -> None:
-    finding = find(speed(**bounds), [*SLOW, *FAST])
+    finding = evaluate(speed(**bounds), [*SLOW, *FAST])
     assert finding.verdict == verdict
     assert finding.median == pytest.approx(2.01)
     assert finding.low is not None
@@ -61,13 +61,13 @@ def test_the_whole_interval_decides(bounds: dict[str, float], verdict: str) -> N
 def test_runs_are_paired_by_seed() -> None:
     """A drift that hits both arms alike leaves the ratio exact."""
     slow, fast = runs("slow", 100, 50, 10), runs("fast", 200, 100, 20)
-    finding = find(speed(at_least=2.0), [*reversed(fast), *slow])
+    finding = evaluate(speed(at_least=2.0), [*reversed(fast), *slow])
     assert (finding.values, finding.verdict) == ([2.0, 2.0, 2.0], CONFIRMED)
 
 
 def test_several_arms_give_a_geometric_mean() -> None:
     outcomes = [*runs("a", 200, 200), *runs("b", 800, 800), *runs("c", 100, 100)]
-    finding = find(Criterion("speed", ["a", "b"], ["c", "c"], at_least=3.9), outcomes)
+    finding = evaluate(Criterion("speed", ["a", "b"], ["c", "c"], at_least=3.9), outcomes)
     assert finding.values == pytest.approx([4.0, 4.0])
 
 
@@ -76,31 +76,31 @@ def test_within_is_an_equivalence_test(loss: float, verdict: str) -> None:
     noise = (0.0, 0.0005, -0.0005)
     outcomes = [outcome("base", seed) for seed in range(3)]
     outcomes += [outcome("other", seed, loss=loss + noise[seed]) for seed in range(3)]
-    assert find(Criterion("loss", "other", "base", within=0.003), outcomes).verdict == verdict
+    assert evaluate(Criterion("loss", "other", "base", within=0.003), outcomes).verdict == verdict
 
 
 def test_within_is_inconclusive_where_seeds_differ_more_than_the_margin() -> None:
     outcomes = [outcome("base", seed) for seed in range(3)]
     outcomes += [outcome("other", seed, loss=loss) for seed, loss in enumerate((1.97, 2.0, 2.03))]
-    assert find(Criterion("loss", "other", "base", within=0.003), outcomes).verdict == INCONCLUSIVE
+    assert evaluate(Criterion("loss", "other", "base", within=0.003), outcomes).verdict == INCONCLUSIVE
 
 
 def test_a_run_that_diverged_has_an_infinite_loss() -> None:
     base = [outcome("base", seed) for seed in range(3)]
     worse = Criterion("loss", "pure", "base", at_least=1.1)
-    finding = find(worse, [*base, *(outcome("pure", seed, loss=None, code=3) for seed in range(3))])
+    finding = evaluate(worse, [*base, *(outcome("pure", seed, loss=None, code=3) for seed in range(3))])
     assert finding.verdict == CONFIRMED
     mixed = [outcome("pure", 0, loss=2.0), *(outcome("pure", seed, code=3) for seed in (1, 2))]
-    assert find(worse, [*base, *mixed]).verdict == INCONCLUSIVE
+    assert evaluate(worse, [*base, *mixed]).verdict == INCONCLUSIVE
     parity = Criterion("loss", "pure", "base", within=0.01)
-    assert find(parity, [*base, *mixed]).verdict == REFUTED
-    assert find(Criterion("loss", "base", "pure", at_most=0.9), [*base, *mixed]).verdict == INCONCLUSIVE
+    assert evaluate(parity, [*base, *mixed]).verdict == REFUTED
+    assert evaluate(Criterion("loss", "base", "pure", at_most=0.9), [*base, *mixed]).verdict == INCONCLUSIVE
 
 
 def test_a_single_quantity_has_to_keep_its_bounds_in_every_run() -> None:
     outcomes = [outcome("a", 0, loss=1.90), outcome("a", 1, loss=1.94), outcome("b", 0, loss=1.96)]
-    assert find(Criterion("best_loss", "a", at_most=1.95), outcomes).verdict == CONFIRMED
-    finding = find(Criterion("best_loss", ["a", "b"], at_most=1.95), outcomes)
+    assert evaluate(Criterion("best_loss", "a", at_most=1.95), outcomes).verdict == CONFIRMED
+    finding = evaluate(Criterion("best_loss", ["a", "b"], at_most=1.95), outcomes)
     assert (finding.verdict, finding.low, finding.high) == (REFUTED, 1.90, 1.96)
     assert finding.criterion.quantity() == "best validation loss, a and b"
 
@@ -112,13 +112,13 @@ def test_differences_are_taken_run_by_run() -> None:
         outcome("b", 0, loss=1.9),
         outcome("b", 1, loss=1.8),
     ]
-    finding = find(Criterion("loss", "a", minus="b", at_least=-0.02, at_most=0.02), outcomes)
+    finding = evaluate(Criterion("loss", "a", minus="b", at_least=-0.02, at_most=0.02), outcomes)
     assert finding.verdict == CONFIRMED
     assert finding.values == pytest.approx([0.01, 0.01])
 
 
 def test_a_failed_run_leaves_the_verdict_open_and_says_why() -> None:
-    finding = find(speed(at_least=1.5), [*SLOW, *FAST[:2], outcome("fast", 2, code=1)])
+    finding = evaluate(speed(at_least=1.5), [*SLOW, *FAST[:2], outcome("fast", 2, code=1)])
     assert finding.verdict == INCONCLUSIVE
     assert finding.why == "fast, seed 2, failed: it broke"
     assert len(finding.values) == 2
@@ -127,7 +127,7 @@ def test_a_failed_run_leaves_the_verdict_open_and_says_why() -> None:
 def test_a_pair_that_cannot_be_compared_is_not_left_out_in_silence() -> None:
     base = [outcome("base", 0), outcome("base", 1), outcome("base", 2, code=3)]
     other = [outcome("other", 0), outcome("other", 1), outcome("other", 2, code=3)]
-    finding = find(Criterion("loss", "other", "base", within=0.01), [*base, *other])
+    finding = evaluate(Criterion("loss", "other", "base", within=0.01), [*base, *other])
     assert (finding.verdict, len(finding.values)) == (INCONCLUSIVE, 2)
     assert finding.why.startswith("1 of 3 pairs cannot be compared: neither run finite")
 
@@ -135,20 +135,20 @@ def test_a_pair_that_cannot_be_compared_is_not_left_out_in_silence() -> None:
 def test_what_was_not_measured_is_said() -> None:
     outcomes = runs("slow", 100, 110)
     outcomes[1].summary["units_per_s"] = None
-    finding = find(speed(at_least=1.5), [*outcomes, *FAST[:2]])
+    finding = evaluate(speed(at_least=1.5), [*outcomes, *FAST[:2]])
     assert (finding.verdict, finding.why) == (INCONCLUSIVE, "not measured of slow, seed 1")
     killed = Outcome("fast", 2, Path("nowhere"), -9)
-    assert find(speed(at_least=1.5), [*SLOW, *FAST[:2], killed]).why == "fast, seed 2, failed: exit code -9"
+    assert evaluate(speed(at_least=1.5), [*SLOW, *FAST[:2], killed]).why == "fast, seed 2, failed: exit code -9"
 
 
 def test_one_run_gives_no_interval() -> None:
-    finding = find(speed(at_least=1.5), [SLOW[0], FAST[0]])
+    finding = evaluate(speed(at_least=1.5), [SLOW[0], FAST[0]])
     assert (finding.verdict, finding.why) == (INCONCLUSIVE, "too few runs for an interval")
 
 
 def test_an_arm_that_is_not_run_here_cannot_be_judged() -> None:
-    assert find(speed(at_least=1.5), SLOW).verdict == NOT_HERE
-    assert find(speed(), SLOW).verdict == ""
+    assert evaluate(speed(at_least=1.5), SLOW).verdict == NOT_HERE
+    assert evaluate(speed(), SLOW).verdict == ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from scipy import stats
 
 from evidence.comparison.judge import ArmResult, judge
 from evidence.intervals import EQUIVALENT, INCONCLUSIVE, WORSE
-from evidence.runs import Arm, Outcome, _last_words
+from evidence.runs import Arm, Outcome, _last_error
 
 FP32, BF16 = Arm("fp32", ("precision=fp32",)), Arm("bf16", ("precision=bf16",))
 NULL = Arm("null", FP32.overrides, seed_shift=1000)
@@ -225,9 +225,9 @@ def test_skipped_steps_are_added_up(runs: Runs) -> None:
 def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("step 1  loss 2\nstep 2  loerror: the gradients are not finite\nss 3\n")
-    assert _last_words(log) == "the gradients are not finite"
+    assert _last_error(log) == "the gradients are not finite"
     log.write_text("one\n\ntwo\nthree\nfour\n")
-    assert _last_words(log) == "two / three / four"
+    assert _last_error(log) == "two / three / four"
 
 
 def test_arms_of_one_comparison_are_corrected_for_their_number_and_the_null_arm_is_none_of_them(runs: Runs) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evidence.memory import max_batch
-from evidence.memory.max_batch import Largest, largest_micro_batch, parse_budget, parse_margin, search
+from evidence.memory.max_batch import LargestBatch, largest_micro_batch, parse_budget, parse_margin, search
 from evidence.memory.trial import Trial
 from tests.helpers import CPU
 from trainer.errors import UserError, is_out_of_memory
@@ -64,9 +64,9 @@ def test_a_good_guess_takes_few_trials() -> None:
 
 
 def test_the_answer_keeps_the_batch() -> None:
-    assert Largest(23, 0, 64, 5).overrides == "micro_batch_size=16 batch_size=64"
-    assert Largest(100, 0, 64, 5).overrides == "micro_batch_size=64 batch_size=64"
-    assert Largest(6, 0, 7, 5).overrides == "micro_batch_size=1 batch_size=7"
+    assert LargestBatch(23, 0, 64, 5).overrides == "micro_batch_size=16 batch_size=64"
+    assert LargestBatch(100, 0, 64, 5).overrides == "micro_batch_size=64 batch_size=64"
+    assert LargestBatch(6, 0, 7, 5).overrides == "micro_batch_size=1 batch_size=7"
 
 
 def test_trials_accumulate_where_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_other_budgets_are_refused(text: str) -> None:
 
 
 def test_a_budget_above_what_is_there_is_refused() -> None:
-    with pytest.raises(UserError, match="budget=9GiB is more than a GPU has, 8192 MiB; use budget=device"):
+    with pytest.raises(UserError, match=r"budget=9GiB is more than a GPU has, 8\.00 GiB; use budget=device"):
         parse_budget("9GiB", GPU)
     with pytest.raises(UserError, match="has free now"):
         parse_budget("900TiB", CPU)
@@ -118,7 +118,7 @@ def test_mistakes_are_told_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> 
     job = ["recipe=bignet", "device=cpu", "data.samples=8"]
     with pytest.raises(UserError, match="leave it out"):
         largest_micro_batch([*job, "micro_batch_size=4"], 2**30)
-    with pytest.raises(UserError, match=r"the weights alone take 76 MiB, more than the budget leaves \(57 MiB\)"):
+    with pytest.raises(UserError, match=r"the weights alone take 76.4 MiB, more than the budget leaves \(57.0 MiB\)"):
         largest_micro_batch(job, 60 * 2**20)
 
 

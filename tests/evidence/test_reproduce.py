@@ -16,7 +16,7 @@ import yaml
 from evidence.claims import claims, reproduce, results
 from evidence.claims import command as reproduce_cli
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
-from evidence.claims.reproduce import Reproduction, machine, save
+from evidence.claims.reproduce import Reproduction, machine_name, save
 from evidence.intervals import INCONCLUSIVE
 from scripts import reproduce as script
 from tests.helpers import CPU
@@ -99,7 +99,7 @@ def made_up() -> Machine:
 
 
 def reproduction(tmp_path: Path, made_up: Machine) -> Reproduction:
-    return Reproduction(CPU, tmp_path / "runs", [], tell=lambda _: None, launch=made_up)
+    return Reproduction(CPU, tmp_path / "runs", [], report=lambda _: None, launch=made_up)
 
 
 def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
@@ -116,9 +116,9 @@ def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[...
         "they take 0.25x the time, everything else 1.00x."
     ]
     path = save(record, tmp_path / "results")
-    assert path == tmp_path / "results" / machine(CPU) / "mine.json"
+    assert path == tmp_path / "results" / machine_name(CPU) / "mine.json"
     assert json.loads(path.read_text()) == record
-    assert results.read(tmp_path / "results") == {machine(CPU): {"mine": record}}
+    assert results.read(tmp_path / "results") == {machine_name(CPU): {"mine": record}}
 
 
 def test_what_was_run_is_not_run_again_unless_the_file_changed(
@@ -225,7 +225,7 @@ def test_what_the_machine_lacks_is_recorded(tmp_path: Path, files: Callable[...,
 
 def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
     files("mine", asks={"data.path": "a text"})
-    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], tell=lambda _: None, launch=made_up)
+    here = Reproduction(CPU, tmp_path / "runs", ["data.path=/home/me"], report=lambda _: None, launch=made_up)
     record = here.test("mine")
     assert "data.path=…" in record["arms"]["fp32"]["overrides"]
     made_up.exit_codes = {"bf16-s1": 1}
@@ -278,7 +278,7 @@ def test_all_leaves_alone_what_has_an_outcome_of_the_same_file(
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(reproduce_cli.results, "read", functools.partial(results.read, tmp_path))
     monkeypatch.setattr(results, "update", list)
-    here = machine(reproduce_cli.detect("cpu"))
+    here = machine_name(reproduce_cli.detect("cpu"))
     common: dict[str, Any] = {"machine": here, "date": "2026-01-01", "verdict": CONFIRMED, "git": {}}
     digest = {name: claims.load(name).digest for name in claims.names()}
     for name in ("two_x", "scaler_needed"):
@@ -305,7 +305,7 @@ def test_a_claim_that_combines_others_follows_them(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(reproduce_cli.results, "read", functools.partial(results.read, tmp_path))
     monkeypatch.setattr(results, "update", list)
-    here = machine(reproduce_cli.detect("cpu"))
+    here = machine_name(reproduce_cli.detect("cpu"))
     parts = claims.load("paper_parity").combines
 
     def record(name: str, verdict: str) -> dict[str, Any]:

@@ -119,3 +119,11 @@ def listed(text: str) -> list[str]:
 def unquoted(text: str) -> str:
     """Return a value without the quotes around it that Hydra's grammar allows."""
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+def fraction(text: str) -> float | None:
+    """Return the number that ``0.05`` or ``5%`` means; None: neither."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None

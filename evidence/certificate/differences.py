@@ -60,7 +60,7 @@ class Differences:
         return f"DIVERGED {where}"
 
 
-def compare(whole: Path, killed: Path, last_step: int) -> Differences:
+def differences_between(whole: Path, killed: Path, last_step: int) -> Differences:
     """Compare two run folders.
 
     Args:

@@ -44,7 +44,7 @@ def _as_fetched(batch: Batch) -> Batch:
     return batch
 
 
-class Material:
+class Workload:
     """What every loop beside the trainer is made from: the same model class, data, loss and optimizer."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -86,22 +86,22 @@ class Material:
 class BareLoop:
     """The loop that a careful person writes by hand: autocast, clipping, a fused optimizer, a line every ten steps."""
 
-    def __init__(self, material: Material) -> None:
-        self.material = material
-        self.model = material.model()
-        self.optimizer = material.optimizer(self.model)
-        self.batches = _endless(material.loader())
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.model = workload.model()
+        self.optimizer = workload.optimizer(self.model)
+        self.batches = _endless(workload.loader())
         self.step = 0
         self.log: list[tuple[int, float]] = []
 
     def run(self, steps: int) -> None:
         """Take optimizer steps."""
-        material, model, optimizer = self.material, self.model, self.optimizer
-        device = material.device
+        workload, model, optimizer = self.workload, self.model, self.optimizer
+        device = workload.device
         for _ in range(steps):
             batch = to_device(next(self.batches), device)
-            with material.precision.autocast(device):
-                loss = material.mean_loss(model, batch)
+            with workload.precision.autocast(device):
+                loss = workload.mean_loss(model, batch)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
@@ -111,20 +111,20 @@ class BareLoop:
                 self.log.append((self.step, loss.item()))
 
 
-def accelerate_block(material: Material, folder: Path) -> Block:
+def accelerate_block(workload: Workload, folder: Path) -> Block:
     """Return the loop of accelerate's quick tour; it can be interleaved block by block."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision=_amp(material, "no"), cpu=material.device.type == "cpu")
-    model = material.model()
-    model, optimizer, loader = accelerator.prepare(model, material.optimizer(model), material.loader())
+    accelerator = Accelerator(mixed_precision=_amp(workload, "no"), cpu=workload.device.type == "cpu")
+    model = workload.model()
+    model, optimizer, loader = accelerator.prepare(model, workload.optimizer(model), workload.loader())
     batches = _endless(loader)
     log: list[float] = []
 
     def loop(steps: int) -> None:
         for step in range(steps):
             with accelerator.autocast():
-                loss = material.mean_loss(model, next(batches))
+                loss = workload.mean_loss(model, next(batches))
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
@@ -132,19 +132,19 @@ def accelerate_block(material: Material, folder: Path) -> Block:
             if step % LOG_EVERY == 0:
                 log.append(loss.item())
 
-    return stopwatch(loop, material.device)
+    return stopwatch(loop, workload.device)
 
 
 class _WithLoss(nn.Module):
     """Model and loss in one forward, as transformers' Trainer wants it."""
 
-    def __init__(self, material: Material) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__()
-        self.material = material
-        self.model = material.model()
+        self.workload = workload
+        self.model = workload.model()
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        return {"loss": self.material.mean_loss(self.model, batch)}
+        return {"loss": self.workload.mean_loss(self.model, batch)}
 
 
 class _FitClock:
@@ -164,13 +164,13 @@ class _FitClock:
                 self.seconds = now - self._began
 
 
-def transformers_block(material: Material, folder: Path) -> Block:
+def transformers_block(workload: Workload, folder: Path) -> Block:
     """Return fits of transformers' Trainer, one per block."""
     from transformers import PrinterCallback, TrainerCallback, TrainingArguments
     from transformers import Trainer as TransformersTrainer
 
-    model = _WithLoss(material)
-    clock = _FitClock(material.device)
+    model = _WithLoss(workload)
+    clock = _FitClock(workload.device)
 
     class Timer(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -180,8 +180,8 @@ def transformers_block(material: Material, folder: Path) -> Block:
         arguments = TrainingArguments(
             output_dir=str(folder / "transformers"),
             max_steps=FIT_WARM_UP + steps,
-            per_device_train_batch_size=material.batch_size,
-            learning_rate=material.lr,
+            per_device_train_batch_size=workload.batch_size,
+            learning_rate=workload.lr,
             optim="adamw_torch_fused",
             max_grad_norm=MAX_NORM,
             logging_steps=LOG_EVERY,
@@ -190,16 +190,16 @@ def transformers_block(material: Material, folder: Path) -> Block:
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_drop_last=True,
-            dataloader_pin_memory=material.device.type == "cuda",
-            use_cpu=material.device.type == "cpu",
-            bf16=material.precision.mode == "bf16",
-            fp16=material.precision.mode == "fp16",
+            dataloader_pin_memory=workload.device.type == "cuda",
+            use_cpu=workload.device.type == "cpu",
+            bf16=workload.precision.mode == "bf16",
+            fp16=workload.precision.mode == "fp16",
         )
 
         def collate(batch: Batch) -> dict[str, Batch]:
             return {"batch": batch}
 
-        trainer = TransformersTrainer(model, arguments, collate, material.dataset, callbacks=[Timer()])
+        trainer = TransformersTrainer(model, arguments, collate, workload.dataset, callbacks=[Timer()])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         return clock.seconds
@@ -207,37 +207,37 @@ def transformers_block(material: Material, folder: Path) -> Block:
     return block
 
 
-def lightning_block(material: Material, folder: Path) -> Block:
+def lightning_block(workload: Workload, folder: Path) -> Block:
     """Return fits of Lightning's Trainer, one per block."""
     import lightning
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    clock = _FitClock(material.device)
+    clock = _FitClock(workload.device)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = material.model()
+            self.model = workload.model()
 
         def training_step(self, batch: Batch, index: int) -> Tensor:
-            loss = material.mean_loss(self.model, batch)
+            loss = workload.mean_loss(self.model, batch)
             self.log("loss", loss)
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return material.optimizer(self.model, fused=False)  # clipping refuses fused ones under autocast
+            return workload.optimizer(self.model, fused=False)  # clipping refuses fused ones under autocast
 
         def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
             clock.after_step(self.trainer.global_step, self.trainer.max_steps)
 
     module = Module()
-    precision: Any = {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(material.precision.mode, "32-true")
+    precision: Any = {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(workload.precision.mode, "32-true")
 
     def block(steps: int) -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it advises loading workers, which nobody here has
             trainer = lightning.Trainer(
-                accelerator=material.device.type,
+                accelerator=workload.device.type,
                 devices=1,
                 precision=precision,
                 max_steps=FIT_WARM_UP + steps,
@@ -249,7 +249,7 @@ def lightning_block(material: Material, folder: Path) -> Block:
                 enable_model_summary=False,
                 logger=False,
             )
-            trainer.fit(module, material.loader())
+            trainer.fit(module, workload.loader())
         return clock.seconds
 
     return block
@@ -260,7 +260,7 @@ class Framework:
     """A framework to measure beside the trainer."""
 
     name: str
-    block: Callable[[Material, Path], Block]
+    block: Callable[[Workload, Path], Block]
     whole_fit: bool
     """Whether a block is a fit of its own, which can only be made once a repeat."""
     needs: tuple[str, ...]
@@ -284,8 +284,8 @@ FRAMEWORKS = (
 )
 
 
-def _amp(material: Material, otherwise: str) -> str:
-    return material.precision.mode if material.precision.mode in ("bf16", "fp16") else otherwise
+def _amp(workload: Workload, otherwise: str) -> str:
+    return workload.precision.mode if workload.precision.mode in ("bf16", "fp16") else otherwise
 
 
 def _endless(loader: Any) -> Iterator[Batch]:

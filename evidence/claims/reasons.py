@@ -31,14 +31,14 @@ MOST = 3
 
 
 @dataclass
-class _Times:
+class _OperatorTimes:
     """Operator time of a step in milliseconds."""
 
     products: float
     rest: float
 
 
-def explain(
+def reasons(
     findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int = MOST
 ) -> list[str]:
     """Return one sentence for each thing that decided; short extra runs measure what they need.
@@ -52,14 +52,14 @@ def explain(
 
     """
     by_name = {arm.label: arm for arm in arms}
-    told: list[str] = []
+    sentences: list[str] = []
     for finding in findings:
         criterion = finding.criterion
         if not criterion.decides or finding.median is None:
             continue
         for name, other in zip(criterion.arm, criterion.over or criterion.minus or criterion.arm, strict=True):
-            if len(told) == most:
-                return told
+            if len(sentences) == most:
+                return sentences
             one, base = by_name[name], by_name[other]
             if criterion.measure == "speed":
                 sentence = _time_sentence(one, base, runner)
@@ -70,17 +70,17 @@ def explain(
                 sentence = _loss_sentence(name, other, outcomes, criterion.measure, null)
             else:
                 sentence = _values_sentence(criterion.measure, criterion.arms, outcomes)
-            if sentence and sentence not in told:
-                told.append(sentence)
-    return told
+            if sentence and sentence not in sentences:
+                sentences.append(sentence)
+    return sentences
 
 
-def products_and_rest(path: Path) -> _Times:
+def products_and_rest(path: Path) -> _OperatorTimes:
     """Split the operator times of ``profile/operators.json`` into matrix products and everything else."""
     record = json.loads(path.read_text(encoding="utf-8"))
     times = {name.removeprefix("aten::"): us for name, us in record["self_time_us"].items()}
     products = sum(us for name, us in times.items() if _PRODUCTS.search(name))
-    return _Times(products / record["steps"] / 1e3, (sum(times.values()) - products) / record["steps"] / 1e3)
+    return _OperatorTimes(products / record["steps"] / 1e3, (sum(times.values()) - products) / record["steps"] / 1e3)
 
 
 def _time_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
@@ -172,7 +172,7 @@ def _is_compiled(arm: Arm) -> bool:
     return modes[-1:] not in ([], ["off"])
 
 
-def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _Times | None:
+def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _OperatorTimes | None:
     """Return an arm's times; ``compiled``: everything else is the rest of the measured step.
 
     (What torch.compile fuses is in no operator's time.)
@@ -185,7 +185,7 @@ def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _Times | None:
         return times
     measured_run = runner.done(arm, 0)
     step_s = measured_run.summary.get("step_time_s") if measured_run else None
-    return None if step_s is None else _Times(times.products, 1e3 * step_s - times.products)
+    return None if step_s is None else _OperatorTimes(times.products, 1e3 * step_s - times.products)
 
 
 def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:
