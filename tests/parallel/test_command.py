@@ -255,7 +255,7 @@ def test_two_hosts_meet_and_train_together(start: Start, tmp_path: Path) -> None
     ("processes", "overrides", "told"),
     [
         (0, ("parallel=ddp",), "error: this parallel mode needs several processes: start them with torchrun"),
-        (2, ("steps=3",), "error: torchrun started 2 processes, and parallel=single uses one; type parallel=ddp"),
+        (2, ("steps=3",), "error: torchrun started 2 processes, and parallel=single uses one; set parallel=ddp"),
         (
             2,
             ("parallel=ddp", "batch_size=6", "micro_batch_size=2"),
@@ -303,4 +303,4 @@ def test_a_mistake_is_told_where_another_rank_finds_it_first(start: Start, tmp_p
     """torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first."""
     (tmp_path / "slow.py").write_text(SLOW_SPEAKER)
     _, err = done(start(2, "parallel=single", script=str(tmp_path / "slow.py")), code=1)
-    assert err.count("error: torchrun started 2 processes, and parallel=single uses one; type parallel=ddp") == 1
+    assert err.count("error: torchrun started 2 processes, and parallel=single uses one; set parallel=ddp") == 1

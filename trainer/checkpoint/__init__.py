@@ -1,1 +1,1 @@
-"""Everything that is needed to continue a run as if nothing had happened: written, verified, restored."""
+"""Everything that is needed to resume a run exactly: written, verified, restored."""

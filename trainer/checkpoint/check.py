@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds fits the run that is resumed. All of it is checked before anything is loaded.
+"""Checks that a checkpoint fits the run that is resumed. All of them are made before anything is loaded.
 
 The optimizer's options, for example, come from the config; a checkpoint that has other ones is not of this run.
 """
@@ -19,7 +19,7 @@ from trainer.precision.scaler import DynamicLossScale, LossScale
 
 OPTIMIZER_FILES, RNG_FILES = "optimizer.safetensors", "rng.safetensors"
 _KERNELS = ("fused", "foreach")
-"""Options that say which kernels do the work: a matter of this device, not of the checkpoint's."""
+"""Options that choose kernels: they depend on the device, so they may differ from the checkpoint's."""
 _FP32_COUNTS = 2**24
 """An fp32 counter that grows by one stays at this value."""
 
@@ -66,17 +66,17 @@ def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def check_progress(
     progress: Mapping[str, Any], step: int, score: float | None, monitor: Mapping[str, Any], loss_scale: LossScale
 ) -> None:
-    """Check what else a run goes on with.
+    """Check the rest of the state that a run resumes with.
 
     Args:
         progress: from the checkpoint.
         step: the checkpoint's.
-        score: what its weights were judged by, if they were.
+        score: of its weights (the lowest is the best); None if they were not evaluated.
         monitor: the state of this run's monitor, for its keys.
         loss_scale: this run's.
 
     Raises:
-        Refused: names the first value that cannot be.
+        Refused: names the first value that is not possible.
 
     """
     _keys("progress", progress, {"best", "final", "loss_scale", "monitor", "data"})

@@ -21,7 +21,7 @@ from trainer.precision.scaler import LossScale
 
 
 class Saved:
-    """An opened checkpoint. Tensors are read when they are asked for, only the rows that are needed.
+    """An open checkpoint. Tensors are read when they are needed, and of sharded ones only the rows of this rank.
 
     Whatever does not fit is refused with a UserError that names the file, before anything is loaded.
     """
@@ -123,7 +123,7 @@ class Saved:
             raise Refused(f"{file}: {' and '.join(parts)}")
         here = untie(weights)[1]
         for alias, target in sorted(ties.items() ^ here.items()):
-            if own_part(weights[alias]).numel():  # of a weight that it has no rows of, a rank cannot tell
+            if own_part(weights[alias]).numel():  # a rank without rows of a weight cannot know
                 where = "there" if alias in ties else "here"
                 raise Refused(f"{file}: only {where} is {alias} the same as {target}")
         for name, tensor in weights.items():
@@ -173,7 +173,7 @@ class Saved:
                 full_name = f"{name}.{key}"
                 if not isinstance(like, Tensor):
                     entry[key] = self._state.scalars[name][key]
-                # A moment has its parameter's layout (fused kernels take that for granted) and rows; a count of
+                # A moment has its parameter's layout (fused kernels rely on it) and rows; a count of
                 # steps has no dimensions, nor have some parameters, and it may have to stay on the CPU.
                 elif like.is_meta and like.shape == parameter.shape:
                     entry[key] = self._moments.like(full_name, parameter)
@@ -183,7 +183,7 @@ class Saved:
 
 
 class _Parts:
-    """Named tensors in one file, or cut by rows over several."""
+    """Named tensors in one file, or sharded by rows over several."""
 
     def __init__(self, path: Path, files: list[str]) -> None:
         self.file = files[0] if len(files) == 1 else f"{files[0]} to {files[-1]}"
@@ -252,7 +252,7 @@ class _Parts:
     def fill(self, target: Tensor, name: str) -> None:
         """Overwrite ``target``, or the rows of it that this rank has; infinities stand only where it has them, too."""
         source, held = self.own(name, target), own_part(target)
-        # The saver refuses such weights. A mask of -inf is a buffer that was built so.
+        # Such weights are not saved. A mask of -inf is a buffer that was built with infinities.
         if source.is_floating_point() and bool((source.isinf() & held.isfinite().to(source.device)).any()):
             raise Refused(f"{self.file}: {name} is not finite")
         held.copy_(source)

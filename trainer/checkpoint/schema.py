@@ -1,7 +1,7 @@
-"""What the files of a checkpoint may hold. A hash shows damage, but anyone can compute one: nothing is taken on trust.
+"""What the files of a checkpoint may hold. A hash shows damage, but anyone can compute one, so values are checked too.
 
 ``manifest.json`` and ``state.json`` have known keys of known types; the folder holds what the manifest lists, and
-nothing else. Whether that fits the run that is resumed is the matter of ``restore_check``.
+nothing else. Whether that fits the run that is resumed is checked in ``check.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP_NAME = re.compile("step-[0-9]{8}")
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 KINDS = ("model", "optimizer", "rng")
-"""What there is a file of, or one file for each rank."""
+"""For each there is one file, or one file per rank."""
 
 _PART = re.compile(rf"({'|'.join(KINDS)})(?:-[0-9]{{5}}-of-([0-9]{{5}}))?\.safetensors")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` says."""
+    """The content of ``manifest.json``."""
 
     step: int
     score: float | None
@@ -52,7 +52,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class State:
-    """What ``state.json`` says."""
+    """The content of ``state.json``."""
 
     step: int
     ties: dict[str, str]
@@ -64,7 +64,7 @@ class State:
     scalars: dict[str, dict[str, Any]]
     """State that is no tensor, by parameter."""
     stateless: list[str] | None
-    """Parameters without any state; None: written before this was noted."""
+    """Parameters without any state; None: an earlier version wrote the file, which did not note them."""
     progress: dict[str, Any]
 
 

@@ -1,1 +1,1 @@
-"""Which sample comes when, batching, and the way to the device."""
+"""Data order, batching, loading, and copies to the device."""

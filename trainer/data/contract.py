@@ -1,4 +1,4 @@
-"""What a dataset is: the contract between the data of ``recipes/`` and the loader."""
+"""The interface between the datasets of ``recipes/`` and the loader."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Batch = dict[str, Tensor]
 
 
 class SampleId(NamedTuple):
-    """One sample to fetch. Everything random about it comes from ``seed``, so neither workers nor ranks matter."""
+    """One sample to fetch. Its randomness comes from ``seed`` only, not from the worker or rank that fetches it."""
 
     index: int  # type: ignore[assignment]
     seed: int | None
-    """None means: no augmentation (evaluation)."""
+    """Of the augmentation; None: no augmentation (evaluation)."""
 
 
 class Dataset(Protocol):
-    """Map-style data, fetched a microbatch at a time so that an array needs no Python loop per sample."""
+    """Map-style data, fetched one microbatch at a time, so that arrays need no Python loop over samples."""
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch."""
@@ -34,11 +34,11 @@ class Dataset(Protocol):
 
 @dataclass
 class Datasets:
-    """What a recipe trains on and is judged by."""
+    """The training and the validation data of a run."""
 
     train: Dataset
     valid: Dataset
     description: str
-    """One line for the start block, such as ``python_docs: 5.1M tokens, own BPE of 4096``."""
+    """One line for the terminal, such as ``python_docs: 5.1M tokens, own BPE of 4096``."""
     decodes: bool = False
-    """Whether fetching a sample costs real CPU time (decoding an image), so that workers pay."""
+    """Whether fetching a sample takes considerable CPU time (decoding an image), so that workers are worthwhile."""

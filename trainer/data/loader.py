@@ -1,4 +1,4 @@
-"""Data order, loading and copies: which sample comes when, as a pure function of the seed."""
+"""Data order (a pure function of the seed), batching, loading, and copies to the device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trainer.hardware import Hardware
 
 
 class DataOrder:
-    """The endless stream of samples: epoch after epoch, each a permutation that only (seed, epoch) decides.
+    """The endless stream of samples: epoch after epoch, each a permutation that depends on (seed, epoch) only.
 
-    Position ``p`` of the stream lies in epoch ``p // length``. The position is the whole state: neither the
-    batch size, nor the number of workers or devices, changes which sample stands where, or its randomness.
+    Position ``p`` of the stream lies in epoch ``p // length``. The position is the whole state: the
+    order of samples and their randomness do not depend on the batch size, the workers or the devices.
     """
 
     def __init__(self, length: int, seed: int) -> None:
@@ -57,7 +57,7 @@ class DataOrder:
 
     def batches(self, first: int, size: int, count: int) -> Iterator[list[SampleId]]:
         """Yield ``count`` lists of ``size`` consecutive samples, from position ``first`` on."""
-        ahead = max(1, 1024 // size)  # batches worked out at once: numpy's calls cost more than their arithmetic
+        ahead = max(1, 1024 // size)  # batches computed at once: calls of numpy cost more than their arithmetic
         for batch in range(0, count, ahead):
             samples = self.samples(first + batch * size, min(ahead, count - batch) * size)
             for start in range(0, len(samples), size):
@@ -74,7 +74,7 @@ def _mixed(state: np.ndarray, value: np.ndarray | int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batching:
-    """How the global batch of one optimizer step is cut into microbatches and dealt out to the ranks."""
+    """How the global batch of one optimizer step is divided into microbatches and distributed over the ranks."""
 
     batch_size: int
     micro_batch_size: int
@@ -107,7 +107,7 @@ class Batching:
     def deal(self, order: DataOrder, first_step: int, count: int) -> Iterator[list[SampleId]]:
         """Yield this rank's microbatches of ``count`` optimizer steps from ``first_step`` on.
 
-        A step takes the same samples of the stream whatever the number of ranks: they are dealt out like cards.
+        A step uses the same samples with any number of ranks: microbatch i goes to rank i modulo the number of ranks.
         """
         in_a_step = self.accumulation * self.ranks
         microbatches = order.batches(first_step * self.batch_size, self.micro_batch_size, count * in_a_step)
@@ -115,7 +115,7 @@ class Batching:
 
 
 class _Fetch(torch.utils.data.Dataset[Batch]):
-    """Lets DataLoader fetch a whole microbatch at once, and brings a known error back in one piece."""
+    """Lets DataLoader fetch a whole microbatch at once, and returns a known error as it is."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -128,10 +128,10 @@ class _Fetch(torch.utils.data.Dataset[Batch]):
 
 
 def _forkserver() -> BaseContext:
-    """Return how loading processes are started: from a server, which every signal meant for the run leaves alone.
+    """Return the context that starts loading processes: a fork server, in which the run's signals are blocked.
 
     A terminal, torchrun and SLURM signal every process of a job. Workers (or the server, or Python's tracker of
-    shared memory) that died of it would take the unfinished step with them. They inherit the blocked signals.
+    shared memory) that a signal ends would end the unfinished step too. They inherit the blocked signals.
     """
     # A server, because a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
     # there once; otherwise every worker of every evaluation would spend seconds on it.
@@ -148,7 +148,7 @@ def _forkserver() -> BaseContext:
 
 
 def _end_with_the_run(worker: int) -> None:
-    """End this loading process when the main one is gone. DataLoader's own check sees only the server, its parent."""
+    """End this loading process when the main process has ended. DataLoader checks only its parent, the fork server."""
     main_process = multiprocessing.parent_process()
     assert main_process is not None
 
@@ -165,11 +165,11 @@ def _as_fetched(batch: Batch) -> Batch:
 
 @dataclass
 class Loader:
-    """The ``loader`` config group; this base is ``loader=plain``: pageable memory, workers are not kept."""
+    """The ``loader`` config group; this base is ``loader=plain``: pageable memory, no persistent workers."""
 
     kind: ClassVar[str] = "plain"
     workers: int | str = "auto"
-    """Loading processes; auto: none for data in memory, one per core (at most 16) where samples are decoded."""
+    """Loading processes; auto: 0 for data in memory, one per core (at most 16) if samples are decoded."""
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, str) and self.workers != "auto":
@@ -230,7 +230,7 @@ class PinnedLoader(Loader):
 
     kind: ClassVar[str] = "pinned"
     prefetch: int = 4
-    """Microbatches that each worker keeps ready."""
+    """Microbatches that each worker prepares ahead."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,7 +248,7 @@ class PinnedLoader(Loader):
 class OnDeviceLoader(Loader):
     """``loader=synthetic-on-device``: the first step's microbatches, kept on the device and repeated.
 
-    The loss is meaningless (one batch is learnt by heart); the throughput is what the step alone can reach.
+    The loss is meaningless (the model memorises one batch); the throughput is that of the step alone.
     """
 
     kind: ClassVar[str] = "synthetic-on-device"
@@ -268,7 +268,7 @@ class OnDeviceLoader(Loader):
 
 
 class _Copied(dict[str, torch.Tensor]):
-    """A microbatch on the host, where its targets are counted without waiting, with a copy on the device."""
+    """A microbatch on the host, where counting targets needs no wait, with a copy on the device."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         super().__init__(batch)
@@ -276,7 +276,7 @@ class _Copied(dict[str, torch.Tensor]):
 
 
 def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
-    """Yield the batches; raise an error that a dataset reported (from a worker, perhaps) here."""
+    """Yield the batches; an error that a dataset reported (perhaps in a worker) is raised here."""
     for batch in batches:
         if isinstance(batch, RunError):
             try:
@@ -293,7 +293,7 @@ def evaluation_samples(length: int, limit: int | None, size: int) -> list[list[S
 
 
 def fingerprint(datasets: Datasets) -> str:
-    """Return a hash of the sizes and of a few samples of both parts: another corpus, split or tokenizer shows."""
+    """Return a hash of the sizes and of a few samples of both datasets: it changes with corpus, split and tokenizer."""
     digest = hashlib.sha256()
     for dataset in (datasets.train, datasets.valid):
         length = len(dataset)
@@ -306,7 +306,7 @@ def fingerprint(datasets: Datasets) -> str:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device, or return the copy it has there; from pinned memory the host does not wait for it."""
+    """Copy a batch to the device, or return its copy there; from pinned memory the host does not wait."""
     if isinstance(batch, _Copied):
         return batch.on_device
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -23,7 +23,7 @@ _LOW_BITS = 16  # by which bf16 is shorter than fp32
 
 @dataclass
 class _Backward:
-    """Whether gradients stay with the model's weights in this backward pass, because ranks are to sum them there."""
+    """Whether gradients stay with the model's weights in this backward pass, where the ranks sum them."""
 
     exchanged: bool = False
 
@@ -32,8 +32,8 @@ class MasterWeights:
     """fp32 copies of a model's trainable 16-bit parameters, which the optimizer changes in their place.
 
     Parameters that are fp32 already (fp32 islands) are their own masters. Microbatches add up in fp32: backward moves
-    each 16-bit gradient to its master as soon as it is complete, so that both formats never exist of all of them. Where
-    weights are cut into rows (FSDP2) gradients arrive after the last microbatch, added up in fp32 by FSDP2 itself.
+    each 16-bit gradient to its master as soon as it is complete, so that not all of them exist in both dtypes at once.
+    With sharded weights (FSDP2) gradients arrive after the last microbatch, added up in fp32 by FSDP2 itself.
 
     Args:
         model: with 16-bit weights; after it is wrapped for several processes.
@@ -56,22 +56,22 @@ class MasterWeights:
             self._named.append((name, master))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what the optimizer works on, under the names of the model's parameters and in their order."""
+        """Yield the weights that the optimizer updates, with the names and in the order of the model's parameters."""
         yield from self._named
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield what the optimizer works on."""
+        """Yield the weights that the optimizer updates."""
         for _, parameter in self._named:
             yield parameter
 
     def held(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names and masters that outlive a step, and so belong into a checkpoint."""
+        """Yield the names and masters that are kept between steps, and so are saved in checkpoints."""
         for name, _, master in self._copies:
             yield name, master
 
     @torch.no_grad()
     def before_exchange(self) -> None:
-        """Prepare for a backward pass in which DDP sums over the ranks what it finds in the model's own gradients.
+        """Prepare for a backward pass in which DDP sums the model's own gradients over the ranks.
 
         The earlier microbatches' sum is rounded to 16 bits once and put there.
         """
@@ -137,7 +137,7 @@ class StochasticWeights(MasterWeights):
         self._absent = [master.data for _, _, master in self._copies]
 
     def hold_nothing(self) -> None:
-        """Under FakeTensorMode, where a storage cannot be emptied: let one number stand for each master."""
+        """Under FakeTensorMode, which cannot free a storage: replace each master by one expanded number."""
         self._absent = [master.new_empty(1).expand(master.shape) for _, _, master in self._copies]
         for (_, _, master), absent in zip(self._copies, self._absent, strict=True):
             master.data = absent
@@ -190,12 +190,12 @@ def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def masters_of(mode: str, model: nn.Module, seed: int) -> MasterWeights | None:
-    """Return the masters that a precision mode asks for; None: the optimizer works on the model's own weights."""
+    """Return the masters that a precision mode needs; None: the optimizer updates the model's own weights."""
     if mode == "bf16_sr":
         return StochasticWeights(model, seed)
     return MasterWeights(model) if mode.endswith("_master") else None
 
 
 def accumulation_dtype(mode: str) -> torch.dtype | None:
-    """Return the format in which the gradients of microbatches add up; None: that of the weights."""
+    """Return the dtype in which gradients of microbatches are accumulated; None: that of the weights."""
     return torch.float32 if mode.endswith(("_master", "_sr")) else None

@@ -1,4 +1,4 @@
-"""The ``optimizer`` config group: any optimizer of torch.optim, named, with weight decay where it belongs."""
+"""The ``optimizer`` config group: any optimizer of torch.optim by name, with weight decay by parameter role."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.optim.masters import MasterWeights
 
 @dataclass
 class Optimizer:
-    """One class of ``torch.optim`` and its options: a new choice costs one YAML."""
+    """A class of ``torch.optim`` and its options; a new choice is one YAML file."""
 
     name: str = "AdamW"
     """The class in torch.optim."""
@@ -25,12 +25,12 @@ class Optimizer:
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
     """Applied to the weights of linear, convolution, embedding and attention layers. Everything else is not decayed,
-    whatever its shape: biases, norms, scales, class tokens, bare position embeddings. The rule is ``decayed``.
+    whatever its shape: biases, norms, scales, class tokens, plain position embeddings. The rule is ``decayed``.
     """
     fused: bool | str = "auto"
-    """One kernel for the whole update; auto: where torch has it for this device."""
+    """Use one kernel for the whole update; auto: if torch has one for this device."""
     set_to_none: bool = True
-    """Clear gradients to None; false fills them with zeros, to see what that costs."""
+    """Clear gradients to None; false: fill them with zeros, to measure the cost."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class, such as ``betas`` or ``momentum``."""
 
@@ -49,7 +49,7 @@ class Optimizer:
         accepted = set(inspect.signature(cls).parameters) - {"params"}
         for option in self.options:
             if option in ("lr", "weight_decay", "fused"):
-                raise UserError(f"optimizer.options.{option} has a key of its own; type optimizer.{option}=…")
+                raise UserError(f"optimizer.options.{option} has its own key: set optimizer.{option}=…")
             if option not in accepted:
                 raise UserError(
                     f"optimizer.options.{option}: {self.name} has no such argument{nearest(option, accepted)}"
@@ -66,7 +66,12 @@ class Optimizer:
         return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
     def build(self, model: nn.Module | MasterWeights, device: torch.device) -> torch.optim.Optimizer:
-        """Return the optimizer over the trainable parameters of a model or its masters, decayed ones first."""
+        """Return the optimizer of the trainable parameters of a model or its masters, first those with weight decay.
+
+        Raises:
+            UserError: an option that this class, dtype or device does not support.
+
+        """
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         parameters = [parameter for _, parameter in named]
         weights = decayed(model.model if isinstance(model, MasterWeights) else model)
@@ -86,7 +91,7 @@ class Optimizer:
         keywords: dict[str, object] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
         }
-        # Of torch's fused kernels, only Adam's take weights that are cut into rows (FSDP2's DTensors).
+        # Of torch's fused kernels, only Adam's support sharded weights (FSDP2's DTensors).
         sharded = hasattr(parameters[0], "full_tensor") and self.name not in ("Adam", "AdamW")
         if sharded and self.fused is True:
             raise UserError(f"optimizer.fused=true: {self.name} has none for parallel=fsdp; use optimizer.fused=auto")
@@ -144,7 +149,7 @@ def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> boo
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 _NOT_DECAYED = ("bias", "scale", "gamma", "gain", "norm", "token", "pos_emb", "position", "temperature")
-"""What the name of a parameter contains that adds to activations, scales them or stands for one."""
+"""Parts of the names of parameters that are not decayed: they add to activations, scale them or are activations."""
 
 
 def decayed(model: nn.Module) -> set[str]:
@@ -167,16 +172,16 @@ def decayed(model: nn.Module) -> set[str]:
 
 
 def accepted_options(name: str) -> set[str] | None:
-    """Return the arguments of an optimizer of torch.optim, or None if there is none of this name."""
+    """Return the names of the arguments of an optimizer of torch.optim; None: there is no such optimizer."""
     cls = getattr(torch.optim, name, None)
     return set(inspect.signature(cls).parameters) if inspect.isclass(cls) else None
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give fused SGD momentum buffers of zeros, from which its first step goes on as from none.
+    """Give fused SGD momentum buffers of zeros, with which its first step is the same as without.
 
     Torch's own first fused step allocates them without writing, and where that step is skipped for an overflow
-    they stay so: whatever was in that memory then goes into the weights.
+    they stay uninitialised: their content is then added to the weights.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():

@@ -24,10 +24,10 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 @dataclass
 class ActivationCheckpointing:
-    """What backward recomputes: nothing, whole blocks, or what is cheap within them."""
+    """What backward recomputes: nothing, whole blocks, or the cheap operations in them."""
 
     mode: str = "none"
-    """``selective`` keeps the results of products with weights, convolutions and fused attention, not the rest."""
+    """none, blocks, or selective (keeps results of matmuls, convolutions and fused attention; recomputes the rest)."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -36,9 +36,9 @@ class ActivationCheckpointing:
             )
 
     def apply(self, blocks: list[nn.Module]) -> None:
-        """Make each block recompute itself in backward, in place: parameters keep their names.
+        """Let each block recompute its forward in backward, in place: parameters keep their names.
 
-        Evaluation is left alone. Comes before torch.compile, which then decides itself what is kept in a block.
+        Evaluation is not changed. Call it before torch.compile, which then decides what is kept in a block.
 
         Args:
             blocks: see ``Recipe.blocks``.
@@ -67,7 +67,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
 
     def contexts() -> Contexts:
         if _is_traced():
-            # Only these contexts are possible there, and they suffice: it repeats operators, no update of a buffer.
+            # Only these contexts are possible here, and they suffice: updates of buffers are not repeated.
             return create_selective_checkpoint_contexts(policy)
         first, second = nullcontext(), nullcontext()
         if mode == "selective":
@@ -84,8 +84,8 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
 
 
 def _is_traced() -> bool:
-    """Tell whether torch.compile is making a graph now. What it cannot take into one runs as it stands."""
-    # is_compiling() is false in torch 2.11 where the graph's operators are marked as kept or recomputed.
+    """Tell whether torch.compile is tracing a graph now. What it cannot trace runs eagerly."""
+    # In torch 2.11 is_compiling() is false while operators of the graph are marked as kept or recomputed.
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
@@ -93,7 +93,7 @@ def _is_traced() -> bool:
 def _on_copied_buffers(block: nn.Module, recomputing: AbstractContextManager[Any]) -> Iterator[None]:
     """Let the second pass over a microbatch update copies of the buffers, such as batch norm's statistics.
 
-    (Switching ``track_running_stats`` off instead would save other tensors for backward than the first pass did.)
+    (Without ``track_running_stats`` the second pass would save other tensors for backward than the first.)
     """
     buffers = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
     try:
@@ -107,14 +107,14 @@ def _on_copied_buffers(block: nn.Module, recomputing: AbstractContextManager[Any
 
 
 def _leave_results_alone(block: nn.Module) -> None:
-    """Keep activation functions from writing into their input: it may be a result that is kept."""
+    """Make activation functions out-of-place: their input may be a result that is kept."""
     for module in block.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
 
 
 _KEPT = (
-    # Not bmm: attention that is not fused has scores of T × T from it, cheap to make and large.
+    # Not bmm: in attention that is not fused it makes the scores (T × T), which are cheap and large.
     *("mm", "addmm", "linear", "_scaled_mm", "convolution"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
@@ -134,7 +134,7 @@ def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return attention's dropout. What draws random numbers is recomputed, or those drawn after it would be others."""
+    """Return the dropout of an attention operator. With dropout they are recomputed: random numbers must match."""
     names = [argument.name for argument in operator._schema.arguments]
     if "dropout_p" not in names:
         return 0.0

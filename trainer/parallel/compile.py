@@ -16,9 +16,10 @@ MODES = ("off", "default", "max-autotune")
 
 @dataclass
 class Compile:
-    """torch.compile of the model's forward (and with it the backward)."""
+    """Whether torch.compile compiles the model's forward and backward."""
 
     mode: str = "off"
+    """off, default, or max-autotune (slower to compile; tries kernels out)."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -36,17 +37,17 @@ class Compile:
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
         _avoid_wrong_gradients()
-        # Without CUDA graphs: their memory is used again at the next replay, and with gradient accumulation the
-        # gradients of the first microbatch still stand in it (pytorch issue 169545).
+        # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
+        # of the first microbatch (pytorch issue 169545).
         for module in modules:
             module.compile(mode=None if self.mode == "default" else f"{self.mode}-no-cudagraphs")
 
 
 def _avoid_wrong_gradients() -> None:
-    """Switch off the fusion that gives wrong LayerNorm gradients in torch 2.10 to 2.13 (pytorch issue 193061).
+    """Disable the fusion that gives wrong LayerNorm gradients in torch 2.10 to 2.13 (pytorch issue 193061).
 
-    The environment variable of the same name is read when torch is imported, so setting it now would change nothing;
-    a user who has set it wants it that way.
+    The environment variable of the same name is read when torch is imported, so setting it now has no effect; a user's
+    own setting of it stays.
     """
     if torch.__version__ >= "2.14" or "TORCHINDUCTOR_MIX_ORDER_REDUCTION" in os.environ:  # versions, not texts
         return

@@ -1,4 +1,4 @@
-"""Several processes on one model: the ``parallel`` config group wraps it and decides when gradients are summed."""
+"""Data parallelism: the ``parallel`` config group wraps the model and decides when gradients are summed."""
 
 from __future__ import annotations
 
@@ -28,55 +28,55 @@ class Parallel:
         """Join the other processes of the job.
 
         Args:
-            device: as typed; ``auto`` and ``cuda`` become the GPU of this process's local rank.
+            device: the option; ``auto`` and ``cuda`` become the GPU of this process's local rank.
 
         Raises:
-            UserError: the processes that were started and this choice contradict each other.
+            UserError: torchrun started a number of processes that this choice cannot use.
 
         """
         if (processes := launched_processes()) > 1:
             raise UserError(
                 f"torchrun started {processes} processes, and parallel=single uses one; "
-                "type parallel=ddp or parallel=fsdp, or start with python alone"
+                "set parallel=ddp or parallel=fsdp, or start it with python"
             )
         return World()
 
     def check(self, precision: Precision) -> None:
-        """Refuse options that contradict the precision.
+        """Check that the options fit the precision.
 
         Raises:
-            UserError: as said.
+            UserError: they do not.
 
         """
 
     def effective(self) -> dict[str, Any]:
-        """Return what precision.json says about it."""
+        """Return the entries of precision.json about this choice."""
         return {}
 
     def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-        """Return what torch.compile is to compile: the model as a whole."""
+        """Return the modules that torch.compile compiles: the model as a whole."""
         return [model]
 
     def wrap(
         self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
     ) -> nn.Module:
-        """Return what training's forward passes call; ``model`` keeps its parameters' names.
+        """Return the module that forward passes of training call; parameters of ``model`` keep their names.
 
         Args:
             model: on its device, with the same weights on every rank.
             blocks: the model's repeated blocks, the units of sharding.
             device: where the model is.
-            accumulation: the format in which the gradients of microbatches add up; None: that of the weights.
+            accumulation: the dtype in which gradients of microbatches are accumulated; None: that of the weights.
 
         """
         return model
 
     def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Return the context of one microbatch's forward and backward; only in the ``last`` are gradients summed."""
+        """Return the context of one microbatch's forward and backward; gradients are summed only in the ``last``."""
         return nullcontext()
 
     def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
-        """Return the model with whole weights, to export; None on a rank other than 0 that would have to build it.
+        """Return the model with unsharded weights, for the export; None on other ranks than 0 if it must be built.
 
         Args:
             model: in training; every rank has to call this.
@@ -88,10 +88,10 @@ class Parallel:
 
 @dataclass
 class SeveralProcesses(Parallel):
-    """What ``ddp`` and ``fsdp`` share."""
+    """The base of ``ddp`` and ``fsdp``."""
 
     timeout_s: float = 1800.0
-    """How long a rank waits for the others (while rank 0 prepares data, for example) before the job fails."""
+    """Seconds that a rank waits for the others (while rank 0 prepares data, for example) before the job fails."""
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
@@ -101,13 +101,13 @@ class SeveralProcesses(Parallel):
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if not on_gpu and device not in ("auto", "cpu"):
             raise UserError(
-                f"device={device} with parallel={self.kind}: each process has its own; use cuda, cpu or auto"
+                f"device={device} with parallel={self.kind}: each process has its own device; use cuda, cpu or auto"
             )
         if on_gpu and launched_processes():  # before joining: NCCL would fail on a GPU that is not there
             number, processes = launched_local_rank()
             if processes > torch.cuda.device_count():
                 raise UserError(
-                    f"torchrun started {processes} processes here, and there are {torch.cuda.device_count()} GPUs; "
+                    f"torchrun started {processes} processes here, but there are {torch.cuda.device_count()} GPUs; "
                     f"use --nproc-per-node={torch.cuda.device_count()}"
                 )
             torch.cuda.set_device(number)
@@ -120,7 +120,7 @@ class DDP(SeveralProcesses):
 
     kind: ClassVar[str] = "ddp"
     bucket_mb: int = 25
-    """Gradients are exchanged in buckets of this many MiB, as they become ready."""
+    """Size of the buckets in which gradients are exchanged, in MiB."""
 
     def wrap(
         self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
@@ -132,7 +132,7 @@ class DDP(SeveralProcesses):
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_mb,
             gradient_as_bucket_view=True,
-            # Training does not read them (batch norm's running statistics); evaluation and saving take rank 0's.
+            # Training does not read buffers (batch norm's running statistics); evaluation and saving use rank 0's.
             **{newer if newer in inspect.signature(ddp).parameters else "broadcast_buffers": False},
         )
         replica.register_comm_hook(None, _sum)
@@ -150,11 +150,11 @@ def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotat
 
 @dataclass
 class FSDP(SeveralProcesses):
-    """``parallel=fsdp``: weights, gradients and optimizer state are cut into rows, one part per process (FSDP2)."""
+    """``parallel=fsdp``: weights, gradients and optimizer state are sharded by rows over the processes (FSDP2)."""
 
     kind: ClassVar[str] = "fsdp"
     reshard_after_forward: bool = True
-    """Free a block's gathered weights between forward and backward: less memory, one more gathering."""
+    """Free a block's gathered weights between forward and backward: less memory, one more all-gather."""
     param_dtype: str | None = None
     """``bf16``/``fp16``: FSDP2's own policy, which gathers and computes with weights cast to it (half the traffic;
     gradients are still summed in fp32). None: weights are gathered in fp32 and only autocast decides, as elsewhere."""
@@ -162,29 +162,30 @@ class FSDP(SeveralProcesses):
     def check(self, precision: Precision) -> None:
         if precision.mode in WEIGHTS_DTYPE and precision.fp32_modules:
             raise UserError(
-                f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one format; "
-                "drop it, or use parallel=ddp"
+                f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one dtype; "
+                "remove it, or use parallel=ddp"
             )
         if precision.mode == "bf16_sr":
             raise UserError(
-                "precision=bf16_sr rounds whole weights, and parallel=fsdp cuts them into rows; "
+                "precision=bf16_sr rounds whole weights, but parallel=fsdp shards them; "
                 "use precision=bf16_master, or parallel=ddp"
             )
         if self.param_dtype is None:
             return
         if precision.mode in WEIGHTS_DTYPE:
             raise UserError(
-                f"parallel.param_dtype has no effect with precision={precision.mode}, whose weights are 16-bit; drop it"
+                f"parallel.param_dtype has no effect with precision={precision.mode}, "
+                "whose weights are 16-bit; remove it"
             )
         if self.param_dtype != precision.mode:
             raise UserError(
                 f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the weights would be "
-                "rounded to another format than the run is named after; drop it, or make the two equal (bf16 or fp16)"
+                "rounded to another dtype than the run is named after; remove it, or make the two equal (bf16 or fp16)"
             )
         if precision.mode not in ("bf16", "fp16"):
             raise UserError(f"parallel.param_dtype={self.param_dtype} must be bf16 or fp16, or left out")
         if precision.fp32_modules:
-            raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; drop one of them")
+            raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; remove one")
 
     def effective(self) -> dict[str, Any]:
         return {"gathered_weights_dtype": self.param_dtype or "as weights_dtype"}
@@ -199,13 +200,13 @@ class FSDP(SeveralProcesses):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        # FSDP2 cuts no weights in channels_last; a convolution takes that layout from its input too.
+        # FSDP2 cannot shard weights in channels_last; a convolution also takes that layout from its input.
         model.to(memory_format=torch.contiguous_format)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        # FSDP2 adds microbatches up, and sums over the ranks, in this format.
+        # FSDP2 accumulates microbatches, and sums over the ranks, in this dtype.
         policy = MixedPrecisionPolicy(reduce_dtype=accumulation)
         if self.param_dtype is not None:
-            # The inputs are left to autocast: a batch of token ids or pixels has a type of its own.
+            # Inputs are left to autocast: a batch of token ids or pixels has its own dtype.
             dtype = AUTOCAST_DTYPE[self.param_dtype]
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in [*blocks, model]:
@@ -238,18 +239,18 @@ class FSDP(SeveralProcesses):
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Tell whether this rank has only some rows of the tensor (a DTensor, whose import costs a third of a second)."""
+    """Tell whether the tensor is sharded (a DTensor, whose import would cost a third of a second)."""
     return hasattr(tensor, "to_local")
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of the tensor, sharing its memory."""
+    """Return this rank's part of the tensor, which shares its memory; the tensor itself if it is not sharded."""
     part: Tensor = tensor.to_local() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def own_rows(tensor: Any) -> tuple[int, int]:
-    """Return the first row, and the number of rows, that this rank has of a tensor cut as torch.chunk does."""
+    """Return the first row and the number of rows of this rank's part of a tensor that is sharded as by torch.chunk."""
     from torch.distributed.tensor import Shard
 
     assert tensor.device_mesh.ndim == 1

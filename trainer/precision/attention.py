@@ -1,4 +1,4 @@
-"""Which kernel torch's fused attention takes: what a run may use, and what it does use."""
+"""Kernels of torch's fused attention: which ones a run may use, and which ones it does use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def allow_cudnn(allowed: bool) -> None:
-    """Let torch take cuDNN's attention on CUDA, or keep it from it (for this process).
+    """Enable or disable cuDNN's attention on CUDA, for this process.
 
     Not for models that mask: its backward can give NaN gradients of the query beside a mask where the length is 64
     more than a multiple of 128 (pytorch issue 196678, on Hopper, from torch 2.11 on), and no later cuDNN is known to be
@@ -33,7 +33,7 @@ def allow_cudnn(allowed: bool) -> None:
 
 
 def enabled() -> list[str]:
-    """Return the kernels that torch may take."""
+    """Return the names of the kernels that are enabled."""
     backends = torch.backends.cuda
     flags = {
         "flash": backends.flash_sdp_enabled(),
@@ -47,8 +47,8 @@ def enabled() -> list[str]:
 def taken(model: nn.Module, forward: Callable[[], object], gradients: bool = True) -> list[dict[str, Any]]:
     """Return the kernel that torch chooses for each kind of call to ``scaled_dot_product_attention``.
 
-    Asked in one forward pass, not compiled, which leaves no trace in the model. The choice depends
-    on lengths, head width, format, mask, dropout and torch's flags, hardly on the number of samples.
+    It is found in one eager forward pass, which does not change the model. The choice depends on lengths, head width,
+    dtype, mask, dropout and torch's flags, hardly on the number of samples.
 
     Args:
         model: in training.
@@ -76,7 +76,7 @@ def taken(model: nn.Module, forward: Callable[[], object], gradients: bool = Tru
 
 
 class _Asked(TorchFunctionMode):
-    """Asks torch about every call of its fused attention, with the same inputs, before it is made."""
+    """Records torch's choice of a kernel for each call of its fused attention."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Convolutions whose 16-bit weight gradients this CPU leaves unwritten in part: found by trying, computed in fp32.
+"""Convolutions whose 16-bit weight gradients are partly uninitialised on this CPU: found by trials, computed in fp32.
 
 oneDNN's bf16 kernels for processors with avx512_bf16 do not write those taps of a kernel that see only padding (such
 as eight of the nine of a 3 × 3 kernel on images of 1 × 1): what was in that memory before becomes their gradient,

@@ -1,4 +1,4 @@
-"""fp8 matrix products by torchao: which linear layers take part, and what that asks of them.
+"""fp8 matmuls by torchao: which linear layers use them, and what these layers require.
 
 Inputs and weights are scaled and rounded to e4m3, gradients to e5m2 (tensorwise) or e4m3 (rowwise), just before each
 product, whose result is bf16; weights stay fp32 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
@@ -15,11 +15,11 @@ from trainer.errors import UserError
 
 SCALINGS = ("tensorwise", "rowwise")
 """One scale for a tensor (fastest), or one for each row (more exact)."""
-_MULTIPLE = 16  # of every side of an fp8 product, for the hardware
+_MULTIPLE = 16  # the hardware requires it of every dimension of an fp8 matmul
 
 
 def require_torchao() -> None:
-    """Refuse to go on without torchao.
+    """Check that torchao is installed.
 
     Raises:
         UserError: it is not installed.
@@ -30,10 +30,10 @@ def require_torchao() -> None:
 
 
 def convert(model: nn.Module, fp32_modules: list[str], scaling: str, emulate: bool = False) -> None:
-    """Let the model's linear layers compute in fp8, in place; parameters keep their names.
+    """Convert the model's linear layers to fp8 in place; parameters keep their names.
 
-    Left out: ``fp32_modules``, classes derived from nn.Linear (such as the output layer of a language model, which has
-    a loss in it), and layers whose sides are no multiples of 16.
+    Not converted: ``fp32_modules``, subclasses of nn.Linear (such as the output layer of a language model, which
+    contains a loss), and layers whose dimensions are not multiples of 16.
 
     Args:
         model: in fp32.
@@ -42,7 +42,7 @@ def convert(model: nn.Module, fp32_modules: list[str], scaling: str, emulate: bo
         emulate: compute in fp32 with the same rounding, anywhere; for tests.
 
     Raises:
-        UserError: no layer is left.
+        UserError: there is no such layer.
 
     """
     from dataclasses import replace
@@ -81,7 +81,7 @@ def converted(model: nn.Module) -> list[str]:
 
 
 def _check_rows(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Refuse a microbatch that the gradient's product, which adds up over its rows, cannot take."""
+    """Refuse a microbatch whose number of rows the matmul of the weight's gradient does not support."""
     rows: Tensor = inputs[0]
     count = rows.numel() // rows.shape[-1]
     if module.training and count % _MULTIPLE:

@@ -1,4 +1,4 @@
-"""Modules that stay in fp32 inside a model of 16 bits: what enters them is cast, what leaves them is cast back."""
+"""fp32 islands: modules of a 16-bit model that compute in fp32. Inputs are cast to fp32, results are cast back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass
 class Islands:
-    """Whether the program is inside one of a model's fp32 modules, and what format their results return to."""
+    """Whether the program is inside one of a model's fp32 modules, and the dtype that their results are cast to."""
 
     result: torch.dtype | None
     entered: bool = False
@@ -38,7 +38,7 @@ def in_fp32(forward: Callable[..., Any], device_type: str, islands: Islands) -> 
 
 
 def with_fp32_statistics(norm: nn.Module) -> Callable[..., Any]:
-    """Return a forward for batch norm, or its kin, of 16-bit weights and inputs that keeps fp32 running statistics.
+    """Return a forward for batch norm (or similar) with 16-bit weights and inputs and fp32 running statistics.
 
     Torch's kernels take 16-bit inputs with weights and statistics that are both fp32, or both 16-bit.
     """

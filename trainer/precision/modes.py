@@ -1,4 +1,4 @@
-"""What runs in which number format: the ``precision`` config group, its fp32 islands and its manifest."""
+"""Which dtype each operation uses: the ``precision`` config group, its fp32 islands and its manifest."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainer.precision import fp8
 from trainer.precision.islands import Islands, cast, in_fp32, with_fp32_statistics
 
 BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
-"""Those that need nothing but torch and change nothing but what products compute in."""
+"""The modes that need only torch and change only the dtype of matmuls and convolutions."""
 AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Of the modes that keep weights in fp32 and compute under torch.autocast."""
+"""The autocast dtype of the modes with fp32 weights."""
 WEIGHTS_DTYPE = {
     "bf16_pure": torch.bfloat16,
     "bf16_sr": torch.bfloat16,
@@ -32,10 +32,10 @@ WEIGHTS_DTYPE = {
     "fp16_pure": torch.float16,
     "fp16_master": torch.float16,
 }
-"""Of the modes whose weights are 16-bit themselves, without autocast."""
+"""The dtype of the weights of the modes without autocast."""
 MODES = (*BASIC_MODES, *WEIGHTS_DTYPE, "fp8")
 
-# Libraries read these before torch's own flags, so a flag read back would not show what they did.
+# CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
 _LOWERING_ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": {"1"},
     "ONEDNN_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
@@ -57,17 +57,17 @@ class Precision:
 
     mode: str = "fp32"
     fp32_modules: list[str] = field(default_factory=list)
-    """Patterns (``lm_head``, ``*.ln_*``) of submodule names that compute, and keep their weights, in fp32."""
+    """Name patterns (``lm_head``, ``*.ln_*``) of submodules that compute in fp32 and have fp32 weights."""
     fp8_scaling: str | None = None
-    """``tensorwise`` or ``rowwise``: what shares a scale in ``fp8``."""
+    """``tensorwise`` or ``rowwise``: one scale for each tensor, or for each row (``fp8`` only)."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(MODES)}")
         if self.fp32_modules and self.mode in ("fp32", "tf32"):
             raise UserError(
-                f"precision.fp32_modules has no effect with precision={self.mode}, which has no 16-bit format; "
-                "drop it, or use precision=bf16 or precision=fp16"
+                f"precision.fp32_modules has no effect with precision={self.mode}, which has no 16-bit dtype; "
+                "remove it, or use precision=bf16 or precision=fp16"
             )
         if self.mode == "fp8":
             self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
@@ -75,11 +75,11 @@ class Precision:
                 raise UserError(f"precision.fp8_scaling={self.fp8_scaling} is unknown; use {' or '.join(fp8.SCALINGS)}")
         elif self.fp8_scaling is not None:
             raise UserError(
-                f"precision.fp8_scaling has no effect with precision={self.mode}; drop it, or use precision=fp8"
+                f"precision.fp8_scaling has no effect with precision={self.mode}; remove it, or use precision=fp8"
             )
 
     def check(self, hardware: Hardware) -> None:
-        """Refuse what this hardware cannot compute, what is not installed, what the environment would silently change.
+        """Check that the hardware, the installed packages and the environment allow this mode.
 
         Raises:
             UserError: the mode is not available here, or a variable such as NVIDIA_TF32_OVERRIDE lowers fp32.
@@ -96,7 +96,7 @@ class Precision:
         variable, value = _NO_TF32
         if self.mode == "tf32" and os.environ.get(variable) == value:
             raise UserError(
-                f"the environment variable {variable}={value} turns TF32 off behind torch's back; "
+                f"the environment variable {variable}={value} disables TF32 silently; "
                 f"unset it for precision=tf32 (unset {variable})"
             )
         if self.mode != "fp32":
@@ -104,27 +104,25 @@ class Precision:
         for variable, lowering in _LOWERING_ENVIRONMENT.items():
             if os.environ.get(variable, "").upper() in lowering:
                 raise UserError(
-                    f"the environment variable {variable}={os.environ[variable]} lowers fp32 behind torch's back; "
+                    f"the environment variable {variable}={os.environ[variable]} lowers fp32 silently; "
                     f"unset it for precision=fp32 (unset {variable})"
                 )
 
     def warning(self, hardware: Hardware, slowdown: float | None = None) -> str | None:
-        """Return a sentence for the user where this hardware only emulates the mode.
+        """Return a warning for the user if this hardware only emulates the mode.
 
         Args:
             hardware: of the run.
-            slowdown: how many times as long as in fp32 a matrix product takes, where it was measured.
+            slowdown: the time of a matmul relative to fp32; None: not measured.
 
         """
         if hardware.support(self.mode) != EMULATED:
             return None
         name = family(self.mode)
-        text = f"{hardware.name} has no {name} instructions: results are {name}'s"
+        text = f"{hardware.name} has no {name} instructions: results are as in {name}"
         if slowdown is None or slowdown < 2:
-            return f"{text}, but expect no speed from it"
-        return (
-            f"{text}, but a matrix product takes {slowdown:.2g} times as long as in fp32; set precision=fp32 for speed"
-        )
+            return f"{text}, but do not expect a speedup"
+        return f"{text}, but a matmul takes {slowdown:.2g} times as long as in fp32; set precision=fp32 for speed"
 
     def apply(self) -> None:
         """Set every backend's fp32 mode for this process.
@@ -158,10 +156,10 @@ class Precision:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
     def normaliser(self, targets: int) -> tuple[int, float]:
-        """Return what the summed loss is divided by before backward, and the factor its gradients then lack.
+        """Return the divisor of the summed loss before backward, and the factor that its gradients then still need.
 
         Gradients of 16-bit logits are multiplied by one over that number in 16 bits, which rounds all of them alike,
-        by up to 0.4 % in bf16; by a power of two they are multiplied exactly. Here it is the next one from ``targets``
+        by up to 0.4 % in bf16; a power of two multiplies exactly. Here it is the next one from ``targets``
         up, so that no gradient is larger than that of the mean. The factor, from 1 to 2, is applied in fp32 when the
         loss scale is undone.
         """
@@ -172,15 +170,15 @@ class Precision:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The 16-bit format that layers compute in, under autocast or because weights have it; None: there is none."""
+        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
         return AUTOCAST_DTYPE.get(self.mode, WEIGHTS_DTYPE.get(self.mode))
 
     def convert(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Give the model's weights this mode's format; return the names of the submodules that stay in fp32.
+        """Convert the model's weights to the dtype of this mode; return the names of the submodules that stay in fp32.
 
-        Where weights are 16-bit, so is what comes into the model and what its buffers hold, but for two kinds that stay
-        as they are: running statistics of normalisation, whose small updates 16 bits would lose, and buffers that are
-        not saved with the model: constants such as rotary frequencies, which transformers keeps in fp32, too.
+        With 16-bit weights, the inputs and buffers of the model are 16-bit too, except two kinds of buffers: running
+        statistics of normalisation, whose small updates would be lost in 16 bits, and buffers that are not saved with
+        the model, such as rotary frequencies, which transformers also keeps in fp32.
 
         Raises:
             UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits;
@@ -202,7 +200,7 @@ class Precision:
                 if id(parameter) in shared:
                     raise UserError(
                         f"precision.fp32_modules: {', '.join(kept)} shares a weight with {module_name}.{name}, which "
-                        f"precision={self.mode} makes 16-bit; name {module_name.rpartition('.')[2]} too, or neither"
+                        f"precision={self.mode} makes 16-bit; add {module_name.rpartition('.')[2]} too, or remove both"
                     )
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
@@ -222,10 +220,10 @@ class Precision:
         return kept
 
     def keep_fp32(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Let the submodules that match ``fp32_modules`` compute in fp32; return their names.
+        """Make the submodules that match ``fp32_modules`` compute in fp32; return their names.
 
         Their floating-point inputs are cast to fp32 and their forward runs with autocast off. In a model of 16-bit
-        weights their results return to that format, but for scalars, such as a loss.
+        weights their results are cast back to that dtype, except scalars, such as a loss.
 
         Raises:
             UserError: a pattern that matches no submodule.
@@ -245,10 +243,10 @@ class Precision:
             parent = name.rpartition(".")[0]
             if isinstance(modules.get(parent), nn.MultiheadAttention) and parent not in kept:
                 raise UserError(
-                    f"precision.fp32_modules: {name} is never called by itself, torch's attention takes its weights; "
-                    f"name the whole of it: {parent}"
+                    f"precision.fp32_modules: {name} is never called: torch's attention uses its weights directly; "
+                    f"name the whole module: {parent}"
                 )
-        # A container may be passed by: its children are called directly. So they are taken out with it.
+        # A container may never be called, only its children. So they are converted with it.
         inside = {id(module): module for match in kept.values() for module in match.modules()}
         islands = Islands(WEIGHTS_DTYPE.get(self.mode))
         for module in inside.values():
@@ -256,15 +254,15 @@ class Precision:
         return sorted(kept)
 
     def names(self, module: str) -> bool:
-        """Tell whether ``fp32_modules`` has a pattern of this submodule, or of one around it."""
+        """Tell whether ``fp32_modules`` has a pattern for this submodule or for one that contains it."""
         parts = module.split(".")
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(_matches(name, pattern) for name in around for pattern in self.fp32_modules)
 
     def manifest(self, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
-        """Return what was requested and what is effective, read back from torch and tried on the device.
+        """Return what was requested and what is effective, read back from torch and tested on the device.
 
-        ``matmul_dtype`` is the type that a product of two matrices in the weights' format really has in this run.
+        ``matmul_dtype`` is the dtype of the result of a matmul of two matrices in the dtype of the weights.
         ``formats`` adds what depends on the model. ``matmul_time_over_fp32`` is measured where the mode is emulated.
         """
         with self.autocast(hardware.device):
@@ -295,14 +293,14 @@ class Precision:
 
 
 def family(mode: str) -> str:
-    """Return the format that a mode computes in, as ``precision=`` names it: bf16 of bf16_master."""
+    """Return the mode that names the dtype a mode computes in: bf16 for bf16_master."""
     return mode.partition("_")[0]
 
 
 def formats(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the manifest says about the weights of the model, and about those that the optimizer changes.
+    """Return the manifest's dtypes of the model's weights and of the weights that the optimizer updates.
 
-    Read from their tensors; where there are several formats, that of most weights comes first.
+    Read from their tensors; of several dtypes, the one with most weights comes first.
     """
     changed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {

@@ -1,4 +1,4 @@
-"""Loss scaling: the ``scaler`` config group and the scale it keeps on the device.
+"""Loss scaling: the ``scaler`` config group, and the scale, which is kept on the device.
 
 fp16 gradients below 2^-24 vanish; multiplying the loss by a large scale lifts them, and dividing the fp32
 gradients by it afterwards restores them (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
@@ -20,10 +20,10 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScale:
-    """The scale of one run. This class is the constant 1: nothing to multiply, divide or update."""
+    """The loss scale of one run. This base class is the constant 1: it multiplies, divides and updates nothing."""
 
     recovers: bool = False
-    """Whether a step with non-finite gradients is skipped and training goes on."""
+    """Whether training continues after a step with non-finite gradients, which is skipped."""
 
     def __init__(self, device: torch.device, scale: float = 1.0) -> None:
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
@@ -35,10 +35,10 @@ class LossScale:
         return loss
 
     def inverse(self, rest: float = 1.0) -> Tensor | None:
-        """Return what turns a gradient of the scaled loss into the true one, fp32 scalar; None: it is that.
+        """Return the factor (fp32 scalar) that turns a gradient of the scaled loss into the true one; None: it is 1.
 
         Args:
-            rest: a factor that it lacks besides, see ``Precision.normaliser``.
+            rest: a further factor that the gradient needs, see ``Precision.normaliser``.
 
         """
         return None if rest == 1 else torch.full_like(self.scale, rest)
@@ -47,7 +47,7 @@ class LossScale:
         """Adapt the scale to whether this step's gradients were ``finite`` (bool scalar on the device)."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale, and what decides about its next change."""
+        """Return the scale and the state that decides its next change."""
         return {"scale": self.scale.item()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -70,8 +70,8 @@ class StaticLossScale(LossScale):
 class DynamicLossScale(StaticLossScale):
     """A scale that grows after ``interval`` good steps in a row and backs off at every overflow.
 
-    The rule is torch.amp.GradScaler's, with a floor, and kept in device tensors: nothing here makes the host
-    wait, whatever the optimizer.
+    The rule is torch.amp.GradScaler's, with a floor, and kept in device tensors: the host never waits for it,
+    with any optimizer.
     """
 
     def __init__(self, device: torch.device, config: DynamicScaler) -> None:
@@ -103,7 +103,7 @@ class Scaler:
 
     kind: ClassVar[str] = "none"
     force: bool = False
-    """Allow a scaler that contradicts the precision, to demonstrate what then happens."""
+    """Allow a scaler that does not fit the precision, to demonstrate the effect."""
 
     @property
     def floor(self) -> float:
@@ -112,11 +112,11 @@ class Scaler:
 
     @property
     def skip_limit(self) -> int | None:
-        """How many skipped steps in a row are borne; None where no step is ever skipped."""
+        """How many consecutive skipped steps are allowed; None if no step is ever skipped."""
         return None
 
     def check(self, mode: str) -> None:
-        """Refuse a scaler that contradicts the precision, unless ``force``.
+        """Check that the scaler fits the precision, unless ``force``.
 
         Raises:
             UserError: fp16 without a scaler, or a scaler with a precision whose range is fp32's.
@@ -124,8 +124,8 @@ class Scaler:
         """
         if _in_fp16(mode) and not self.force:
             raise UserError(
-                f"scaler=none with precision={mode} loses gradients below 2^-24 without a word; use scaler=auto, "
-                "or scaler.force=true to see that happen"
+                f"scaler=none with precision={mode} silently loses gradients below 2^-24; use scaler=auto, "
+                "or scaler.force=true to see the effect"
             )
 
     def build(self, mode: str, device: torch.device) -> LossScale:
@@ -166,9 +166,9 @@ class DynamicScaler(Scaler):
     growth: float = 2.0
     backoff: float = 0.5
     interval: int = 2000
-    """Good steps in a row before the scale grows."""
+    """Consecutive finite steps before the scale grows."""
     floor_scale: float = 2.0**-10
-    """The scale never goes below this; an overflow at it ends the run."""
+    """The smallest scale; an overflow at this scale ends the run."""
     max_consecutive_skips: int = 25
 
     def __post_init__(self) -> None:
@@ -227,6 +227,6 @@ def _refuse_needless(scaler: Scaler, mode: str) -> None:
     if not _in_fp16(mode) and not scaler.force:
         reason = "every tensor has a scale of its own" if mode == "fp8" else f"{family(mode)} has fp32's range"
         raise UserError(
-            f"scaler={scaler.kind} with precision={mode}: {reason}, so there is nothing to scale; "
+            f"scaler={scaler.kind} with precision={mode}: {reason}, so scaling is not needed; "
             "use scaler=auto, or scaler.force=true to measure it anyway"
         )

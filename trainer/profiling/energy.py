@@ -1,4 +1,4 @@
-"""The energy that a GPU has used, from its own counter."""
+"""The energy that a GPU has used, read from its own counter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 class EnergyMeter:
     """Counts the energy of an NVIDIA GPU (Volta or later) since ``start``; of other devices, None.
 
-    The counter is the whole board's: what other processes do on it is in the figure too.
+    The counter is of the whole board: the work of other processes on it is included.
     """
 
     def __init__(self, device: torch.device) -> None:

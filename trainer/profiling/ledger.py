@@ -1,4 +1,4 @@
-"""What the memory of one optimizer step is made of: a ledger of every tensor storage alive in it."""
+"""The memory of one optimizer step by category: a ledger of every tensor storage that is alive in it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class MemoryLedger(TorchDispatchMode):
             trainer.train_step(...)
         print(ledger.report().text())
 
-    Nothing has to be told to it: an operator runs in *backward* when autograd is running, in *forward* from
+    It needs no annotations: an operator runs in *backward* when autograd is running, in *forward* from
     the first call of any module of ``model`` until then, and the rest (batch preparation, unscaling,
     clipping, the optimizer, clearing gradients) counts as the *optimizer* phase.
 

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a step go: the ``profiler`` config group."""
+"""The time and the memory of a step: the ``profiler`` config group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTHING = nullcontext()
 
 
 class Session:
-    """A profiler at work in one run. This one, of ``profiler=none``, does nothing.
+    """The profiler of one run. This base class, for ``profiler=none``, does nothing.
 
     Steps are counted from the start of this process, so a resumed run is profiled like a fresh one.
     """
@@ -43,7 +43,7 @@ class Session:
 
 @dataclass
 class Profiler:
-    """The ``profiler`` config group; this choice, ``none``, measures nothing and costs nothing."""
+    """The ``profiler`` config group; this base is ``profiler=none``, which measures nothing."""
 
     kind: ClassVar[str] = "none"
 
@@ -63,21 +63,21 @@ class TorchProfiler(Profiler):
 
     kind: ClassVar[str] = "torch"
     wait: int = 3
-    """Steps to leave alone at first: caches, autotuning and memory settle in them."""
+    """Steps before profiling starts, in which caches, autotuning and memory settle."""
     warmup: int = 2
-    """Steps traced and thrown away, because the tracer itself is slow at first."""
+    """Steps that are traced and discarded, because the tracer is slow at first."""
     active: int = 3
-    """Steps that are kept."""
+    """Steps that are recorded."""
     record_shapes: bool = True
-    """Tell operators apart by the shapes of their inputs in the trace."""
+    """Record the shapes of the operators' inputs."""
     with_stack: bool = False
-    """Record the Python source line of every operator: a much larger trace, and slower steps."""
+    """Record the Python source line of every operator: a much larger trace and slower steps."""
 
     def __post_init__(self) -> None:
         for key, least in (("wait", 0), ("warmup", 1), ("active", 1)):
             value = getattr(self, key)
             if value < least:
-                raise UserError(f"profiler.{key}={value} is too few steps; use profiler.{key}={least} or more")
+                raise UserError(f"profiler.{key}={value} must be at least {least}")
 
     def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
         """Begin a session; nothing is traced before ``wait`` steps have passed."""
@@ -94,7 +94,7 @@ class MemoryProfiler(Profiler):
 
     kind: ClassVar[str] = "memory"
     at_step: int = 3
-    """Which step, counting from 1: by the third the optimizer state exists and caches are warm."""
+    """Which step is recorded, counting from 1: at the third the optimizer state exists and caches are warm."""
 
     def __post_init__(self) -> None:
         if self.at_step < 1:

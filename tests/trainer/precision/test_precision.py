@@ -116,7 +116,7 @@ def test_an_environment_that_lowers_fp32_is_refused(variable: str, value: str, m
 def test_an_environment_that_turns_tf32_off_is_refused_for_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     Precision("fp32").check(H100)
-    with pytest.raises(UserError, match=r"NVIDIA_TF32_OVERRIDE=0 turns TF32 off.*unset NVIDIA_TF32_OVERRIDE"):
+    with pytest.raises(UserError, match=r"NVIDIA_TF32_OVERRIDE=0 disables TF32 silently.*unset NVIDIA_TF32_OVERRIDE"):
         Precision("tf32").check(H100)
 
 
@@ -138,10 +138,10 @@ def test_what_the_hardware_cannot_is_refused_and_what_it_emulates_is_told() -> N
 
 
 def test_how_much_slower_an_emulated_format_is_is_measured_and_said() -> None:
-    assert "a matrix product takes 92 times as long as in fp32; set precision=fp32" in str(
+    assert "a matmul takes 92 times as long as in fp32; set precision=fp32" in str(
         Precision("bf16").warning(PLAIN_CPU, 92.3)
     )
-    assert "expect no speed" in str(Precision("bf16").warning(PLAIN_CPU, 1.3))
+    assert "do not expect a speedup" in str(Precision("bf16").warning(PLAIN_CPU, 1.3))
     emulated = Precision("bf16").manifest(PLAIN_CPU, [])
     assert emulated["effective"]["matmul_time_over_fp32"] > 0
     assert Precision("bf16").manifest(AMX, [])["effective"]["matmul_time_over_fp32"] is None
@@ -302,6 +302,6 @@ def test_a_container_takes_its_children_along_and_what_is_never_called_is_refuse
     assert precision.keep_fp32(net, CPU) == ["blocks"]
     with precision.autocast(CPU):
         assert net(torch.ones(2, 4)).dtype == torch.float32
-    with pytest.raises(UserError, match="name the whole of it: attention"):
+    with pytest.raises(UserError, match="name the whole module: attention"):
         Precision("bf16", ["out_proj"]).keep_fp32(Net(), CPU)
     assert "attention" in Precision("bf16", ["attention"]).keep_fp32(Net(), CPU)
