@@ -1,1 +1,1 @@
-"""What the trainer is shown to do: runs of it, measured and judged. Nothing in trainer/ or recipes/ imports it."""
+"""Evidence about the trainer: its runs, measured and judged. Nothing in trainer/ or recipes/ imports this package."""

@@ -1,4 +1,4 @@
-"""Intervals and verdicts of paired measurements: what a difference is, and whether it is too small to matter."""
+"""Confidence intervals and equivalence tests of paired measurements."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 
 EQUIVALENT, WORSE, BETTER, INCONCLUSIVE = "EQUIVALENT", "WORSE", "BETTER", "INCONCLUSIVE"
 ALPHA = 0.05
-"""The chance of a wrong EQUIVALENT where the truth lies on the margin, and of a wrong WORSE or BETTER of equal arms."""
+"""The chance of a wrong EQUIVALENT for a difference equal to the margin, and of a wrong WORSE or BETTER within it."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and where the true one lies, with a confidence of ``level``."""
+    """A mean and its confidence interval of ``level``."""
 
     mean: float
     low: float
     high: float
     level: float
     count: int
-    """How many values it comes from."""
+    """The number of values."""
 
     def map_exp(self) -> Interval:
         """Return the interval of the geometric mean, from that of the logarithms."""
@@ -43,9 +43,9 @@ class Equivalence:
     p_beyond: float
     """Two-sided, against a difference of at most the margin."""
     p_different: float
-    """Two-sided, against no difference at all: what is small here may still be too small to matter."""
+    """Two-sided, against no difference: a difference that is significant here may still be within the margin."""
     pairs_needed: int | None
-    """Where INCONCLUSIVE: how many pairs of this mean and spread would settle it (None: more than 1000)."""
+    """Where INCONCLUSIVE: the number of pairs of this mean and spread that would decide (None: more than 1000)."""
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -64,7 +64,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Return the geometric mean of positive ratios, and Student's interval of their logarithms turned back.
+    """Return the geometric mean of positive ratios, and Student's interval of their logarithms, as ratios.
 
     Raises:
         ValueError: see ``mean_interval``; or a ratio that is not positive.
@@ -76,7 +76,7 @@ def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
-    """Judge paired relative differences of a loss (lower is better) against a margin that was fixed beforehand.
+    """Judge paired relative differences of a loss (lower is better) against a margin that was set beforehand.
 
     EQUIVALENT by two one-sided tests (Schuirmann 1987), each of 5 %: the 90 % interval of the mean lies inside of
     ±``margin``. WORSE or BETTER by a two-sided test of 5 % against the margin: the 95 % interval lies wholly above
@@ -94,14 +94,14 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
 
 
 def family(arms: Sequence[Sequence[float]], margin: float, untested: int = 0) -> list[Equivalence]:
-    """Judge several arms against one baseline, each as ``equivalence`` does, so that together they err in 5 %.
+    """Judge several arms against one baseline, each as ``equivalence`` does, with a family-wise error of 5 %.
 
     The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979).
 
     Args:
         arms: for each arm its ``differences``.
         margin: of all of them.
-        untested: how many more arms there were, of which too few runs finished.
+        untested: the number of further arms, of which too few runs finished.
 
     Raises:
         ValueError: see ``equivalence``.
@@ -117,10 +117,10 @@ def family(arms: Sequence[Sequence[float]], margin: float, untested: int = 0) ->
 
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
-    """Return the level that each p-value has to be below, so that any false rejection among all has a chance of alpha.
+    """Return the level that each p-value must be below, so that the chance of any false rejection is at most alpha.
 
-    The smallest of n is held against alpha / n, the next against alpha / (n − 1), and so on up to the first that is
-    not below; what follows is held against the same as that one. S. Holm, *A simple sequentially rejective multiple
+    The smallest of n is compared with alpha / n, the next with alpha / (n − 1), and so on up to the first that is not
+    below; the rest are compared with the level of that one. S. Holm, *A simple sequentially rejective multiple
     test procedure*, 1979.
     """
     levels = [0.0] * len(p_values)
@@ -186,7 +186,7 @@ _COUNTS = np.arange(2, 1001)
 
 @functools.lru_cache(maxsize=32)
 def _quantiles(level: float) -> np.ndarray:
-    """Return Student's quantile for each of ``_COUNTS``: the arms of a family share few levels."""
+    """Return Student's quantile for each of ``_COUNTS``; cached, as a family of arms has few levels."""
     from scipy.special import stdtrit
 
     quantiles: np.ndarray = stdtrit(_COUNTS - 1, level)

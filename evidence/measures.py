@@ -1,4 +1,4 @@
-"""What is measured of a run: numbers by name, from the files that it left."""
+"""The measures of a run by name, read from its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def final_loss(outcome: Outcome) -> float | None:
     if outcome.exit_code == DIVERGED:
         return math.inf
     loss: float | None = outcome.summary["final"].get(LOSS, math.nan)
-    return math.inf if loss is None else None if math.isnan(loss) else loss  # JSON has no infinity: it is null there
+    return math.inf if loss is None else None if math.isnan(loss) else loss  # null in JSON, which has no infinity
 
 
 def best_loss(outcome: Outcome) -> float | None:
@@ -64,19 +64,19 @@ MEASURES: dict[str, tuple[Callable[[Outcome], float | None], str]] = {
     "minutes": (minutes, "minutes from start to end"),
     "skipped": (skipped, "skipped steps"),
 }
-"""How to read each off an outcome of training, and its name in a sentence."""
+"""For each measure of a training run: the function that reads it, and its name in a sentence."""
 PROBE_MEASURES = {
     "gemm": ("tflops", "error"),
     "clip_order": ("grad_norm", "update_norm"),
     "max_batch": ("largest_batch", "mib_per_sample", "fixed_mib"),
 }
-"""What each probe measures (evidence/probes.py)."""
+"""The measures of each probe (evidence/probes.py)."""
 
 
 def measured(outcome: Outcome, name: str) -> float | None:
-    """Return a measure of an outcome; None: not measured, or the run failed before it was.
+    """Return a measure of an outcome; None: not measured, or the run failed.
 
-    A run that turned non-finite has been measured: its loss is infinite.
+    The loss of a run that turned non-finite is infinite.
     """
     if outcome.exit_code == DIVERGED and name in ("loss", "best_loss"):
         return math.inf

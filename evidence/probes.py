@@ -1,4 +1,4 @@
-"""Measurements that are no training run: each a small program with a summary like a run's, for claims to use."""
+"""Measurements without a training run: each writes a summary like a run's, for claims to use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Gemm(Probe):
     """``gemm``: one square matrix product, its speed and its error.
 
     Measures ``tflops`` (10^12 floating-point operations a second, the median of ``repeats`` products) and ``error``
-    (the largest difference from fp64, over the largest element: of ``rows`` rows, which suffice).
+    (the largest difference from fp64, relative to the largest element, over the first ``rows`` rows).
     """
 
     takes_overrides = False
@@ -56,7 +56,7 @@ class Gemm(Probe):
     rows: int = 64
 
     def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
-        """Multiply, and compare a part with fp64."""
+        """Multiply, and compare ``rows`` rows with fp64."""
         if self.precision not in _DTYPES:
             raise UserError(f"precision={self.precision} is not one of {', '.join(_DTYPES)}")
         precision = Precision(mode=self.precision)
@@ -76,9 +76,9 @@ class Gemm(Probe):
 class ClipOrder(Probe):
     """``clip_order``: what clip_grad_norm_ sees before and after ``unscale_``, in a plain loop with torch's scaler.
 
-    Takes train.py's overrides for the model, the data and the precision, and one step's first microbatch. Measures
-    ``grad_norm`` (what clip_grad_norm_ returns) and ``update_norm`` (of the clipped gradients that the optimizer
-    gets). Without a scaler (fp32, bf16) both orders are the same.
+    Takes train.py's overrides for the model, the data and the precision, and uses one step's first microbatch.
+    Measures ``grad_norm`` (what clip_grad_norm_ returns) and ``update_norm`` (the norm of the clipped, unscaled
+    gradients). Without a scaler (fp32, bf16) both orders are the same.
     """
 
     order: str = "after"
@@ -115,16 +115,16 @@ class ClipOrder(Probe):
 class MaxBatch(Probe):
     """``max_batch``: the largest batch that trains within a budget of memory, in one microbatch.
 
-    Takes train.py's overrides. Measures ``largest_batch``, and by forecast what it is made of: ``mib_per_sample`` and
-    ``fixed_mib``, what the straight line through batches of 4 and 8 leaves for none.
+    Takes train.py's overrides. Measures ``largest_batch`` and, by forecast, ``mib_per_sample`` and ``fixed_mib``: the
+    slope and the intercept of the straight line through batches of 4 and 8.
     """
 
     budget: str = "1GiB"
     by: str = "trials"
-    """``trials`` in fresh processes, or ``forecast``: where that line meets the budget."""
+    """``trials`` in fresh processes, or ``forecast``: where that line reaches the budget."""
 
     def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
-        """Search by trials, or read it off the forecast."""
+        """Search by trials, or compute it from the forecast."""
         from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
         from trainer.profiling.ledger import MIB
         from trainer.run.forecast import forecast
@@ -141,7 +141,7 @@ class MaxBatch(Probe):
         if self.by == "forecast":
             largest = int((budget * (1 - MARGIN) / MIB - fixed) / each)
         else:
-            # What glibc keeps of small freed blocks would count too, and hide what the precision makes of tensors.
+            # Otherwise small freed blocks that glibc keeps would count, too.
             os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "131072")
             largest = largest_micro_batch([*overrides, "batch_size=1"], budget).micro_batch_size
         return {"largest_batch": largest, "mib_per_sample": each, "fixed_mib": fixed}

@@ -1,8 +1,8 @@
-"""Send to MLflow what it does not have yet of the runs: ``python scripts/sync.py [run folder …]``.
+"""Send to MLflow what it still lacks of the runs: ``python scripts/sync.py [run folder …]``.
 
   run folder …         these (default: every run that is not complete)
   output_dir=outputs   where the runs are
-  uri=…                where to send them (default: where each run was to be sent when it was trained)
+  uri=…                where to send them (default: the tracking store of each run when it was trained)
 Exit code: 0, 1 where MLflow still lacks something, 2 for a mistake, 130 when interrupted.
 """
 

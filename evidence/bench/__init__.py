@@ -1,1 +1,1 @@
-"""What scripts/bench.py measures."""
+"""The measurements of scripts/bench.py."""

@@ -1,4 +1,4 @@
-"""What the trainer is measured against: a loop written by hand, and other frameworks."""
+"""The baselines of the trainer: a loop written by hand, and other frameworks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trainer.trainer import Trainer
 LOG_EVERY = 10
 MAX_NORM = 1.0
 FIT_WARM_UP = 3
-"""Steps that a framework's fit takes before its clock starts; it is a new one in every repeat."""
+"""Optimizer steps of a framework's fit that are not timed; every repeat is a new fit."""
 
 
 class _Indexed(torch.utils.data.Dataset[Batch]):
-    """A recipe's dataset for loaders that know only indices; a whole batch at a time, like the trainer's."""
+    """A recipe's dataset for torch's DataLoader: takes indices, returns a whole batch."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -45,7 +45,7 @@ def _as_fetched(batch: Batch) -> Batch:
 
 
 class Workload:
-    """What every loop beside the trainer is made from: the same model class, data, loss and optimizer."""
+    """What every baseline trains: the model class, data, loss and optimizer of a trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.recipe = trainer.recipe
@@ -60,7 +60,7 @@ class Workload:
         return self.recipe.build_model().to(self.device)
 
     def optimizer(self, model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-        """Return AdamW, in one kernel per group: matrices decay, all others do not, as one writes it by hand too."""
+        """Return AdamW with weight decay for matrices only; ``fused``: in one kernel per group."""
         matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -84,7 +84,7 @@ class Workload:
 
 
 class BareLoop:
-    """The loop that a careful person writes by hand: autocast, clipping, a fused optimizer, a line every ten steps."""
+    """A careful loop written by hand: autocast, clipping, a fused optimizer, the loss read every ten steps."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -112,7 +112,7 @@ class BareLoop:
 
 
 def accelerate_block(workload: Workload, folder: Path) -> Block:
-    """Return the loop of accelerate's quick tour; it can be interleaved block by block."""
+    """Return the loop of accelerate's quick tour, block by block."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision=_amp(workload, "no"), cpu=workload.device.type == "cpu")
@@ -136,7 +136,7 @@ def accelerate_block(workload: Workload, folder: Path) -> Block:
 
 
 class _WithLoss(nn.Module):
-    """Model and loss in one forward, as transformers' Trainer wants it."""
+    """Model and loss in one forward, as transformers' Trainer expects."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _WithLoss(nn.Module):
 
 
 class _FitClock:
-    """Times the steps of a fit that follow its first few."""
+    """Times the steps of a fit after its first ``FIT_WARM_UP``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -235,7 +235,7 @@ def lightning_block(workload: Workload, folder: Path) -> Block:
 
     def block(steps: int) -> float:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it advises loading workers, which nobody here has
+            warnings.simplefilter("ignore")  # it advises to use loader workers; no loop here has any
             trainer = lightning.Trainer(
                 accelerator=workload.device.type,
                 devices=1,
@@ -262,18 +262,18 @@ class Framework:
     name: str
     block: Callable[[Workload, Path], Block]
     whole_fit: bool
-    """Whether a block is a fit of its own, which can only be made once a repeat."""
+    """Whether a block is a whole fit, of which each repeat has one."""
     needs: tuple[str, ...]
 
     def missing(self) -> str | None:
-        """Tell why it cannot be measured, without importing it; None: it can."""
+        """Return why it cannot be measured, without importing it; None: it can."""
         try:
             versions = {package: version(package) for package in self.needs}
         except PackageNotFoundError as error:
             return f"{error.name} is not installed"
-        # Uploads 2.6.2 and 2.6.3 were malicious, and do their harm when imported (GHSA-w37p-236h-pfx3).
+        # The uploads 2.6.2 and 2.6.3 were malicious and act when imported (GHSA-w37p-236h-pfx3).
         if not versions.get("lightning", "2.5.").startswith("2.5."):
-            return f"lightning {versions['lightning']} is installed; 2.5 is what is measured"
+            return f"lightning {versions['lightning']} is installed; only 2.5 is measured"
         return None
 
 

@@ -1,4 +1,4 @@
-"""What scripts/bench.py measures: ratios between loops that take turns in one process, so that a busy hour hits all."""
+"""The measurements of scripts/bench.py: ratios between loops that take turns in one process, under the same load."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from trainer.run.terminal import Terminal
 from trainer.trainer import Trainer
 
 Variants = dict[str, tuple[str, ...]]
-"""Overrides by the name of what they make of a job."""
+"""Overrides by the name of the variant."""
 BF16_TARGET = 1.8
 MLFLOW_PATIENCE_S = 60.0
 
 
 class MeasuredRun(Run):
-    """A run with everything on, which lets other loops take their turns between its steps."""
+    """A run with everything on, which pauses between its steps while other loops take their turns."""
 
     turns: Turns
     background_s: float = 0.0
-    """CPU time of its background threads (MLflow's feed, system metrics) over all repeats that are kept."""
+    """CPU time of its background threads (MLflow's feed, system metrics) over all timed repeats."""
 
     def between(self, trainer: Trainer) -> bool:
-        """Do what is due after a step; at the end of a block, pause for the others."""
+        """Do what is due after a step; at the end of a block, let the other loops run."""
         going = super().between(trainer)
         step = trainer.step
         if not self.turns.due(step):
@@ -64,17 +64,17 @@ class MeasuredRun(Run):
         return going
 
     def _wait_for_mlflow(self) -> None:
-        # Its import and first connection are a cost of starting, not of stepping.
+        # Its import and first connection are a cost of the start, not of a step.
         deadline = time.monotonic() + MLFLOW_PATIENCE_S
         assert self.tracker is not None
         while self.config.tracking.mlflow and self.tracker.run_id is None:
             if time.monotonic() > deadline:
-                raise RunError(f"MLflow has not begun within {MLFLOW_PATIENCE_S:g} s: not everything would be measured")
+                raise RunError(f"MLflow has not started within {MLFLOW_PATIENCE_S:g} s, so its cost cannot be measured")
             time.sleep(0.05)
 
 
 def _background_s() -> float:
-    """Return the CPU seconds so far of all Python threads but the main one (0 where the system does not tell)."""
+    """Return the CPU seconds so far of all Python threads but the main one (0 where the system has no such count)."""
     if not psutil.LINUX:
         return 0.0
     ours = {thread.native_id for thread in threading.enumerate()} - {threading.main_thread().native_id}
@@ -82,7 +82,7 @@ def _background_s() -> float:
 
 
 def precision(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
-    """Measure how much faster each precision trains than fp32, and bf16 with channels_last than without."""
+    """Measure the speedup of each precision over fp32, and of channels_last in bf16."""
     language, vision = jobs or (gpt2_job(hardware), resnet_job(hardware))
     modes = [mode for mode in BASIC_MODES if hardware.support(mode) != UNAVAILABLE]
     every: Variants = {mode: (f"precision={mode}",) for mode in modes}
@@ -102,7 +102,7 @@ def _speedups(
 ) -> list[Row]:
     blocks = {name: _training_block(job, overrides, hardware) for name, overrides in variants.items()}
     times = interleave(blocks, repeats)
-    amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags  # the machine that the targets are for
+    amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags  # the targets are for such a machine
     return [
         Row(
             f"{job.name}, throughput, {fast} / {slow}",
@@ -128,7 +128,7 @@ def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) ->
     timed = stopwatch(loop, hardware.device)
 
     def block() -> float:
-        trainer.config.precision.apply()  # its flags are the whole process's
+        trainer.config.precision.apply()  # sets flags of the whole process
         return timed(job.steps)
 
     return block
@@ -140,14 +140,14 @@ def _trainer(config: Config, hardware: Hardware) -> Trainer:
 
 
 def trainer_cost(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
-    """Measure what the trainer, with everything on, costs over a loop written by hand, and what others cost."""
+    """Measure the overhead of the trainer, with everything on, over a loop written by hand, and that of frameworks."""
     language, tiny = jobs or (gpt2_job(hardware), TINY_MLP)
     return _cost(language, "%", 2.0, hardware, repeats, folder) + _cost(tiny, "ms", 0.15, hardware, repeats, folder)
 
 
 def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, folder: Path) -> list[Row]:
     options = ("precision=bf16", "clip=norm", f"log_every={LOG_EVERY}", "checkpoint=none")
-    last = (repeats + 1) * job.rounds * job.steps + 1  # evaluation and the end come after the last block
+    last = (repeats + 1) * job.rounds * job.steps + 1  # so that evaluation and the end come after the last block
     config = job.config(
         *(*options, f"device={hardware.device}", f"output_dir={folder}", f"run_name={job.name.replace(' ', '-')}"),
         *(f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench"),
@@ -176,7 +176,7 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
         if why := missing.get(name):
             rows.append(Row(title, unit, [], f"not measured: {why}"))
         elif name == "trainer":
-            how = f"{measured}; MLflow's threads used {background_ms:.3f} ms of CPU a step beside it"
+            how = f"{measured}; MLflow's threads used another {background_ms:.3f} ms of CPU per step"
             rows.append(Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), how, target))
         else:
             rows.append(Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), measured))
@@ -184,13 +184,13 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
 
 
 def memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[tuple[Job, str]] = ()) -> list[Row]:
-    """Measure the peak memory of one step, the trainer's over the hand-written loop's: exact, so without repeats."""
+    """Measure the peak memory of one step, trainer over hand-written loop; it is exact and needs no repeats."""
     rows = []
     how = "CUDA's allocator" if hardware.device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
     for job, mode in jobs or ((gpt2_job(hardware), "bf16"), (BIGNET, "fp32")):
         options = (f"precision={mode}", "clip=norm")
         workload, ours = _trainer_peak(job.config(*options, f"device={hardware.device}"), hardware)
-        gc.collect()  # on a GPU what the trainer held would count again
+        gc.collect()  # on a GPU, what the trainer held would count again
         theirs = _bare_peak(workload)
         title = f"{job.name} {mode}, peak memory over a bare loop's"
         sizes = f"third step, {ours / 2**20:.1f} and {theirs / 2**20:.1f} MiB by {how}"
@@ -212,7 +212,7 @@ def _bare_peak(workload: Workload) -> int:
 
 
 def _peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> int:
-    """Return the most memory that the third step holds at once, with the optimizer's state in place."""
+    """Return the peak bytes of the third step, when the optimizer has its state."""
     device = next(model.parameters()).device
     step()
     step()
@@ -228,10 +228,10 @@ def _peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callab
 
 
 def startup(hardware: Hardware, repeats: int, folder: Path, script: Path = PROJECT / "scripts/train.py") -> list[Row]:
-    """Measure the seconds of a whole process until its first step is done, and until a mistake is reported."""
+    """Measure the seconds from the start of a process to its first step, and to the report of a mistake."""
     train = [sys.executable, str(script), "recipe=gpt2", "precision=bf16", "steps=1", f"device={hardware.device}"]
     mistake = [sys.executable, str(script), "precision=bf61"]
-    _seconds([*train, "eval_samples=1", "checkpoint=none"], folder, code=0)  # fills the caches
+    _seconds([*train, "eval_samples=1", "checkpoint=none"], folder, code=0)  # fills caches
     blocks = {
         "import torch": lambda: _seconds([sys.executable, "-c", "import torch"], folder, code=0),
         "mistake": lambda: _seconds(mistake, folder, code=2),

@@ -1,4 +1,4 @@
-"""What the benchmarks train."""
+"""The jobs that the benchmarks train."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to train, as the command line would."""
+    """A recipe with overrides, as on the command line."""
 
     name: str
     overrides: tuple[str, ...]
     steps: int = 1
-    """Optimizer steps in one block, between two changes from one loop to another."""
+    """Optimizer steps in one block, after which another loop has its turn."""
     rounds: int = 1
-    """Blocks that each loop takes in one repeat."""
+    """Blocks of each loop in one repeat."""
     recipe: type[Recipe] | None = None
-    """Takes the place of the config's recipe; ``command`` then says what it is."""
+    """Replaces the config's recipe; ``command`` then describes it."""
     command: str = "python scripts/train.py"
     threads: int | None = None
-    """Of torch's operators on a CPU; None: as many as torch takes."""
+    """Number of threads of torch's operators on a CPU; None: torch's default."""
 
     def config(self, *further: str) -> Config:
         """Return the config of this job with further overrides."""
@@ -43,12 +43,12 @@ class Job:
         return config
 
     def line(self, *further: str) -> str:
-        """Return the command that trains this, for the reader."""
+        """Return the command that trains this, for the report."""
         return " ".join([self.command, *self.overrides, *further])
 
 
 def gpt2_job(hardware: Hardware) -> Job:
-    """Return GPT-2 in the size that suits the hardware, on tokens that need no preparation."""
+    """Return GPT-2, 124M on a GPU and mini on a CPU, on synthetic tokens."""
     if hardware.is_gpu:
         return Job("gpt2 124M", ("recipe=gpt2", "recipe.size=124M", "data=synthetic", "batch_size=16"), 10, 5)
     overrides = ("recipe=gpt2", "recipe.size=mini", "data=synthetic", "data.vocab_size=4096", "batch_size=16")
@@ -56,7 +56,7 @@ def gpt2_job(hardware: Hardware) -> Job:
 
 
 def resnet_job(hardware: Hardware) -> Job:
-    """Return ResNet-50 on 224 × 224 images; on a GPU with the batch on it, since loading would be the limit."""
+    """Return ResNet-50 on 224 × 224 images; on a GPU the batch stays on the device, or loading would be the limit."""
     overrides = ("recipe=resnet", "recipe.arch=resnet50", "data=synthetic")
     if hardware.is_gpu:
         return Job("resnet50", (*overrides, "batch_size=128", "loader=synthetic-on-device"), 10, 2)
@@ -65,10 +65,10 @@ def resnet_job(hardware: Hardware) -> Job:
 
 @dataclass
 class TinyMLP(Recipe):
-    """An MLP of 64 → 64 → 10. It has no name, so that it is no choice of ``recipe=``."""
+    """An MLP of 64 → 64 → 10. It has no name, so ``recipe=`` does not offer it."""
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        """So small that most of a step is what surrounds it."""
+        """Return sizes so small that most of a step is overhead."""
         return Sizes(steps=1000, batch_size=32, micro_batch_size=32)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
@@ -98,7 +98,7 @@ TINY_MLP = Job(
     rounds=20,
     recipe=TinyMLP,
     command="one thread, an MLP of 64 → 64 → 10 as the recipe, with",
-    threads=1,  # at this size a second one only waits at barriers, for milliseconds where cores are shared
+    threads=1,  # at this size, a second thread only waits at barriers
 )
-# No more samples than one batch: the ledger sees the data that a step touches, and the model is what is measured.
+# No more samples than one batch: the ledger counts the data that a step touches, and the model is to be measured.
 BIGNET = Job("bignet", ("recipe=bignet", "data=synthetic", "data.samples=512", "profiler=none"))

@@ -1,4 +1,4 @@
-"""What saving costs the loop, and what several processes cost over torch's own DDP."""
+"""Measurements of checkpointing in the background, and of several processes against torch's own DDP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _steps_of(trainer: Trainer) -> Callable[[int], None]:
 
 
 def saving(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
-    """Measure how long the loop waits for a checkpoint, and how much writing it slows the steps that follow."""
+    """Measure how long the loop waits for a checkpoint, and how much writing it slows the next steps."""
     (job,) = jobs or (gpt2_job(hardware),)
     options = ("precision=bf16", "clip=norm", f"device={hardware.device}", "steps=1000000")
     trainer = trainer_of(job.config(*options), str(hardware.device))
@@ -69,14 +69,16 @@ def saving(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] =
             stall = saver.save(step, trainer.model, trainer.optimizer, {}, rng, None)
             after = block(STEPS)
             saver.finish()
-            if repeat:  # the first one finds no host memory yet, and the model's first step
+            if repeat:  # the first repeat allocates host memory and is a warm-up
                 stalls.append(100 * stall / (alone / STEPS))
                 slowed.append(100 * (after + stall - alone) / (alone / STEPS))
         how = "in the background" if background else "in the loop (checkpoint.background=false)"
         measured = f"{job.line(*options[:2])}; one checkpoint after every {STEPS} steps"
         name = f"{job.name}, a checkpoint {how}"
         rows.append(Row(f"{name}: stall, of one step", "%", stalls, measured, 10.0 if background else None))
-        rows.append(Row(f"{name}: all it costs, of one step", "%", slowed, f"{measured}; with the slower steps after"))
+        rows.append(
+            Row(f"{name}: total cost, of one step", "%", slowed, f"{measured}; with the slower steps that follow")
+        )
     return rows
 
 
@@ -101,7 +103,7 @@ def parallel(hardware: Hardware, repeats: int, folder: Path, overrides: Sequence
             f"step time, {PROCESSES} processes over one with the same global batch, {cores}",
             "x",
             [a / b for a, b in zip(two, one, strict=True)],
-            f"{line}; against parallel=single; two jobs after one another, not in turns",
+            f"{line}; against parallel=single; one job after the other, not in turns",
         ),
     ]
 
@@ -130,7 +132,7 @@ class BareDDP(BareLoop):
 
 
 def _rank(file: str, repeats: str, *overrides: str) -> None:
-    """Be one of the processes that ``parallel`` starts."""
+    """Run as one of the processes that ``parallel`` starts."""
     mode = "ddp" if "RANK" in os.environ else "single"
     job = gpt2_job(detect("auto"))
     options = ("precision=bf16", "clip=norm", *overrides)

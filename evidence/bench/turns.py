@@ -1,4 +1,4 @@
-"""How loops are compared: in turns, repeat by repeat, and what is printed about it."""
+"""Loops that take turns, repeat by repeat, and the rows of the report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 Times = dict[str, list[float]]
-"""Seconds of each loop, one number per repeat."""
+"""Seconds of each loop by its name, one number per repeat."""
 Block = Callable[[int], float]
-"""Takes that many optimizer steps and returns their seconds."""
+"""Takes a number of optimizer steps and returns the seconds they took."""
 Clock = Callable[[], float]
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -38,7 +38,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock = time.perf_counter) -> Block:
-    """Return the loop as a block that tells its seconds, all of the device's work included."""
+    """Return the loop as a block that returns its seconds, the device's work included."""
 
     def block(steps: int) -> float:
         synchronise(device)
@@ -60,14 +60,14 @@ class Row:
     values: list[float]
     """One per repeat; empty: not measured."""
     measured: str
-    """The command or config, and how."""
+    """The command or config, and how it was measured."""
     target: float | None = None
     at_most: bool = True
     """Whether the target is an upper limit of the median."""
 
     @property
     def median(self) -> float:
-        """The figure to quote."""
+        """The median of ``values``."""
         return statistics.median(self.values)
 
     @property
@@ -112,21 +112,21 @@ class Row:
 
 
 def ratios(times: Times, above: str, below: str) -> list[float]:
-    """Return one quotient per repeat, of two loops that took turns within it."""
+    """Return one ratio per repeat, of two loops that took turns within it."""
     return [a / b for a, b in zip(times[above], times[below], strict=True)]
 
 
 def overheads(times: Times, name: str, unit: str, steps: int) -> list[float]:
-    """Return what a loop costs over ``bare``, per repeat of ``steps`` steps: in ``%``, or ``ms`` a step."""
+    """Return the overhead of a loop over ``bare``, for each repeat of ``steps`` steps: in ``%``, or ``ms`` per step."""
     if unit == "%":
         return [100 * (ratio - 1) for ratio in ratios(times, name, "bare")]
     return [1e3 * (a - b) / steps for a, b in zip(times[name], times["bare"], strict=True)]
 
 
 def interleave(blocks: dict[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Times:
-    """Call the blocks in turn, every other time in reverse, and return the seconds that they tell.
+    """Call the blocks in turn, in reverse order every second repeat, and return their seconds.
 
-    ``warm_up`` repeats more are made at first and not kept.
+    ``warm_up`` further repeats come first and are not kept.
     """
     times: Times = {name: [] for name in blocks}
     for repeat in range(warm_up + repeats):
@@ -136,11 +136,11 @@ def interleave(blocks: dict[str, Callable[[], float]], repeats: int, warm_up: in
 
 
 class Turns:
-    """Lets other loops take turns with a trainer's fit, which nobody can call block by block.
+    """Lets other loops take turns with a trainer's run, which cannot be called block by block.
 
-    In each of a repeat's rounds the fit takes ``steps`` optimizer steps and then each of ``others`` as many;
-    at the end of a repeat, each of ``fits`` takes as many as all its rounds together. One repeat more is made at
-    first, which warms everything up and is not kept.
+    In each round of a repeat the run takes ``steps`` optimizer steps and then each of ``others`` as many; at the end
+    of a repeat, each of ``fits`` takes as many as all its rounds together. One further repeat comes first, as a
+    warm-up, and is not kept.
     """
 
     def __init__(
@@ -163,19 +163,19 @@ class Turns:
 
     @property
     def times(self) -> Times:
-        """Seconds per repeat, by name; the fit is called ``trainer``."""
+        """Seconds per repeat by name; the run is called ``trainer``."""
         return {name: seconds[1:] for name, seconds in self._times.items()}
 
     def start(self) -> None:
-        """Start the clock of the fit's next block."""
+        """Start the clock of the run's next block."""
         self._began = self.clock()
 
     def due(self, step: int) -> bool:
-        """Tell whether the fit's optimizer step ``step`` (from 1) ends a block."""
+        """Return whether the run's optimizer step ``step`` (from 1) ends a block."""
         return step % self.steps == 0 and step <= self.last_step
 
     def take(self, step: int) -> None:
-        """End the fit's block, let the others have theirs, and start the clock of the next one."""
+        """End the run's block, run the others' blocks, and start the clock of the next one."""
         repeat = (step - 1) // self.steps_per_repeat
         self._times["trainer"][repeat] += self.clock() - self._began
         for name, block in self.others.items():

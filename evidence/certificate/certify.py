@@ -1,4 +1,4 @@
-"""The exact-resume certificate: a job run once as it is and once killed again and again, and what differs."""
+"""The exact-resume certificate: a job run once without interruption and once killed repeatedly, compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.run.provenance import git_facts, versions
 
 ACCUMULATION = 4
 FIRST_KILL = 6
-"""The step from which on the job is killed: after its first checkpoint."""
+"""The first step at which the job may be killed: after its first checkpoint."""
 KINDS = {
     "accumulation": "between two microbatches of a step",
     "save": "while a checkpoint's files are written",
@@ -41,7 +41,7 @@ COMMON = [
     *("batch_size=8", f"micro_batch_size={8 // ACCUMULATION}", "eval_every=5", "eval_samples=6", "log_every=4"),
     *("checkpoint.every=3", "deterministic=true", "tracking=local", "profiler=none", "clip=norm"),
 ]
-# From a scale that is too large, and growing again soon, so that steps are skipped all along.
+# The scale starts too large and grows again soon, so that steps are skipped throughout.
 FP16 = ["scaler.init=67108864", "scaler.interval=3"]
 
 
@@ -69,20 +69,20 @@ class Certificate:
     """0 BITWISE, 5 within ``max_ulp``, 6 DIVERGED."""
     kills: list[dict[str, Any]]
     resumes: int
-    """How often the killed job went on from a checkpoint."""
+    """How often the killed job resumed from a checkpoint."""
     skipped_steps: int
     comparison: Differences
     wall_time_s: float
 
     def table(self) -> str:
-        """Return it as Markdown."""
+        """Return the certificate as Markdown."""
         c = self.comparison
         rows = [
             ("verdict", self.verdict),
             ("kills", f"{len(self.kills)} with SIGKILL: {self._by_kind()}; {self.resumes} resumed"),
             (
                 "steps",
-                f"{c.steps}, of which {self.skipped_steps} skipped; {c.repeated_steps} trained again after a kill",
+                f"{c.steps}, of which {self.skipped_steps} skipped; {c.repeated_steps} repeated after a kill",
             ),
             (
                 "compared per step",
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
 
 
 def certify(overrides: list[str], options: Options, child: str = "evidence.certificate.child") -> Certificate:
-    """Run a job twice, as processes of their own, and compare.
+    """Run a job twice, in separate processes, and compare.
 
     Args:
         overrides: as for scripts/train.py, with at least ``recipe=…``.
@@ -118,7 +118,7 @@ def certify(overrides: list[str], options: Options, child: str = "evidence.certi
 
     Raises:
         UserError: the folder exists.
-        RunError: a run failed by itself.
+        RunError: a run failed.
 
     """
     began = time.monotonic()
@@ -137,7 +137,7 @@ def certify(overrides: list[str], options: Options, child: str = "evidence.certi
     for plan in _plans(generator, kills, steps, precision):
         _train(child, plan, [*job, "run_name=killed", "resume=auto"], folder, generator)
     _train(child, "none", [*job, "run_name=killed", "resume=auto"])
-    # Before the first checkpoint there is nothing to resume: the run then starts again, in a folder of its own.
+    # Before the first checkpoint there is nothing to resume: the run then starts again, in another folder.
     last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
     comparison = differences_between(folder / "whole", last, steps)
     lines = _killed_lines(folder)
@@ -163,7 +163,7 @@ def _value(overrides: list[str], key: str) -> str | None:
 
 
 def _plans(generator: random.Random, kills: int, steps: int, precision: str) -> list[str]:
-    """Return ``kind:step:count`` for every kill, in the order of their steps, every kind as often as any other."""
+    """Return ``kind:step:count`` for every kill, in the order of their steps, with every kind equally often."""
     kinds = [kind for kind in KINDS if kind != "skip" or precision == "fp16"]
     chosen = [kinds[number % len(kinds)] for number in range(kills)]
     generator.shuffle(chosen)
@@ -178,10 +178,10 @@ def _plans(generator: random.Random, kills: int, steps: int, precision: str) -> 
 def _train(
     child: str, plan: str, job: list[str], folder: Path | None = None, generator: random.Random | None = None
 ) -> None:
-    """Run the job until it ends, or is killed as planned.
+    """Run the job until it ends or is killed as planned.
 
     Raises:
-        RunError: it ended otherwise.
+        RunError: it failed, or ended before it was killed.
 
     """
     outside = plan.startswith("outside")
@@ -218,5 +218,5 @@ def _kill_from_outside(process: subprocess.Popen[str], folder: Path, step: int, 
 
 
 def _killed_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the traces of the killed job: of every folder, since one without a checkpoint starts again in another."""
+    """Return the traces of the killed job from all its folders: without a checkpoint it starts again in another one."""
     return [line for path in sorted(folder.glob(f"killed*/{TRACE_FILE}")) for line in trace(path.parent)]

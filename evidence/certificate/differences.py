@@ -1,4 +1,4 @@
-"""Two runs compared: every step's trace, every tensor of the last checkpoint, every logged number."""
+"""Compares two runs: the trace of every step, every tensor of the last checkpoint, every logged number."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Equality(IntEnum):
 
 @dataclass
 class Differences:
-    """What is equal between a run that was never stopped and one that was, and what is not."""
+    """What was compared between an uninterrupted run and a killed one, and what differs."""
 
     tensors: int = 0
     elements: int = 0
     steps: int = 0
     repeated_steps: int = 0
-    """Steps that were trained more than once, since a kill came before they were saved."""
+    """Steps that were trained more than once, as a kill came before they were saved."""
     metric_lines: int = 0
     ulp: float = 0
     """The largest distance of two numbers in units in the last place; infinite for integers, shapes and NaNs."""
     first_step: int | None = None
     """The first step whose trace differs."""
     differences: list[str] = field(default_factory=list)
-    """What differs, the trace first, then tensors, the farthest first."""
+    """What differs: the trace first, then tensors, the largest distance first."""
 
     def equality(self, max_ulp: float) -> Equality:
         """Judge the differences; up to ``max_ulp`` units in the last place are rounding, if no step's trace differs."""
@@ -64,8 +64,8 @@ def differences_between(whole: Path, killed: Path, last_step: int) -> Difference
     """Compare two run folders.
 
     Args:
-        whole: of the run that was never stopped.
-        killed: of the one that was.
+        whole: folder of the uninterrupted run.
+        killed: folder of the killed run.
         last_step: the step of the checkpoints to compare.
 
     """
@@ -88,7 +88,7 @@ def differences_between(whole: Path, killed: Path, last_step: int) -> Difference
 
 
 def trace(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a trace; one that a kill cut off is left out."""
+    """Return the lines of a trace, without a line that a kill has cut off."""
     lines = []
     for line in (run / TRACE_FILE).read_text(encoding="utf-8").splitlines():
         try:
@@ -99,7 +99,7 @@ def trace(run: Path) -> list[dict[str, Any]]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return a run's metric log without what clocks and the process's memory decide."""
+    """Return a run's metric log without times and memory, which differ between equal runs."""
     lines = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     return [
         {key: value for key, value in line.items() if key not in _CLOCKS and not key.endswith("_per_s")}
@@ -120,7 +120,7 @@ def ulps(one: Tensor, other: Tensor) -> float:
 
 
 def _ordered(tensor: Tensor) -> Tensor:
-    """Map floating-point numbers to integers, in order, so that neighbours differ by 1."""
+    """Map floating-point numbers to integers of the same order; neighbours differ by 1."""
     bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).to(torch.int64)
     lowest = -(2 ** (8 * tensor.element_size() - 1))
     return torch.where(bits < 0, lowest - bits, bits)

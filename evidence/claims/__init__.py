@@ -1,1 +1,1 @@
-"""Published claims, their criteria, and outcomes."""
+"""Published claims, their criteria and their outcomes."""

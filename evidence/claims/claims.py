@@ -1,4 +1,4 @@
-"""A published claim: a file under evidence/claims/published that says what was claimed, and how it is tested."""
+"""Published claims: files in evidence/claims/published with what was claimed and how it is tested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 FOLDER = PROJECT / "evidence" / "claims" / "published"
 NULL_ARM = "null_arm"
 QUIET = ("tracking=local", "checkpoint=none")
-"""Overrides of every training run: what is measured has no part in tracking or saving."""
+"""Overrides of every training run: neither tracking nor saving is measured."""
 PROBE = "probe="
 STAND_INS = {
     "precision=tf32": "precision=fp32",
@@ -28,7 +28,7 @@ STAND_INS = {
     "precision.fp8_scaling=rowwise": "",
     "loader=pinned": "loader=plain",
 }
-"""What a reduced run takes where a CPU has not got the real thing."""
+"""Replacements in a reduced run, which has to run on any CPU."""
 
 
 @dataclass
@@ -44,32 +44,32 @@ class Claim:
     source: str
     """Where it was published."""
     setups: dict[str, str] = field(default_factory=dict)
-    """Overrides by name, shared by arms: what is trained. ``probe=gemm`` names a program of evidence/probes.py."""
+    """Overrides by name, which arms begin with. ``probe=gemm`` runs a probe of evidence/probes.py instead."""
     arms: dict[str, str] = field(default_factory=dict)
     """By name: a setup, then overrides of the arm's own."""
     criteria: list[Criterion] = field(default_factory=list)
     published: str = ""
     """The published figure, in the terms measured here."""
     needs: list[str] = field(default_factory=list)
-    """Of the machine; see ``lacking``."""
+    """What the machine must have: keys of ``NEEDS``, or an amount of memory such as ``40GiB``."""
     arms_need: dict[str, list[str]] = field(default_factory=dict)
-    """The same for single arms: a machine without it leaves them out, with the criteria about them."""
+    """The same for single arms; on a machine without it, these arms and their criteria are left out."""
     asks: dict[str, str] = field(default_factory=dict)
-    """Overrides that the user has to type (the key), and what to give there."""
+    """Overrides that the user has to set: the key, and what to set it to."""
     on_cuda: dict[str, str] = field(default_factory=dict)
-    """Further overrides by setup on a CUDA GPU, which takes other sizes than a CPU."""
+    """Further overrides by setup on a CUDA GPU, where other sizes fit."""
     repeats: int = 3
-    """Runs of each arm, each with a seed of its own."""
+    """Runs of each arm, each with another seed."""
     null_arm: str = ""
-    """The arm that is also run with other seeds, to show what noise looks like; criteria call that one null_arm."""
+    """The arm that is also run with other seeds, to show the noise; criteria call those runs ``null_arm``."""
     label: str = ""
-    """What the test is not: scaled down, or an analogue."""
+    """How the test differs from what was published: scaled down, or an analogue."""
     traps: list[str] = field(default_factory=list)
-    """Known ways to read the published figure wrongly, and what was done about them."""
+    """Known ways to misread the published figure, and how the test avoids them."""
     reduced: dict[str, str] = field(default_factory=dict)
     """Overrides by setup for a quick run on any CPU, which decides nothing."""
     combines: list[str] = field(default_factory=list)
-    """Claims whose outcomes together are this one's; then there are no arms here."""
+    """Claims that this one consists of; it has no arms of its own then."""
 
     def __post_init__(self) -> None:
         for key in ("statement", "source"):
@@ -127,7 +127,7 @@ class Claim:
                 raise UserError(f"{criterion.measure} is not measured of arm {name}{near} ({', '.join(known)})")
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
-        """Return what is missing here to run the claim, as words for the user; empty: nothing."""
+        """Return what this machine or the command line lacks to run the claim, in words; empty: nothing."""
         missing = [words for need in self.needs if (words := lacking(need, hardware))]
         typed = {override.partition("=")[0] for override in given}
         return missing + [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
@@ -141,7 +141,7 @@ class Claim:
 
         Args:
             names: of the arms to run.
-            given: overrides that the user typed.
+            given: overrides of the command line.
             device: type of the device, ``cpu`` or ``cuda``.
             memory_ledger: measure memory by a ledger.
 
@@ -163,10 +163,10 @@ class Claim:
         return arms
 
     def reduce(self) -> None:
-        """Make every arm small enough for any CPU: a test that the file works, not of the claim.
+        """Make every arm small enough for any CPU: a test of the file, not of the claim.
 
         Raises:
-            UserError: the file does not say how.
+            UserError: the file has no reduced size for a setup.
 
         """
         if missing := [name for name in self.setups if name not in self.reduced]:
@@ -184,7 +184,7 @@ class Claim:
 
 
 def lacking(need: str, hardware: Hardware) -> str:
-    """Return what a need asks for, if this machine has not got it; empty otherwise.
+    """Return a need in words if this machine does not meet it; empty otherwise.
 
     Raises:
         UserError: no such need.
@@ -202,7 +202,7 @@ def lacking(need: str, hardware: Hardware) -> str:
 _MEMORY_IS_SOLD_AS = 0.92
 NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
     "cuda": (lambda here: here.is_gpu, "an NVIDIA GPU"),
-    "cpu": (lambda here: here.device.type == "cpu", "a CPU: type device=cpu"),
+    "cpu": (lambda here: here.device.type == "cpu", "a CPU: set device=cpu"),
     "tf32": (lambda here: here.support("tf32") != UNAVAILABLE, "TF32 (an NVIDIA GPU from Ampere on)"),
     "native_bf16": (lambda here: here.support("bf16") not in (EMULATED, UNAVAILABLE), "bf16 in hardware"),
     "native_fp16": (lambda here: here.support("fp16") not in (EMULATED, UNAVAILABLE), "fp16 in hardware"),
@@ -210,7 +210,7 @@ NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
     "torchao": (lambda _: find_spec("torchao") is not None, "torchao: pip install torchao"),
     "amx": (lambda here: "amx_bf16" in here.cpu_flags, "a CPU with AMX"),
 }
-"""What a claim may need of a machine, beside an amount of memory, and what the user is told where it is not there."""
+"""What a claim may need of a machine besides memory: the check, and the words for the user."""
 
 
 def names() -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line of scripts/reproduce.py: which claims, and what is shown of them."""
+"""The command line of scripts/reproduce.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the command line says and return the exit code.
+    """List the claims, or test some and record the outcomes; the exit code is 1 where a run failed.
 
     Raises:
         UserError: an unknown claim or option, or a claim that needs another machine.
@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> int:
     if unknown := [override for override in given if override.partition("=")[0] not in asked]:
         near = nearest(unknown[0].partition("=")[0], Options.__dataclass_fields__)
         raise UserError(
-            f"{unknown[0]} is not an option{near}: a claim's file fixes what is run "
-            f"({'asked for: ' + ', '.join(sorted(asked)) if asked else 'these claims ask for nothing'})"
+            f"{unknown[0]} is not an option{near}: a claim's file sets what is run "
+            f"({'to be set: ' + ', '.join(sorted(asked)) if asked else 'these claims have nothing to set'})"
         )
     reduced = options.reduced
     if not options.all:
@@ -102,13 +102,13 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], reduced: bool) ->
 
 
 def _made_anew(claim: Claim | None, wanted: list[str], known: dict[str, dict[str, Any]]) -> bool:
-    """Whether a claim combines one that is to be tested, and nothing that would have to be tested for its sake."""
+    """Return whether a claim combines one that is to be tested, and only claims that are tested or known."""
     parts = set(claim.combines) if claim else set()
     return bool(parts & set(wanted)) and parts <= {*wanted, *known}
 
 
 def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the outcomes here that stand: of the claims' files as they are, and without a run that failed."""
+    """Return the outcomes that are still valid: of the present files of the claims, and without a failed run."""
     return {
         name: record
         for name, record in outcomes.items()
@@ -122,7 +122,7 @@ def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dic
 
 
 def terminal() -> Console:
-    """Return the standard output, wide where it is no terminal: a file or a pipe has no edge."""
+    """Return the standard output, 200 columns wide where it is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDE)
 
@@ -150,7 +150,7 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
     if here not in records:
         others = "; the verdicts above are of other machines" if records else ""
         console.print(f"No claim has been tested on this machine yet{others}.")
-    console.print(f"This machine: {here}. Test one claim with claim=…, or all that it can with all=true.")
+    console.print(f"This machine: {here}. Test one claim with claim=…, or all claims that it can with all=true.")
 
 
 def _print(record: dict[str, Any], claim: Claim, reduced: bool) -> None:

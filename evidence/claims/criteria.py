@@ -1,4 +1,4 @@
-"""What a claim is judged by: a measured quantity, what it is taken over, and the bounds it has to keep."""
+"""The criteria of claims: a measured quantity, what it is compared with, and its bounds."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CONFIRMED, REFUTED, NOT_HERE = "CONFIRMED", "REFUTED", "NOT TESTABLE HERE"
 
 @dataclass
 class Criterion:
-    """One quantity that decides, or that is only reported: without bounds.
+    """One quantity; with bounds it decides, without bounds it is only reported.
 
-    With ``over``, ratios of runs of the same seed, the geometric mean of them where there are several arms; with
-    ``minus``, differences of such runs; with neither, the quantity itself, whose bounds every single run must keep.
+    With ``over``: ratios of runs of the same seed (their geometric mean where there are several arms). With ``minus``:
+    differences of such runs. With neither: the quantity itself, and every single run must keep the bounds.
     """
 
     measure: str
@@ -40,22 +40,22 @@ class Criterion:
     at_least: float | None = None
     at_most: float | None = None
     within: float | None = None
-    """With ``over``: the relative difference that counts as none, by an equivalence test."""
+    """With ``over``: the margin of an equivalence test, a relative difference."""
     published: str = ""
     note: str = ""
-    """What it shows, where the numbers do not say so."""
+    """What the numbers show, where it is not obvious."""
 
     def __post_init__(self) -> None:
         self.arm, self.over, self.minus = _listed(self.arm), _listed(self.over), _listed(self.minus)
         if not (self.measure and self.arm):
             raise UserError("a criterion needs a measure and an arm")
         if self.over and self.minus:
-            raise UserError(f"a criterion on {self.measure} has over and minus; one of them")
+            raise UserError(f"a criterion on {self.measure} has over and minus; drop one of them")
         other = self.over or self.minus
         if other and len(other) != len(self.arm):
-            raise UserError(f"a criterion on {self.measure} needs as many arms as it is taken over")
+            raise UserError(f"a criterion on {self.measure} needs as many arms as it is compared with")
         if self.minus and len(self.arm) > 1:
-            raise UserError(f"a criterion on {self.measure} with minus is about one arm")
+            raise UserError(f"a criterion on {self.measure} with minus takes one arm")
         if self.within is not None and not (self.over and 0 < self.within < 1):
             raise UserError("within goes with over and lies above 0, such as within: 0.003 for 0.3 %")
         if self.within is not None and (self.at_least is not None or self.at_most is not None):
@@ -65,7 +65,7 @@ class Criterion:
 
     @property
     def arms(self) -> list[str]:
-        """All arms that it is about."""
+        """All arms that it names."""
         return [*self.arm, *self.over, *self.minus]
 
     @property
@@ -74,14 +74,14 @@ class Criterion:
         return any(bound is not None for bound in (self.at_least, self.at_most, self.within))
 
     def quantity(self) -> str:
-        """Name what is measured."""
+        """Return the quantity in words."""
         name = MEASURES[self.measure][1] if self.measure in MEASURES else self.measure.replace("_", " ")
         compared = self.over or self.minus
         arm, other = ((" × " if compared else " and ").join(names) for names in (self.arm, compared))
         return f"{name}, {arm}" + (f" {'over' if self.over else 'minus'} {other}" if other else "")
 
     def bounds(self) -> str:
-        """Say what it has to keep."""
+        """Return the bounds in words."""
         if self.within is not None:
             return f"within ±{self.within:.2%}"
         if self.at_least is not None and self.at_most is not None:
@@ -91,7 +91,7 @@ class Criterion:
 
 @dataclass
 class Finding:
-    """What became of a criterion."""
+    """The result of a criterion."""
 
     criterion: Criterion
     verdict: str
@@ -102,7 +102,7 @@ class Finding:
     high: float | None = None
     values: list[float] = field(default_factory=list)
     why: str = ""
-    """What stood in the way of a verdict."""
+    """Why there is no verdict."""
 
 
 def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
@@ -129,7 +129,7 @@ def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
 
 
 def _gap(criterion: Criterion, runs: dict[str, dict[int, Outcome]], pairs: int | None) -> str:
-    """Say what is missing of the measurements, if anything is; ``pairs``: how many could be compared, if any had to."""
+    """Return what is missing of the measurements; ``pairs``: how many could be compared, if any had to be."""
     unmeasured = [
         run for name in criterion.arms for run in runs[name].values() if measured(run, criterion.measure) is None
     ]
@@ -144,7 +144,7 @@ def _gap(criterion: Criterion, runs: dict[str, dict[int, Outcome]], pairs: int |
 
 
 def combine(verdicts: list[str]) -> str:
-    """Return the verdict of a claim from those of its criteria; what this machine cannot test does not count."""
+    """Return the verdict of a claim from those of its criteria, without those that cannot be tested here."""
     counted = [verdict for verdict in verdicts if verdict and verdict != NOT_HERE]
     if not counted:
         return NOT_HERE
@@ -154,7 +154,7 @@ def combine(verdicts: list[str]) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number as people write it: about four figures, none of them after a large one's point."""
+    """Return a number with about four significant digits; from 1000 on a whole number."""
     if not math.isfinite(value):
         return "not finite"
     if abs(value) >= 1000:
@@ -163,7 +163,7 @@ def number(value: float) -> str:
 
 
 def shown(finding: dict[str, Any]) -> str:
-    """Return what was measured in words.
+    """Return what was measured, in words.
 
     Args:
         finding: as recorded: ``median``, ``low``, ``high`` (None: not finite, or not known), ``values``, ``criterion``.

@@ -1,4 +1,4 @@
-"""Why a claim came out as it did, in sentences made of what was measured: operator times, ledgers, the null arm."""
+"""The reasons for the outcome of a claim, as sentences from measurements: operator times, ledgers, the null arm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evidence.runs import DIVERGED, Arm, Outcome, Runner
 from trainer.profiling.ledger import MIB, STEADY
 
 _PRODUCTS = re.compile(r"(mm|linear|conv\w*|attention\w*)(_backward)?$|convolution|attention|mm_|scaled_mm")
-"""Operators that the hardware's units for matrix products compute."""
+"""Operators that run on the hardware's matrix units."""
 _PROFILED = (
     "profiler=torch",
     "profiler.wait=1",
@@ -41,14 +41,14 @@ class _OperatorTimes:
 def reasons(
     findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int = MOST
 ) -> list[str]:
-    """Return one sentence for each thing that decided; short extra runs measure what they need.
+    """Return one sentence for each criterion that decided; short extra runs measure what it needs.
 
     Args:
         findings: of the claim.
         arms: that were run.
         outcomes: of their runs.
         runner: of the extra runs, which are not timed.
-        most: sentences.
+        most: the largest number of sentences.
 
     """
     by_name = {arm.label: arm for arm in arms}
@@ -118,7 +118,7 @@ def _memory_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
 
 
 def _loss_sentence(name: str, other: str, outcomes: list[Outcome], measure: str, null: bool) -> str:
-    """Return what the runs say; ``null``: the null arm is ``other`` with other seeds."""
+    """Return how the losses differ; ``null``: the null arm is ``other`` with other seeds."""
     runs = {(run.arm, run.seed): run for run in outcomes}
     seeds = sorted({run.seed for run in outcomes})
 
@@ -173,9 +173,9 @@ def _is_compiled(arm: Arm) -> bool:
 
 
 def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _OperatorTimes | None:
-    """Return an arm's times; ``compiled``: everything else is the rest of the measured step.
+    """Return an arm's operator times; ``compiled``: ``rest`` is the rest of the measured step.
 
-    (What torch.compile fuses is in no operator's time.)
+    (The operators that torch.compile fuses have no time of their own.)
     """
     path = _extra(arm, "operators", _PROFILED, runner) / "profile" / "operators.json"
     if not path.exists():
@@ -200,6 +200,6 @@ def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:
 
 
 def _extra(arm: Arm, suffix: str, overrides: tuple[str, ...], runner: Runner) -> Path:
-    """Run an arm shortly under a profiler, and return the run's folder."""
+    """Run an arm for a few steps under a profiler, and return the run's folder."""
     short = Arm(f"{arm.label}-{suffix}", (*arm.overrides, *overrides), arm.seed_shift)
     return (runner.done(short, 0) or runner.run(short, 0)).folder

@@ -1,4 +1,4 @@
-"""Published claims, tested here: from the claim's file to a verdict that says what was measured and why."""
+"""Tests published claims: from a claim's file to a record with the verdict, what was measured, and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.run.provenance import git_facts, versions
 
 
 class Reproduction:
-    """Tests claims on this machine; what was trained before for the same file, commit and machine is kept."""
+    """Tests claims on this machine; runs of the same file, commit and machine are kept."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Reproduction:
         Args:
             hardware: of this machine.
             folder: for the runs.
-            given: overrides that claims ask for.
-            reduced: make everything small; nothing is decided then.
+            given: overrides that claims leave to the user.
+            reduced: make every run small; there is no verdict then.
             report: called with each line of progress.
             launch: see ``Runner``.
 
@@ -58,7 +58,7 @@ class Reproduction:
         self.done: dict[str, dict[str, Any]] = {}
 
     def test(self, name: str) -> dict[str, Any]:
-        """Test one claim and return the record of it, plain JSON types; a claim is tested once.
+        """Test one claim, once, and return its record in plain JSON types.
 
         Raises:
             UserError: no such claim, or a mistake in its file.
@@ -130,12 +130,12 @@ class Reproduction:
         )
 
     def _git(self, outcomes: list[Outcome]) -> dict[str, str]:
-        """Return the commit; ``dirty`` also where a run was of another, which someone may have pulled meanwhile."""
+        """Return the commit; ``dirty`` also where a run was of another commit, pulled in the meantime."""
         commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
         return self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {})
 
     def _public(self, text: str) -> str:
-        """Take out of a message what the user typed, and where things lie on this machine."""
+        """Remove the user's own values and the paths of this machine from a message."""
         private = {override.partition("=")[2].strip("'\""): "…" for override in self.given}
         private |= {str(self.folder): "outputs", str(PROJECT): ".", str(Path.home()): "~"}
         for place in sorted(private, key=len, reverse=True):
@@ -158,7 +158,7 @@ class Reproduction:
         return record | measured_here
 
     def _key(self, claim: Claim) -> str:
-        """Name a folder for what must not be mixed: another file, commit, machine or torch."""
+        """Return the name of the folder of these runs: another one for another file, commit, machine or torch."""
         torch_version, threads = self.hardware.facts()["torch"], self.hardware.facts()["threads"]
         given = [override for override in self.given if override.partition("=")[0] in claim.asks]
         parts = [claim.digest, self.git.get("commit"), machine_name(self.hardware), torch_version, threads, given]
@@ -170,7 +170,7 @@ class Reproduction:
 
 
 def machine_name(hardware: Hardware) -> str:
-    """Return a name for folders: the device's, and of a CPU the cores that were used."""
+    """Return the machine's name for folders: the device's name, and for a CPU the number of cores used."""
     name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
     name = re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"
     if hardware.is_gpu:
@@ -179,7 +179,7 @@ def machine_name(hardware: Hardware) -> str:
 
 
 def part_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what a claim that combines others records of each: it is out of date when one of these changes."""
+    """Return what a claim that combines others records of each; when it changes, that claim is out of date."""
     return {key: record[key] for key in ("verdict", "claim_sha256", "git", "date")}
 
 
@@ -216,7 +216,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
-    asked = {key: f"{key}=…" for key in claim.asks}  # a path of the user's is nobody else's business
+    asked = {key: f"{key}=…" for key in claim.asks}  # the user's paths are private
     overrides = [asked.get(override.partition("=")[0], override) for override in arm.overrides]
     mine = [outcome for outcome in outcomes if outcome.arm == arm.label]
     names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]

@@ -34,7 +34,7 @@ def read(folder: Path = RESULTS) -> Records:
 
 
 def verdict(record: dict[str, Any] | None, claim: Claim) -> str:
-    """Return a verdict as a list shows it; that of an earlier version of the claim's file does not count."""
+    """Return a verdict for a list, marked where it is of an earlier version of the claim's file."""
     if record is None:
         return ""
     if record["claim_sha256"] != claim.digest:
@@ -43,7 +43,7 @@ def verdict(record: dict[str, Any] | None, claim: Claim) -> str:
 
 
 def read_notes(folder: Path = RESULTS) -> Notes:
-    """Return what became known about claims after their files were fixed."""
+    """Return notes on claims that were added after their files were fixed."""
     path = folder / "notes.yaml"
     found: Notes = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
@@ -152,7 +152,7 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
 
 
 def _short(finding: dict[str, Any]) -> str:
-    """Name the measure and its arms, or how many there are; the page has the whole."""
+    """Return the measure with its arms, or their number; the page has all of them."""
     criterion = finding["criterion"]
     compared, sign = (criterion.get("over"), "/") if criterion.get("over") else (criterion.get("minus"), " − ")
     names = ", ".join(criterion["arm"]) if len(criterion["arm"]) < 3 else f"{len(criterion['arm'])} arms"
@@ -166,7 +166,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _threads(hardware: dict[str, Any]) -> str:
-    """Say how many threads computed where it is not one for every core."""
+    """Return the number of threads where it is not one for every core."""
     count = hardware["threads"]
     usual = hardware["device"] != "cpu" or count == hardware["cpu_cores"]
     return "" if usual else f", {count} thread{'s' * (count != 1)}"

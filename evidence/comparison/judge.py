@@ -1,4 +1,4 @@
-"""What the runs of a comparison say: speed, memory, energy and quality of each arm against the baseline."""
+"""Judges the runs of a comparison: speed, memory, energy and quality of each arm against the baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evidence.runs import DIVERGED, Arm, Outcome
 
 @dataclass
 class Ratio:
-    """A quantity of an arm, and that of pairs of runs of the same seed over the baseline's."""
+    """A quantity of an arm, and its ratios to the baseline over pairs of runs of the same seed."""
 
     value: Interval | None
     """Arithmetic mean over the seeds; None: not measured, or fewer than two runs."""
@@ -28,7 +28,7 @@ class Ratio:
 
 @dataclass
 class Quality:
-    """The final validation loss."""
+    """The final validation loss of an arm, and its verdict."""
 
     values: list[float] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
@@ -38,8 +38,8 @@ class Quality:
     why: str = ""
     test: Equivalence | None = None
     separates_at: int | None = None
-    """The first evaluated step at which the arm's validation curves are on average further from the baseline's than
-    any of the null arm's is; None: never, or fewer than two pairs of either."""
+    """The evaluated step at which the curves diverge: the first at which the arm's validation curves are on average
+    further from the baseline's than any of the null arm's. None: never, or fewer than two pairs of either."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ArmResult:
     seeds: list[int]
     """Of the runs that finished."""
     failures: dict[int, str]
-    """What the others said, by seed."""
+    """Why the others failed, by seed."""
     speed: Ratio
     """Units per second."""
     memory: Ratio
@@ -69,8 +69,8 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
     """Judge every arm, in the order of ``arms``.
 
     Args:
-        arms: the null arm among them, if there is one.
-        baseline: the label that the others are compared with.
+        arms: including the null arm, if there is one.
+        baseline: label of the arm that the others are compared with.
         outcomes: of all runs, failed ones too.
         margin: of the equivalence test, a relative difference.
 
@@ -107,14 +107,14 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
 
 
 def _test(qualities: list[Quality], margin: float) -> None:
-    """Give the arms that can be tested their verdicts, corrected for the number of all of them."""
+    """Set the verdicts of the arms that can be tested, corrected for the number of all arms."""
     tested = [quality for quality in qualities if not quality.verdict]
     differences = [quality.differences for quality in tested]
     tests = family(differences, margin, untested=len(qualities) - len(tested))
     for quality, test in zip(tested, tests, strict=True):
         quality.test, quality.verdict = test, test.verdict
         if test.pairs_needed:
-            settled = f"about {test.pairs_needed} seeds of this spread would settle it"
+            settled = f"about {test.pairs_needed} seeds of this spread would decide it"
             quality.why = "; ".join(filter(None, [quality.why, settled]))
 
 
@@ -139,7 +139,7 @@ def _interval(values: list[float], of: Callable[[list[float]], Interval]) -> Int
 
 
 def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None) -> Quality:
-    """Return the losses and the differences; a verdict only where there is nothing to test."""
+    """Return the losses and the differences, with a verdict only where too few runs finished for a test."""
     losses = {seed: loss for seed, o in _finished(runs).items() if (loss := _loss(o)) is not None}
     quality = Quality(list(losses.values()))
     if base_runs is None:

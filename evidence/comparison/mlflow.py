@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
-    """Send what MLflow lacks of the comparison; what is there already is not sent twice.
+    """Send to MLflow what it lacks of the comparison; nothing is sent twice.
 
     Args:
         result: of the comparison.
@@ -29,20 +29,18 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
         files: of the report.
 
     Returns:
-        What to tell the user: the address of MLflow's page, or why there is none; nothing where no run was tracked.
+        Lines to print: the address of MLflow's page, or why there is none; none where no run was tracked.
 
     """
     delivered: list[tuple[Outcome, dict[str, Any]]] = []
     for outcome in result.outcomes:
         folder = outcome.folder
-        if not (folder / TRACKING_FILE).exists():  # it ended before it had begun
+        if not (folder / TRACKING_FILE).exists():  # it failed before its tracking started
             continue
         sent = send(folder, uri)
         if sent.status is SyncStatus.INCOMPLETE:
-            missing = f"{folder.name}: {sent.message}"
-            return [
-                f"not all runs are in MLflow, so neither is the comparison ({missing}); the same command tries again"
-            ]
+            problem = f"not all runs are in MLflow, so neither is the comparison ({folder.name}: {sent.message})"
+            return [f"{problem}; run the same command again to retry"]
         if (record := read_record(folder)).get("tracking_uri") == lasting_uri(uri):
             delivered.append((outcome, record))
     shown = [record["run_id"] for outcome, record in delivered if outcome.finished]
@@ -52,7 +50,7 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
         client = connect(uri)
         parent = _parent(client, result, uri, delivered, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
-        return [f"MLflow did not take the comparison ({first_line(error)}); the same command tries again"]
+        return [f"upload of the comparison failed ({first_line(error)}); run the same command again to retry"]
     base = uri if uri.startswith(("http://", "https://")) else server_address()
     experiment = delivered[0][1]["experiment_id"]
     # A view of its own: scripts/ui.py changes the one of the newest runs.
@@ -88,7 +86,7 @@ def _parent(
         client.set_tag(parent, valid_key(f"quality.{arm.label}"), arm.quality.verdict)
         for name, value in _numbers(arm).items():
             key = valid_key(f"{arm.label}/{name}")
-            if run.data.metrics.get(key) != value:  # a point logged twice would be kept twice
+            if run.data.metrics.get(key) != value:  # MLflow would keep both points
                 client.log_metric(parent, key, value, step=len(comparison.seeds))
     for file in files:
         client.log_artifact(parent, str(file))

@@ -16,7 +16,7 @@ from trainer.formats import mebibytes
 from trainer.profiling.ledger import CATEGORIES, MIB
 from trainer.tracking.plots import INK, QUIET
 
-# Told apart by people with any colour vision (Okabe and Ito 2008), the null arm in grey.
+# Distinguishable with any colour vision (Okabe and Ito 2008); the null arm in grey.
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#202124")
 NOISE = "#9aa0a6"
 PARTS = dict(
@@ -140,7 +140,7 @@ def _speed(result: Result) -> Any:
         axes.annotate(
             shown, (0, row - 0.14), xytext=(6, 0), textcoords="offset points", va="center", color="white", weight="bold"
         )
-    axes.set_xlim(0, 1.2 * max(max(arm.speed.values) for arm in arms))  # of few seeds the interval may be absurdly wide
+    axes.set_xlim(0, 1.2 * max(max(arm.speed.values) for arm in arms))  # with few seeds the interval may be far wider
     _rows(axes, arms)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     return figure

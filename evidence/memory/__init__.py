@@ -1,1 +1,1 @@
-"""The largest batch that fits, and the trials that forecasts are checked against."""
+"""The largest batch that fits, and the trials that check forecasts."""

@@ -24,14 +24,14 @@ _KEYS = ("micro_batch_size", "batch_size")
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The answer."""
+    """The result of the search."""
 
     micro_batch_size: int
-    """The largest that was seen to fit; to within 1/32 above 32."""
+    """The largest size that fitted; above 32, to within 1/32."""
     peak_bytes: int
-    """What its trial took, see ``trial.Trial``."""
+    """Of its trial, see ``trial.Trial``."""
     batch_size: int
-    """Of the config: what one optimizer step sees."""
+    """Of the config: samples per optimizer step."""
     trials: int
 
     @property
@@ -42,7 +42,7 @@ class LargestBatch:
 
     @property
     def overrides(self) -> str:
-        """The answer to paste: the same training, in microbatches that fit."""
+        """Overrides for the same training in microbatches that fit."""
         return f"micro_batch_size={self.dividing} batch_size={self.batch_size}"
 
 
@@ -55,22 +55,22 @@ def largest_micro_batch(
     """Find the largest ``micro_batch_size`` with which two full optimizer steps fit into the budget.
 
     Every trial is a fresh process, in which an allocation beyond the budget fails (see ``trial.trial``). A step has two
-    microbatches where ``batch_size`` has more than one: the gradients of the first are there while the second runs. The
-    search starts where the forecast says, goes up or down in steps that double until it has a size that fits and one
-    that does not, and halves the interval.
+    microbatches where ``batch_size`` has more than one: the second runs with the gradients of the first in memory. The
+    search starts at the forecast, goes up or down in steps that double until it has a size that fits and one that does
+    not, and then bisects.
 
     Args:
         overrides: as for scripts/train.py, without ``micro_batch_size``. Never tried: more samples than the data has.
         budget_bytes: for the model and its training; on a CPU the process itself comes on top.
         margin: the part of the budget that is left free.
-        report: gets a line about each trial.
+        report: called with a line about each trial.
 
     Raises:
         UserError: the overrides, or a budget in which not even one sample fits.
 
     """
     if any(_key(override) == "micro_batch_size" for override in overrides):
-        raise UserError("micro_batch_size is what is looked for; leave it out")
+        raise UserError("micro_batch_size is what this command finds; leave it out")
     limit_bytes = int(budget_bytes * (1 - margin))
     config = compose(overrides)
     config.resolve(detect(config.device))
@@ -103,8 +103,8 @@ def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int
 
     Args:
         fits: true up to some number, false above; called once for each.
-        guess: where it may lie.
-        most: is not exceeded.
+        guess: where the search starts.
+        most: the largest number to try.
 
     """
     low, high = 0, most + 1
@@ -131,8 +131,8 @@ def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int
 
 
 def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
-    """Return where the straight line through two forecasts meets the limit."""
-    # Not of a single sample: batch norm refuses it where its last feature map is one pixel.
+    """Return the size at which the straight line through two forecasts reaches the limit."""
+    # Not for a single sample: batch norm refuses it where its last feature map is one pixel.
     two, eight = _needed(sized(2), limit_bytes), _needed(sized(8))
     slope = max(1.0, (eight - two) / 6)
     return int(min(_LARGEST, max(1, 8 + (limit_bytes - eight) / slope)))

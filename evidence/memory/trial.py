@@ -1,4 +1,4 @@
-"""Two optimizer steps in a fresh process, and the memory they took: what forecasts and batch sizes are held against."""
+"""Two optimizer steps in a fresh process, and the memory they took: the check of forecasts and batch sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.run.forecast import copies_on_device, meta_model
 from trainer.trainer import Trainer
 
 _WARM_UP = 2**20
-"""Numbers: enough for torch to start its threads, whose stacks are no tensors."""
+"""Elements: enough for torch to start its threads, whose stacks are not tensors."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
     Args:
         overrides: as for scripts/train.py.
         limit_bytes: of memory for everything from the model on, with the host's copy of a checkpoint where that is
-            the same memory. What asks for more fails, as on a smaller machine: on CUDA by the allocator's limit, on
-            Linux by the kernel's for this process's data; elsewhere a ledger is compared with it.
+            the same memory. A larger allocation fails, as on a smaller machine: on CUDA by the allocator's limit, on
+            Linux by the kernel's limit of this process's data; elsewhere a ledger is compared with it.
         ledger: track the second step with a MemoryLedger, where CUDA does not count.
 
     Raises:
@@ -49,7 +49,7 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
 
     """
     options = json.dumps({"limit_bytes": limit_bytes, "ledger": ledger})
-    # -P: what lies in the user's folder is no part of it.
+    # -P: modules in the current folder are not imported.
     command = [sys.executable, "-P", "-m", "evidence.memory.trial", options, *overrides]
     process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if process.returncode == 0:
@@ -57,7 +57,7 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
     message = process.stderr.strip().splitlines()[-1:] or [f"status {process.returncode}"]
     if process.returncode == UserError.exit_code:
         raise UserError(message[0])
-    # The kernel kills where memory was promised and is not there; C++ aborts where it cannot raise.
+    # The kernel kills where it has overcommitted memory; C++ aborts where it cannot raise.
     if process.returncode == -signal.SIGKILL or (limit_bytes and process.returncode == -signal.SIGABRT):
         return Trial(fits=False)
     raise RunError(f"a trial with {' '.join(overrides)} failed: {message[0]}")
@@ -67,14 +67,14 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     """Take the two steps in this process; the arguments are ``trial``'s."""
     hardware = detect(config.device)
     plan, _ = config.resolve(hardware)
-    # Libraries, the data and threads come first: they are there before anything depends on the batch.
+    # Libraries, data and threads come first: they do not depend on the batch.
     datasets = config.recipe.datasets(config.data, config.seed)
     meta_model(config.recipe)
     torch.ones(_WARM_UP).exp_().sum()
     reset_peak_memory(hardware.device)
     before = 0 if hardware.device.type == "cuda" else peak_memory_bytes(hardware.device)
     enforced = limit_bytes is not None and _limit(hardware, limit_bytes)
-    del datasets  # their place is taken by the trainer's own
+    del datasets  # the trainer opens its own
     tracked = hardware.device.type != "cuda" and (ledger or limit_bytes is not None) and not enforced
     try:
         tracked_bytes = _two_steps(config, plan, hardware, tracked, copied=limit_bytes is not None)
@@ -87,9 +87,9 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
 
 
 def _two_steps(config: Config, plan: Plan, hardware: Hardware, tracked: bool, copied: bool) -> int | None:
-    """Train; return the peak of the second step if it is ``tracked``; ``copied``: beside a checkpoint's copy."""
+    """Train two steps; return the peak bytes of the second if ``tracked``; ``copied``: with a checkpoint's copy."""
     trainer = Trainer(config, plan, hardware)
-    # No overflow: a skipped step would leave the optimizer without its state.
+    # No overflow: after a skipped step the optimizer would have no state.
     trainer.loss_scale.scale.fill_(1.0)
     trainer.model.train()
     batches = trainer.batches()
@@ -117,13 +117,13 @@ def _limit(hardware: Hardware, limit_bytes: int) -> bool:
         return False
     import resource
 
-    # Not the address space, of which torch reserves far more than it uses: private writable pages.
+    # Private writable pages; of address space, torch reserves far more than it uses.
     resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + limit_bytes, resource.RLIM_INFINITY))
     return True
 
 
 def main(arguments: list[str]) -> int:
-    """Take the steps and print what became of them as the last line."""
+    """Take the steps and print the result as the last line, as JSON."""
     try:
         config = compose(arguments[1:])
         outcome = measure(config, **json.loads(arguments[0]))

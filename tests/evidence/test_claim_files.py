@@ -157,7 +157,7 @@ def test_yaml_that_is_none_and_a_claim_that_is_not_there(tmp_path: Path) -> None
     [
         ("cuda", CPU, "an NVIDIA GPU"),
         ("cuda", T4, ""),
-        ("cpu", T4, "a CPU: type device=cpu"),
+        ("cpu", T4, "a CPU: set device=cpu"),
         ("tf32", T4, "TF32 (an NVIDIA GPU from Ampere on)"),
         ("tf32", H200, ""),
         ("hopper", T4, "an NVIDIA GPU from Hopper on"),
