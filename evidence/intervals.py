@@ -90,10 +90,10 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
         ValueError: fewer than two pairs, a value that is not finite, a margin that is not above 0.
 
     """
-    return family([differences], margin)[0]
+    return equivalence_family([differences], margin)[0]
 
 
-def family(arms: Sequence[Sequence[float]], margin: float, untested: int = 0) -> list[Equivalence]:
+def equivalence_family(arms: Sequence[Sequence[float]], margin: float, untested: int = 0) -> list[Equivalence]:
     """Judge several arms against one baseline, each as ``equivalence`` does, with a family-wise error of 5 %.
 
     The chance that any arm is wrongly EQUIVALENT, and that any is wrongly WORSE or BETTER, is at most 5 % (Holm 1979).

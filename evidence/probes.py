@@ -152,11 +152,11 @@ PROBES: dict[str, type[Probe]] = {"gemm": Gemm, "clip_order": ClipOrder, "max_ba
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the summary."""
-    print(run(arguments).read_text(encoding="utf-8"))
+    print(measure(arguments).read_text(encoding="utf-8"))
     return 0
 
 
-def run(arguments: list[str]) -> Path:
+def measure(arguments: list[str]) -> Path:
     """Run ``<probe> key=value …`` and write ``<output_dir>/<run_name>/summary.json``, and return its path.
 
     Raises:

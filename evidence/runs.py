@@ -180,7 +180,7 @@ class Runner:
         return outcomes
 
 
-def progress_line(number: int, count: int, outcome: Outcome, known: bool, measured: str = "") -> str:
+def outcome_line(number: int, count: int, outcome: Outcome, known: bool, measured: str = "") -> str:
     """Return what is printed after a run; the first four arguments are those of ``run_all``'s callback."""
     head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
     if not outcome.finished:

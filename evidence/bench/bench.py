@@ -183,7 +183,7 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
     return rows
 
 
-def memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[tuple[Job, str]] = ()) -> list[Row]:
+def peak_memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[tuple[Job, str]] = ()) -> list[Row]:
     """Measure the peak memory of one step, trainer over hand-written loop; it is exact and needs no repeats."""
     rows = []
     how = "CUDA's allocator" if hardware.device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
@@ -279,7 +279,7 @@ def _seconds(command: list[str], folder: Path, code: int | None = None, until: s
 MEASUREMENTS: dict[str, Callable[[Hardware, int, Path], list[Row]]] = {
     "precision": precision,
     "trainer": trainer_cost,
-    "memory": memory,
+    "memory": peak_memory,
     "startup": startup,
     "saving": saving,
     "parallel": parallel,

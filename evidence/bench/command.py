@@ -16,7 +16,7 @@ from trainer.hardware import Hardware, detect
 
 
 @dataclass
-class Options:
+class BenchOptions:
     """Of the command line."""
 
     only: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Run the measurements that are asked for, print each one's rows as soon as they are there."""
-    options, _ = parse(arguments, Options)
+    options, _ = parse(arguments, BenchOptions)
     if unknown := [name for name in options.only if name not in MEASUREMENTS]:
         raise UserError(
             f"only={unknown[0]} is not a measurement{nearest(unknown[0], MEASUREMENTS)} ({', '.join(MEASUREMENTS)})"

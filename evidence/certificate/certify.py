@@ -23,7 +23,7 @@ from trainer.run.provenance import git_facts, versions
 ACCUMULATION = 4
 FIRST_KILL = 6
 """The first step at which the job may be killed: after its first checkpoint."""
-KINDS = {
+KINDS_OF_KILL = {
     "accumulation": "between two microbatches of a step",
     "save": "while a checkpoint's files are written",
     "skip": "right after a skipped step",
@@ -46,7 +46,7 @@ FP16 = ["scaler.init=67108864", "scaler.interval=3"]
 
 
 @dataclass
-class Options:
+class CertifyOptions:
     """Of the command line."""
 
     kills: int = 20
@@ -96,19 +96,19 @@ class Certificate:
 
     def _by_kind(self) -> str:
         kinds = [kill["killed"] for kill in self.kills]
-        return ", ".join(f"{kinds.count(kind)} {KINDS[kind]}" for kind in KINDS if kind in kinds)
+        return ", ".join(f"{kinds.count(kind)} {KINDS_OF_KILL[kind]}" for kind in KINDS_OF_KILL if kind in kinds)
 
 
 def main(arguments: list[str]) -> int:
     """Certify, print the certificate, and return its exit code."""
-    options, overrides = parse(arguments, Options, "overrides")
+    options, overrides = parse(arguments, CertifyOptions, "overrides")
     result = certify(overrides, options)
     print(result.table())
     print(f"{result.verdict} ({result.wall_time_s:.0f} s)")
     return result.exit_code
 
 
-def certify(overrides: list[str], options: Options, child: str = "evidence.certificate.child") -> Certificate:
+def certify(overrides: list[str], options: CertifyOptions, child: str = "evidence.certificate.child") -> Certificate:
     """Run a job twice, in separate processes, and compare.
 
     Args:
@@ -164,7 +164,7 @@ def _value(overrides: list[str], key: str) -> str | None:
 
 def _plans(generator: random.Random, kills: int, steps: int, precision: str) -> list[str]:
     """Return ``kind:step:count`` for every kill, in the order of their steps, with every kind equally often."""
-    kinds = [kind for kind in KINDS if kind != "skip" or precision == "fp16"]
+    kinds = [kind for kind in KINDS_OF_KILL if kind != "skip" or precision == "fp16"]
     chosen = [kinds[number % len(kinds)] for number in range(kills)]
     generator.shuffle(chosen)
     moments = sorted(generator.randrange(FIRST_KILL, steps - 1) for _ in range(kills))

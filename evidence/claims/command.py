@@ -23,7 +23,7 @@ from trainer.hardware import Hardware, detect
 
 
 @dataclass
-class Options:
+class ReproduceOptions:
     """Of the command line; see scripts/reproduce.py."""
 
     claim: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         UserError: an unknown claim or option, or a claim that needs another machine.
 
     """
-    options, given = parse(arguments, Options, "overrides")
+    options, given = parse(arguments, ReproduceOptions, "overrides")
     if options.claim and options.all:
         raise UserError("claim=… and all=true exclude each other; drop one")
     if options.pages:
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     wanted = list(claims) if options.all else options.claim
     asked = {key for name in wanted for key in load(name).asks}
     if unknown := [override for override in given if override.partition("=")[0] not in asked]:
-        near = nearest(unknown[0].partition("=")[0], Options.__dataclass_fields__)
+        near = nearest(unknown[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)
         raise UserError(
             f"{unknown[0]} is not an option{near}: a claim's file sets what is run "
             f"({'to be set: ' + ', '.join(sorted(asked)) if asked else 'these claims have nothing to set'})"

@@ -17,7 +17,7 @@ from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, eval
 from evidence.claims.reasons import MOST, reasons
 from evidence.intervals import INCONCLUSIVE
 from evidence.measures import MEASURES, measured
-from evidence.runs import DIVERGED, PROJECT, Arm, Outcome, Runner, progress_line
+from evidence.runs import DIVERGED, PROJECT, Arm, Outcome, Runner, outcome_line
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.hardware import Hardware
@@ -166,7 +166,7 @@ class Reproduction:
         return f"{claim.id}-{digest[:10]}"
 
     def _progress(self, number: int, count: int, outcome: Outcome, known: bool) -> None:
-        self.report(progress_line(number, count, outcome, known))
+        self.report(outcome_line(number, count, outcome, known))
 
 
 def machine_name(hardware: Hardware) -> str:

@@ -19,7 +19,7 @@ CHOSEN = ("seed", "run_name", "resume")
 
 
 @dataclass
-class Options:
+class CompareOptions:
     """Of the command line; see scripts/compare.py."""
 
     arms: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ def planned(arguments: list[str]) -> Comparison:
         UserError: as the messages say.
 
     """
-    options, others = parse(arguments, Options, "overrides")
+    options, others = parse(arguments, CompareOptions, "overrides")
     common = [text for text in others if not text.startswith("arm.")]
     if set_here := [key for key in CHOSEN if any(text.startswith(f"{key}=") for text in common)]:
         raise UserError(f"{set_here[0]}=… is set for every run; use seeds=5, and name=… for the comparison")

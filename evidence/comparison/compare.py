@@ -12,7 +12,7 @@ from typing import Any
 
 from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
-from evidence.runs import Arm, Outcome, Runner, merged, progress_line
+from evidence.runs import Arm, Outcome, Runner, merged, outcome_line
 from trainer.config.compose import combinations, compose
 from trainer.config.schema import Config, flatten
 from trainer.errors import UserError
@@ -195,6 +195,6 @@ def _progress(report: Callable[[str], None], unit: str) -> Callable[[int, int, O
         if outcome.finished:
             rate = outcome.summary["units_per_s"]
             measured = f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
-        report(progress_line(number, count, outcome, known, measured))
+        report(outcome_line(number, count, outcome, known, measured))
 
     return after

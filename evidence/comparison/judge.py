@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evidence.intervals import INCONCLUSIVE, WORSE, Equivalence, Interval, family, mean_interval, ratio_interval
+from evidence.intervals import (
+    INCONCLUSIVE,
+    WORSE,
+    Equivalence,
+    Interval,
+    equivalence_family,
+    mean_interval,
+    ratio_interval,
+)
 from evidence.measures import LOSS, energy, memory, speed
 from evidence.runs import DIVERGED, Arm, Outcome
 
@@ -110,7 +118,7 @@ def _test(qualities: list[Quality], margin: float) -> None:
     """Set the verdicts of the arms that can be tested, corrected for the number of all arms."""
     tested = [quality for quality in qualities if not quality.verdict]
     differences = [quality.differences for quality in tested]
-    tests = family(differences, margin, untested=len(qualities) - len(tested))
+    tests = equivalence_family(differences, margin, untested=len(qualities) - len(tested))
     for quality, test in zip(tested, tests, strict=True):
         quality.test, quality.verdict = test, test.verdict
         if test.pairs_needed:

@@ -18,7 +18,10 @@ COST = ("throughput", "speedup", "peak memory", "memory ratio")
 ENERGY = "energy"
 QUALITY = ("valid. loss", "difference", "curves diverge at", "quality")
 HEAD = ("arm", *COST, ENERGY, *QUALITY)
-PAGE = (*("arm", "quality", "difference", "speedup", "memory ratio", ENERGY), *("valid. loss", "curves diverge at"))
+PAGE_COLUMNS = (
+    *("arm", "quality", "difference", "speedup", "memory ratio", ENERGY),
+    *("valid. loss", "curves diverge at"),
+)
 """The columns of the page up to the widest ones, the verdicts first: they are in sight wherever the table ends."""
 
 
@@ -194,7 +197,7 @@ def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) 
 
 def _for_page(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     names = lines[0]
-    first = [names.index(name) for name in PAGE if name in names]
+    first = [names.index(name) for name in PAGE_COLUMNS if name in names]
     order = [*first, *(column for column in range(len(names)) if column not in first)]
     return [tuple(line[column] for column in order) for line in lines]
 

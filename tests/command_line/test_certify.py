@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evidence.certificate.certify import Options, certify
+from evidence.certificate.certify import CertifyOptions, certify
 from scripts import certify as script
 from tests import forks
 from tests.command_line.conftest import Result
@@ -44,7 +44,7 @@ def test_a_healthy_job_is_bitwise(folder: Path, command: Callable[..., Result]) 
 def test_a_forgotten_generator_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)
     child = "tests.command_line.broken_child"
-    result = certify(["recipe=gpt2", *SMALL], Options(kills=2, seed=2, output_dir=folder / "outputs"), child)
+    result = certify(["recipe=gpt2", *SMALL], CertifyOptions(kills=2, seed=2, output_dir=folder / "outputs"), child)
     assert result.exit_code == 6
     assert result.verdict.startswith("DIVERGED AT step ")
     assert 3 < int(result.verdict.split()[-1]) <= 20

@@ -36,7 +36,7 @@ def launch(train: Callable[..., Any], trained: Trained, no_plots: None) -> Calla
     def run(command: list[str], log: Path) -> int:
         script, *arguments = [STAND_INS.get(argument, argument) for argument in command[1:]]
         if script.endswith("probe.py"):
-            probes.run(arguments)
+            probes.measure(arguments)
             return 0
         given = dict(argument.partition("=")[::2] for argument in arguments)
         folder = Path(given.pop("output_dir").strip("'")) / given.pop("run_name")

@@ -220,7 +220,7 @@ def test_the_cost_of_the_trainer_is_measured(tmp_path: Path, frameworks: list[tu
 
 
 def test_peak_memory_is_compared(tmp_path: Path) -> None:
-    (row,) = bench.memory(detect("cpu"), 1, tmp_path, [(SMALL, "fp32")])
+    (row,) = bench.peak_memory(detect("cpu"), 1, tmp_path, [(SMALL, "fp32")])
     assert len(row.values) == 1
     assert 0.8 < row.median < 1.25
 

@@ -14,7 +14,7 @@ from evidence.intervals import (
     INCONCLUSIVE,
     WORSE,
     equivalence,
-    family,
+    equivalence_family,
     holm,
     mean_interval,
     ratio_interval,
@@ -80,7 +80,7 @@ def test_of_six_arms_on_the_margin_seldom_is_one_called_equivalent() -> None:
     corrected = alone = 0
     for _ in range(1000):
         arms = shared_baseline([MARGIN] * 3 + [-MARGIN] * 3, 5, generator)
-        corrected += EQUIVALENT in [found.verdict for found in family(arms, MARGIN)]
+        corrected += EQUIVALENT in [found.verdict for found in equivalence_family(arms, MARGIN)]
         alone += EQUIVALENT in [equivalence(arm, MARGIN).verdict for arm in arms]
     assert corrected <= 65 < 100 < alone  # 5 %, and three standard deviations of 1000 draws
 
@@ -89,14 +89,14 @@ def test_of_six_arms_on_the_margin_seldom_is_one_called_worse_or_better() -> Non
     generator = np.random.default_rng(1)
     wrong = 0
     for _ in range(1000):
-        found = family(shared_baseline([MARGIN] * 3 + [-MARGIN] * 3, 5, generator), MARGIN)
+        found = equivalence_family(shared_baseline([MARGIN] * 3 + [-MARGIN] * 3, 5, generator), MARGIN)
         wrong += bool({WORSE, BETTER} & {each.verdict for each in found})
     assert wrong <= 65
 
 
 def test_arms_that_are_clearly_equal_or_worse_are_found_among_six() -> None:
     generator = np.random.default_rng(2)
-    found = family(shared_baseline([0.0, 0.0, 0.0, 0.03, 0.03, -0.03], 10, generator), MARGIN)
+    found = equivalence_family(shared_baseline([0.0, 0.0, 0.0, 0.03, 0.03, -0.03], 10, generator), MARGIN)
     assert [each.verdict for each in found] == [EQUIVALENT] * 3 + [WORSE] * 2 + [BETTER]
 
 
@@ -106,12 +106,12 @@ def test_the_interval_that_is_returned_is_the_one_that_decided() -> None:
     inside, outside, unclear = ([mean + 0.001 * z for z in generator.normal(size=6)] for mean in (0.0, 0.02, 0.0028))
     levels = [equivalence(arm, MARGIN).difference.level for arm in (inside, outside, unclear)]
     assert levels == pytest.approx([0.90, 0.95, 0.95])
-    for found in family([inside, outside, unclear], MARGIN):
+    for found in equivalence_family([inside, outside, unclear], MARGIN):
         low, high = found.difference.low, found.difference.high
         assert (found.verdict == EQUIVALENT) == (low > -MARGIN and high < MARGIN)
         assert (found.verdict == WORSE) == (low > MARGIN)
-    assert family([inside, outside, unclear], MARGIN)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
-    assert family([inside], MARGIN, untested=2)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
+    assert equivalence_family([inside, outside, unclear], MARGIN)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
+    assert equivalence_family([inside], MARGIN, untested=2)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
 
 
 def test_holms_levels() -> None:

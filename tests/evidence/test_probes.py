@@ -16,7 +16,7 @@ GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=8 data=synthetic data.vocab_
 
 
 def measures(folder: Path, text: str) -> dict[str, float]:
-    path = probes.run([*text.split(), f"output_dir={folder}"])
+    path = probes.measure([*text.split(), f"output_dir={folder}"])
     summary = json.loads(path.read_text())
     assert summary["status"] == "FINISHED"
     found: dict[str, float] = summary["measures"]
