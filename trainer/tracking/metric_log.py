@@ -14,7 +14,7 @@ log = logging.getLogger("mantissa")
 
 
 class MetricLog:
-    """Appends lines to a file. What a full disk refuses is kept in memory until it takes it; nothing is raised."""
+    """Appends lines to a file. Lines that a full disk refuses wait in memory and are tried again; nothing is raised."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class MetricLog:
     def _write(self) -> None:
         try:
             while self._unwritten:
-                del self._unwritten[: self._file.write(self._unwritten)]  # a nearly full disk takes a part
+                del self._unwritten[: self._file.write(self._unwritten)]  # on a nearly full disk, only a part
         except OSError as error:
             if not self._refused:
                 log.warning(
@@ -53,7 +53,7 @@ class MetricLog:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Remove from a metric log what comes after ``step``, and a last line that was cut off while written.
+    """Remove the lines after ``step`` from a metric log, and an incomplete last line.
 
     Raises:
         UserError: another line is damaged.

@@ -19,7 +19,7 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 def plot_run(metrics_file: Path, folder: Path, title: str) -> list[Path]:
-    """Draw ``loss.png`` and ``throughput.png`` into ``folder``; what was never logged is left out.
+    """Draw ``loss.png`` and ``throughput.png`` into ``folder``, if such metrics were logged.
 
     Args:
         metrics_file: the run's ``metrics.jsonl``.

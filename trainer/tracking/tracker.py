@@ -1,4 +1,4 @@
-"""The local metric log, which is the truth, and MLflow behind it."""
+"""The tracker of a run: the local metric log, which is authoritative, and MLflow, which is fed from it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ log = logging.getLogger("mantissa")
 
 @dataclass
 class Tracking:
-    """The ``tracking`` config group: whether MLflow is fed, where it is, and how often."""
+    """The ``tracking`` config group: whether MLflow gets the run, where it is, and how often it is fed."""
 
     mlflow: bool = True
     uri: str | None = None
-    """None: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
+    """The tracking URI; None: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
     experiment: str | None = None
-    """None: the recipe's name."""
+    """The name of MLflow's experiment; None: the recipe's name."""
     system_metrics: bool = True
+    """Whether MLflow samples the machine's CPU, memory and GPU while the run trains."""
     flush_every_s: float = 5.0
+    """Seconds between two uploads of new metrics."""
     patience_s: float = 30.0
-    """How long a finished run waits for an MLflow that makes no progress."""
+    """Seconds that a finished run waits while the upload makes no progress."""
     checkpoints: str = "last"
-    """last: the newest, and the best, when the run ends; all: each as it is saved; none."""
+    """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none."""
     register: str | None = None
-    """The name of a registered model that the best weights become a version of; None: a click on MLflow's page."""
+    """The registered model that gets the best weights as a new version; None: they are not registered."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
@@ -54,13 +56,13 @@ class Tracking:
                 f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
             )
         if self.register and not self.mlflow:
-            raise UserError("tracking.register has no effect with tracking=local; drop one of them")
+            raise UserError("tracking.register has no effect with tracking=local; remove one of them")
         if self.mlflow:
             explicit_uri(self.uri)
 
 
 class Tracker:
-    """One run's metric log. Only the main process of a run makes one."""
+    """Logs the metrics of one run. Only rank 0 has one."""
 
     def __init__(
         self,
@@ -81,13 +83,13 @@ class Tracker:
             folder: the run's own, existing folder.
             experiment: where the run goes unless the config names an experiment.
             run_name: such as ``gpt2-bf16-s0``.
-            params: the flattened config, of JSON types.
-            tags: what runs are found and told apart by.
+            params: the flattened config, JSON types.
+            tags: such as precision and hardware, to find runs by.
             datasets: see ``trainer.tracking.mlflow.datasets``.
-            resume_step: the optimizer step of the checkpoint; what was logged after it is removed.
+            resume_step: the optimizer step of the checkpoint of a resumed run; metrics logged after it are removed.
 
         Raises:
-            UserError: the folder holds another run's log, or a damaged one.
+            UserError: the folder already has the log of a run that is not resumed, or a damaged log.
 
         """
         self.folder = folder
@@ -122,15 +124,15 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """MLflow's id of this run, as soon as MLflow has given one; also kept in ``mlflow.json``."""
+        """MLflow's id of this run, as soon as MLflow has created it; it is also in ``mlflow.json``."""
         return self._feed.run_id if self._feed else None
 
     def log(self, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Append one line to ``metrics.jsonl``; the feed takes it from there.
+        """Append one line to ``metrics.jsonl``, from which the feed uploads it.
 
         Args:
-            step: the optimizer step the values belong to.
-            metrics: plain Python numbers. One that is not finite becomes null, and ``<name>_nonfinite`` 1.
+            step: the optimizer step of the values.
+            metrics: Python numbers by name. A value that is not finite is logged as null, with ``<name>_nonfinite`` 1.
             time_s: seconds since the epoch; None: now.
 
         """
@@ -140,13 +142,14 @@ class Tracker:
         self._log.append(json.dumps(line, allow_nan=False))
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
-        """Write the summary and the plots, and hand the run to MLflow. Neither a full disk nor MLflow makes it raise.
-
-        Return whether the summary is on the disk.
+        """Write the summary and the plots, and complete the upload. Neither a full disk nor MLflow makes it raise.
 
         Args:
             status: ``FINISHED``, ``FAILED`` or ``KILLED``.
-            summary: what ``summary.json`` says, beside the status.
+            summary: the content of ``summary.json``, without the status.
+
+        Returns:
+            Whether the summary was written.
 
         """
         from trainer.tracking.plots import plot_run
@@ -157,7 +160,7 @@ class Tracker:
         try:
             try:
                 _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
-            finally:  # last, because whoever resumes a run whose summary says FINISHED only delivers it
+            finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
                 path = self.folder / SUMMARY_FILE
                 written = _tolerate(lambda: write_json(path, content), path)
         finally:
@@ -167,7 +170,7 @@ class Tracker:
         return written
 
     def abandon(self) -> None:
-        """Leave at once: what MLflow lacks stays in the folder, and the user reads how to send it."""
+        """Stop at once. What MLflow lacks stays in the folder, and a warning has the command that sends it."""
         self._log.close()
         missing = self._feed.abandon() if self._feed else None
         if missing:
@@ -175,7 +178,7 @@ class Tracker:
 
 
 def finish_delivery(folder: Path, config: Tracking) -> None:
-    """Send to MLflow what it lacks of a run that has ended, as long as that makes progress; warn of what is left over.
+    """Send to MLflow what it lacks of a run that has ended, while that makes progress; warn about the rest.
 
     Args:
         folder: the run's; the caller holds its lock.
@@ -199,13 +202,13 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
 
 
 def _store_of(config: Tracking, before: RunInfo | None) -> str:
-    """Return the store of a run: the one that the user names now, else the one that it was sent to before."""
+    """Return the store of a run: the one in the config or the environment, else the one that it was sent to before."""
     named = explicit_uri(config.uri) or (before and before.uri)
     return whole_uri(named) if named else tracking_uri()
 
 
 def _tolerate(write: Callable[[], object], path: Path) -> bool:
-    """Write something that a run can do without: where the disk refuses, warn, and return False."""
+    """Write a file that the run does not depend on: if the disk refuses, warn and return False."""
     try:
         write()
     except OSError as error:
@@ -217,7 +220,7 @@ def _tolerate(write: Callable[[], object], path: Path) -> bool:
 def _earlier_info(folder: Path) -> RunInfo | None:
     try:
         return RunInfo.read(folder)
-    except UserError:  # lost to a full disk, or from before there was this file
+    except UserError:  # lost to a full disk, or of a version without this file
         return None
 
 

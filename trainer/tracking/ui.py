@@ -1,4 +1,4 @@
-"""MLflow's page over the runs of this project: which server to start, and which addresses to open."""
+"""MLflow's page: the newest runs of a store, the addresses that show them, and the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STOP_TIMEOUT_S = 10
 
 
 class Newest(NamedTuple):
-    """The experiment that was worked on last, and its newest runs, newest first."""
+    """The experiment with the newest run, and its newest runs, newest first."""
 
     experiment: str
     experiment_id: str
@@ -39,10 +39,10 @@ class Newest(NamedTuple):
 
 
 def check_store(uri: str) -> None:
-    """Refuse to show a store that is not there.
+    """Check that ``uri`` is a store that this project can show.
 
     Raises:
-        UserError: no database file yet, or a store that has a page of its own.
+        UserError: there is no database file yet, or the store has its own page.
 
     """
     if uri.startswith(("databricks", "uc")):
@@ -53,7 +53,7 @@ def check_store(uri: str) -> None:
 
 
 def open_store(uri: str) -> MlflowClient:
-    """Connect to a store that should be there.
+    """Connect to a store that exists.
 
     Raises:
         UserError: it does not answer, or is no MLflow store.
@@ -69,7 +69,7 @@ def open_store(uri: str) -> MlflowClient:
 
 
 def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
-    """Find the newest runs, of one experiment or of the one that was worked on last.
+    """Find the newest runs, of one experiment or of the one with the newest run.
 
     Raises:
         UserError: there are none, no such experiment, or the store cannot be read.
@@ -121,7 +121,7 @@ def comparison_address(base: str, experiment_id: str, run_ids: list[str]) -> str
 
 
 def free_port(wanted: int) -> int:
-    """Return the first port from ``wanted`` on that nothing listens on.
+    """Return the first free port, from ``wanted`` on.
 
     Raises:
         UserError: there is none among the next hundred.
@@ -135,7 +135,7 @@ def free_port(wanted: int) -> int:
             except OSError:
                 continue
             return port
-    raise UserError(f"port={wanted}: no free port from there on; name another, such as port=5000")
+    raise UserError(f"port={wanted}: no free port from there on; use another, such as port=5000")
 
 
 def serve(uri: str, port: int) -> None:

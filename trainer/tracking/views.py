@@ -1,4 +1,4 @@
-"""How MLflow's page opens on an experiment: which columns and charts, kept as tags of the experiment.
+"""Shared views: the columns and charts with which MLflow's page opens, stored as tags of the experiment.
 
 MLflow's page keeps what a user has arranged in the browser. A view that is to be shared is stored as a tag, by its
 "Share" button, and opened by an address with the tag's key; the same tags are written here. The form is that of
@@ -32,7 +32,7 @@ _LINES = ("valid/loss", "loss", "grad_norm", "step_time_s")
 
 
 def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str], comparison: str = COMPARISON) -> bool:
-    """Store the views of an experiment, where they are not stored as they should be.
+    """Store the views of an experiment, unless they are there.
 
     Args:
         client: of the store.

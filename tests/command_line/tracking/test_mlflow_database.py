@@ -106,7 +106,7 @@ def test_a_database_that_a_kill_left_half_made_is_set_aside(
         connect(f"sqlite:///{database}")
         assert (database.parent / name).read_bytes() == before
         assert integrity(database) == "ok"
-        assert f"it is now {name}, and a new one is created" in caplog.text
+        assert f"it is now {name}. A new one is created" in caplog.text
 
 
 def test_a_half_made_database_that_still_changes_is_waited_for(
@@ -136,7 +136,7 @@ def test_a_database_without_tables_is_no_database_yet(database: Path) -> None:
     [
         ([OLDER, "drop table logged_models"], "an older MLflow .*: mlflow db upgrade sqlite:////.*/mlflow.db$"),
         (["drop table alembic_version"], "an older MLflow .* mlflow db upgrade"),
-        (["update alembic_version set version_num = 'ffff'"], "a newer MLflow .*; upgrade the mlflow package"),
+        (["update alembic_version set version_num = 'ffff'"], "a newer MLflow .*; upgrade mlflow"),
     ],
 )
 def test_what_another_mlflow_has_filled_is_not_touched(database: Path, statements: list[str], message: str) -> None:
@@ -156,7 +156,7 @@ def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
         connection.commit()
     os.utime(database, (0, 0))
     before = database.read_bytes()
-    with pytest.raises(UserError, match=r"optuna\.db is a database of another program; set tracking\.uri="):
+    with pytest.raises(UserError, match=r"optuna\.db belongs to another program; set tracking\.uri="):
         connect(f"sqlite:///{database}")
     assert database.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"optuna.db", "optuna.db-init.lock"}
@@ -164,6 +164,6 @@ def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_named(database: Path) -> None:
     database.write_bytes(b"notes" * 1000)
-    with pytest.raises(UserError, match=r"mlflow\.db is not an SQLite database; move it away"):
+    with pytest.raises(UserError, match=r"mlflow\.db is not an SQLite database; move it,"):
         connect(f"sqlite:///{database}")
     assert database.read_bytes() == b"notes" * 1000

@@ -62,10 +62,10 @@ def test_what_starts_from_an_earlier_checkpoint_is_a_new_run(
     earlier = f"resume=runs:/{saved}/checkpoints/step-00000003"
     refused = train(earlier)
     assert refused.code == 2
-    assert "from step 3 on it would be a new one; choose another folder with output_dir=…" in refused.err
+    assert "from step 3 on it would be a new run; choose another folder with output_dir=…" in refused.err
     done = train(earlier, "output_dir=other")
     assert done.code == 0, done.err
-    assert "MLflow has this run up to step 6: from step 3 on it is a new run there" in done.out
+    assert "MLflow has this run up to step 6; from step 3 on it is a new run there" in done.out
     new = run_id_of("other/run")
     assert new != saved
     assert state(client, saved) == before
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_named_as_in_mlflow_with_an_earlier_one(
     with pytest.raises(UserError) as raised:
         fetch(f"mlflow:{saved}", store, "other")
     assert str(raised.value) == (
-        f"resume=mlflow:{saved}: runs:/{saved}/checkpoints/step-00000006 did not arrive whole: state.json does not "
+        f"resume=mlflow:{saved}: runs:/{saved}/checkpoints/step-00000006 is damaged or incomplete: state.json does not "
         f"match its SHA-256; use resume=runs:/{saved}/checkpoints/step-00000003, an earlier one"
     )
     assert fetch(f"runs:/{saved}/checkpoints/step-00000003", store, "other") == Path("other/run")

@@ -202,7 +202,7 @@ def test_a_recipe_that_cannot_be_watched_is_sent_as_files(
     monkeypatch.setattr("trainer.tracking.mlflow.servable._watch", lambda *given: 1 / 0)
     done = train(*SMALL, *JOBS["bignet"])
     assert done.code == 0
-    assert "MLflow gets the best weights as files" in done.out
+    assert "MLflow gets the best weights as files, not as a servable model" in done.out
     client = connect(store)
     (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert client.list_artifacts(run.info.run_id, "best")

@@ -369,11 +369,11 @@ def test_sync_says_what_it_did_with_each_run(folder: Path, store: Path, start: S
     ("arguments", "message"),
     [
         ("nowhere", "nowhere: no such folder; give a run folder"),
-        (".", "is no run folder"),
+        (".", "is not a run folder"),
         ("output_dir=nowhere", "output_dir=nowhere: no such folder"),
         ("--output-dir=runs", "--output-dir=runs: write output_dir=runs, without dashes"),
         ("uri=mlruns", "uri=mlruns is not a URI; use sqlite:///mlruns"),
-        ("uri=htp://host", "uri=htp://host is no place that MLflow knows"),
+        ("uri=htp://host", "uri=htp://host is not a URI that MLflow supports"),
     ],
 )
 def test_mistakes(folder: Path, sync: Sync, arguments: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""Resumable checkpoints of a run as artifacts of MLflow: each once, verified, removed there when removed here.
+"""Resumable checkpoints of a run as artifacts of MLflow: sent once, verified, removed there when removed here.
 
-MLflow's ``checkpoints/step-00000100`` is the folder of that name, its manifest last: where that stands, all of it does.
-``config.json`` and ``metrics.jsonl``, which continuing a run takes too, stand beside ``checkpoints``.
+MLflow's ``checkpoints/step-00000100`` is the folder of that name. Its manifest is sent last: if it is there, all files
+are. ``config.json`` and ``metrics.jsonl``, which are also needed to resume, are beside ``checkpoints``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PREFIX = ".mlflow-checkpoint-"
 
 
 def check_mode(mode: str) -> None:
-    """Refuse what is no way to keep checkpoints in MLflow."""
+    """Check ``tracking.checkpoints``. Raises UserError."""
     if mode not in MODES:
         raise UserError(f"tracking.checkpoints={mode} is unknown; use tracking.checkpoints=last, all or none")
 
 
 class CheckpointSender:
-    """Keeps the checkpoints of one run in MLflow as the run folder has them."""
+    """Keeps the checkpoints in MLflow the same as in the run folder."""
 
     def __init__(self, folder: Path, mode: str) -> None:
         """Prepare.
@@ -46,14 +46,14 @@ class CheckpointSender:
         Args:
             folder: the run's.
             mode: ``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the
-                best where that is another, whose weights a run that continues exports in the end; ``none``.
+                best, from which a resumed run exports its best weights; ``none``.
 
         """
         self.mode = mode
         self._folder = folder
         self._sent: dict[str, str] = {}
         self._refused: dict[str, str] = {}
-        """The manifests of damaged ones, which are said once and read once."""
+        """The manifests of damaged checkpoints, which are reported once and read once."""
         self._stay: set[str] = set()
 
     def unsent(self) -> list[str]:
@@ -64,11 +64,11 @@ class CheckpointSender:
         return _manifest(path) in (self._sent.get(name), self._refused.get(name))
 
     def forget(self) -> None:
-        """For another run in MLflow: ask it what it has. What was sent before was seen to arrive."""
+        """For another run in MLflow: forget what was sent."""
         self._sent.clear()
 
     def send(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
-        """Send what MLflow lacks and remove there what the run folder has removed, none of a later step than it has.
+        """Send what MLflow lacks, and remove what the run folder no longer has, except steps later than its newest.
 
         Args:
             client: of the store.
@@ -97,13 +97,13 @@ class CheckpointSender:
 
     def _prune(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
         keep = self._wanted().keys()
-        newest = max(keep, default="")  # what is later comes from a folder that is further
+        newest = max(keep, default="")  # later ones are of a folder in which the run has continued
         for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
             name = item.path.rpartition("/")[2]
             if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
                 try:
                     _remove(client, run, name)
-                except Exception as error:  # of many kinds: what stays too long is no reason to send the run again
+                except Exception as error:  # of many kinds; a checkpoint that stays too long is no failure
                     if name not in self._stay:
                         why = first_line(error)
                         log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, why)
@@ -111,7 +111,7 @@ class CheckpointSender:
                 between(0)
 
     def _wanted(self) -> dict[str, Path]:
-        """Return the folders by the name of their step, which is another where one is set aside to be replaced."""
+        """Return the folders by the name of their step (the folder's own name differs while it is being replaced)."""
         root = self._folder / CHECKPOINTS
         if self.mode == "none" or not root.is_dir():
             return {}
@@ -137,11 +137,11 @@ class CheckpointSender:
         if not _arrived(client, run_id, place, files):
             with suppress(NotImplementedError):
                 _remove(client, run, copy.name)
-            raise OSError(f"{place} did not arrive whole")
+            raise OSError(f"the upload of {place} is incomplete")
 
 
 def _snapshot(path: Path, copy: Path) -> Path | None:
-    """Link the files, so that they stay while the run removes the checkpoint; None: it already has."""
+    """Link the files, so that they stay if the run removes the checkpoint; None: it has been removed."""
     copy.mkdir()
     try:
         for file in path.iterdir():
@@ -153,7 +153,7 @@ def _snapshot(path: Path, copy: Path) -> Path | None:
 
 
 def _damage(copy: Path) -> str | None:
-    """Return the file that is damaged: what is damaged here must not be kept as good there. None: all are whole."""
+    """Return the name of a damaged file, which must not be sent; None: there is none."""
     hashes = _hashes(copy)
     return next((name for name in hashes if sha256(copy / name) != hashes[name]), None) if hashes else MANIFEST_FILE
 
@@ -189,7 +189,7 @@ def _read_manifest(client: MlflowClient, run_id: str, place: str) -> str:
 
 
 def _remove(client: MlflowClient, run: Any, name: str) -> None:
-    """Remove a checkpoint from MLflow, its manifest first: half of one is none.
+    """Remove a checkpoint from MLflow, its manifest first: without it the rest is not a checkpoint.
 
     Raises:
         NotImplementedError: the store cannot.

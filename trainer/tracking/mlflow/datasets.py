@@ -1,4 +1,4 @@
-"""What MLflow is told about the data of a run: name, source, digest, sizes."""
+"""The datasets of a run in MLflow: name, source, digest, sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
 
 
 def log_datasets(client: MlflowClient, run_id: str, facts: list[dict[str, Any]]) -> None:
-    """Give a run its datasets; those it has stay as they are."""
+    """Log the datasets of a run; those that it has stay as they are."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     inputs = [
@@ -65,7 +65,7 @@ def validation_data(facts: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 def _location(source: DataSource) -> tuple[str, dict[str, Any]]:
-    """Return one of MLflow's kinds of source, and what that kind says: a file, the hub, or else this project's code."""
+    """Return MLflow's source type and source of a dataset: a file, the Hub, or this project's code."""
     options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
     path = options.get("path")
     if isinstance(path, str) and path:

@@ -1,4 +1,4 @@
-"""One run on its way to MLflow: what MLflow must be told of it, what it has been told, and the telling."""
+"""The upload of one run to MLflow: what MLflow needs, what it has, and sending the difference."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What MLflow is told about a run when it begins; kept as ``tracking.json`` in the run folder."""
+    """What MLflow gets when a run begins; kept as ``tracking.json`` in the run folder."""
 
     experiment: str
     name: str
     params: dict[str, object]
     tags: dict[str, str]
     uri: str | None
-    """Of the store to tell, without password; None for ``tracking=local``."""
+    """Of the store, without password; None for ``tracking=local``."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Finds the run in MLflow where the answer to its creation, which holds MLflow's own id, was lost."""
+    """Finds the run in MLflow if the answer to its creation, with MLflow's own id, was lost."""
     started_s: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """See ``trainer.tracking.mlflow.datasets``."""
     checkpoints: str = "none"
-    """See ``trainer.tracking.mlflow.checkpoints``; none for a run from before there was this."""
+    """See ``trainer.tracking.mlflow.checkpoints``; none in the files of earlier versions."""
     register: str | None = None
     """The registered model that the best weights become a version of."""
 
@@ -87,9 +87,9 @@ class RunInfo:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            raise UserError(f"{folder} is no run folder (it has no {TRACKING_FILE})") from None
+            raise UserError(f"{folder} is not a run folder (it has no {TRACKING_FILE})") from None
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} cannot be read ({error}); nothing can be sent without it") from None
+            raise UserError(f"{path} cannot be read ({error}); the run cannot be sent without it") from None
 
     def write(self, folder: Path) -> None:
         """Write ``tracking.json``."""
@@ -99,8 +99,8 @@ class RunInfo:
 class Delivery:
     """Sends one run to one store, from the files in its folder alone.
 
-    The metric log is the only queue. So a slow store costs no memory, and whatever a store lacks is found by asking
-    it and reading the log. Any method may fail; ``doubt`` must follow before the next attempt.
+    The metric log is the only queue. So a slow store needs no memory here, and what a store lacks is found by
+    asking it and reading the log. Any method may fail; then ``forget_answers`` must be called before the next attempt.
     """
 
     def __init__(self, folder: Path, uri: str, info: RunInfo, *, training: bool, progress: Progress) -> None:
@@ -109,14 +109,14 @@ class Delivery:
         Args:
             folder: the run's.
             uri: of the store, password included.
-            info: what MLflow is told when the run begins there.
-            training: whether the run is going on, which MLflow then shows.
+            info: what MLflow gets when the run begins there.
+            training: whether the run is being trained, which MLflow then shows.
             progress: see ``Progress``.
 
         """
         self.run_id: str | None = None
         self.elsewhere: int | None = None
-        """The step that MLflow has of this run where it was continued elsewhere: then nothing is sent any more."""
+        """The step that MLflow has of this run if it was continued elsewhere; then nothing more is sent."""
         self._session = uuid.uuid4().hex
         self._folder = folder
         self._uri = uri
@@ -138,7 +138,7 @@ class Delivery:
         self._checkpoints = CheckpointSender(folder, info.checkpoints)
 
     def begin(self) -> None:
-        """Connect, and find or create the run. After that a call costs nothing, until something has failed."""
+        """Connect, and find or create the run; once that has succeeded, do nothing until something fails."""
         if self._client is None:
             import_mlflow(self._uri)
             database = database_file(self._uri)
@@ -151,7 +151,7 @@ class Delivery:
         run = find_run(client, known) if known else None
         if run is None:
             if known:
-                log.warning("MLflow has no run %s any more; this run continues as a new one there.", known)
+                log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             info = self._info
             run = create_run(client, self._uri, info.experiment, info.name, info.key, info.started_s)
             self._confirmed = 0
@@ -171,7 +171,7 @@ class Delivery:
             self.elsewhere = step_elsewhere(self._folder, run, self._record["sessions"], self._training)
         if self._training and self.elsewhere is None and self._session not in self._record["sessions"]:
             self._record["sessions"] = [*self._record["sessions"], self._session]
-        self._write_record()  # before MLflow reads of the session, which is then never taken for another folder's
+        self._write_record()  # before MLflow has the session, which is then never mistaken for another folder's
         self._progress(0)
         if self._described != self.run_id and self.elsewhere is None:
             self._describe(client, run)
@@ -187,7 +187,7 @@ class Delivery:
         log_params_and_tags(client, run, self._info.params, self._info.tags, self._info.datasets)
 
     def send_metrics(self) -> None:
-        """Send what the log has and the store has not."""
+        """Send the metrics that the store lacks."""
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
         assert self._client is not None
@@ -227,9 +227,9 @@ class Delivery:
             self._progress(0)
 
     def complete(self, status: str) -> None:
-        """Send all of a run that has ended, and note in ``mlflow.json`` that it was.
+        """Send all of a run that has ended, and record that in ``mlflow.json``.
 
-        Where the run was continued elsewhere (``elsewhere``), its page is of that continuation: nothing is sent.
+        If the run was continued elsewhere (``elsewhere``), nothing is sent: MLflow shows that continuation.
         """
         size = log_size(self._folder)
         self.begin()
@@ -249,23 +249,23 @@ class Delivery:
         parts = (self._upload, self._sum_up, lambda _: self.send_checkpoints(lambda: None))
         try:
             for send in parts:
-                self._progress(0)  # outside of the try: it raises where nobody waits any more
+                self._progress(0)  # outside of the try: it raises if nobody waits any more
                 try:
                     send(client)
-                except Exception as error:  # a model that is refused is no reason to keep the checkpoints back
+                except Exception as error:  # a model that is refused must not keep the checkpoints back
                     problem = problem or error
             if problem:
                 raise problem
-        finally:  # an artifact that cannot be kept is no reason to call the run unfinished
+        finally:  # a run whose artifacts are refused has ended too
             client.set_terminated(self.run_id, status, int(self._ended_s() * 1000))
 
-    def doubt(self) -> None:
-        """After a failed call: what was sent may have been stored although the answer was lost, so ask again."""
+    def forget_answers(self) -> None:
+        """After a failed call, ask the store again: it may have stored what was sent although the answer was lost."""
         self._certain = False
         self._pending.clear()
 
     def missing(self) -> str:
-        """Return what the store is not known to have, for the user."""
+        """Return what the store may lack, for the user."""
         if self.run_id is None:
             return "this run"
         names = ", ".join(path.name for path in self._artifacts())
@@ -322,7 +322,7 @@ class Delivery:
             write_json(self._folder / RECORD_FILE, self._record)
 
     def _read(self) -> bool:
-        """Take new whole lines of the log that hold points the store lacks; False: there are none."""
+        """Read new complete lines of the log with points that the store lacks; False: there are none."""
         from mlflow.entities import Metric
 
         with (self._folder / METRICS_FILE).open("rb") as file:

@@ -1,4 +1,4 @@
-"""A run's Description on MLflow's page: what it was, what came out, how to use and to continue it. Markdown."""
+"""A run's Description on MLflow's page, in Markdown: what it was, its results, how to use and to continue it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 NOTE_TAG = "mlflow.note.content"
 OWN_TAG = "mantissa.note_sha256"
-"""Of what was written last: a description that the user has changed is theirs."""
+"""The hash of the text that was written last: a Description that a user has changed is not overwritten."""
 
 
 def write_description(client: MlflowClient, run: Any, text: str) -> None:
-    """Set a run's Description, unless somebody else wrote the one that it has."""
+    """Set a run's Description, unless a user has changed it."""
     before, own = run.data.tags.get(NOTE_TAG), run.data.tags.get(OWN_TAG)
     if before == text or (before and _digest(before) != own):
         return
@@ -31,17 +31,17 @@ def opening_description(tags: dict[str, str], datasets: list[dict[str, Any]]) ->
     """Return the Description of a run that has begun."""
     said = [f"**{tags.get('recipe', 'run')}** in {tags.get('precision', '?')} on {tags.get('hardware', '?')}."]
     said += [f"Data: {datasets[0]['description']}."] if datasets else []
-    return " ".join([*said, "The summary stands here when the run has ended."])
+    return " ".join([*said, "The summary will be here when the run has ended."])
 
 
 def closing_description(folder: Path, run_id: str, model_id: str | None, *, resumable: bool) -> str | None:
-    """Return the Description of a run that has ended; None: it was killed before it could sum up.
+    """Return the Description of a run that has ended; None: it was killed before it could write a summary.
 
     Args:
         folder: the run's.
         run_id: MLflow's.
         model_id: of the best weights, where they are a model.
-        resumable: whether MLflow is sent the checkpoints.
+        resumable: whether MLflow gets the checkpoints.
 
     """
     try:

@@ -1,4 +1,4 @@
-"""MLflow, fed from the run folder by a background thread that training never waits for."""
+"""The background thread that sends a run to MLflow; training never waits for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
 SHARE = 0.1
-"""Of the time while a run trains: Python's threads take turns, and training needs most of them."""
+"""The largest share of the time in which the thread works while a run trains: threads take turns."""
 LONGEST_PAUSE_S = 5.0
 LAST_ATTEMPTS = 3
-"""How often the end of a run is tried on an MLflow that answers with errors."""
+"""How often the end of a run is tried if MLflow answers with errors."""
 SYSTEM_METRICS_EVERY_S = 5.0
 
 
@@ -62,12 +62,12 @@ class Feed(threading.Thread):
         return self._delivery.run_id
 
     def conclude(self, status: str, patience_s: float) -> str | None:
-        """Deliver the rest of the run; wait while there is progress, at most ``patience_s`` without.
+        """Send the rest of the run; wait while there is progress, and at most ``patience_s`` without.
 
-        A feed that was never started only does this.
+        A feed that was never started does only this.
 
         Returns:
-            What MLflow lacks and how to send it, for the user; None: it has everything.
+            A message: what MLflow lacks and how to send it; None: it has everything.
 
         """
         self._status = status
@@ -93,7 +93,7 @@ class Feed(threading.Thread):
         """Stop without sending anything more.
 
         Returns:
-            What MLflow lacks and how to send it, for the user; None: that was said, or it has everything.
+            A message: what MLflow lacks and how to send it; None: it has everything, or ``conclude`` was called.
 
         """
         if self._ending.is_set():
@@ -109,7 +109,7 @@ class Feed(threading.Thread):
         )
 
     def run(self) -> None:
-        """Try, and try again, until everything is delivered or nobody waits any more."""
+        """Send until everything is delivered or nobody waits any more."""
         failures = last_failures = 0
         while not self._abandoned:
             ending = self._ending.is_set()
@@ -123,13 +123,13 @@ class Feed(threading.Thread):
             except DeliveryAbandoned:
                 return
             except Exception as error:  # whatever goes wrong with MLflow, training continues
-                self._delivery.doubt()
+                self._delivery.forget_answers()
                 self._problem = error
                 failures += 1
                 last_failures += ending
                 if failures == 2 and not ending:
                     log.warning(
-                        "MLflow at %s does not take this run yet: %s. Training continues; %s has the metrics.",
+                        "MLflow at %s does not accept this run yet: %s. Training continues; %s has the metrics.",
                         without_password(self._uri),
                         first_line(error),
                         self._folder / METRICS_FILE,
@@ -164,8 +164,8 @@ class Feed(threading.Thread):
     def _warn_of_elsewhere(self) -> None:
         if not self._warned_of_elsewhere:
             log.warning(
-                "MLflow has step %d of this run, which was continued elsewhere. What is trained here is not sent over "
-                "that; it is in %s. To continue the other one, use resume=mlflow:%s and another output_dir.",
+                "MLflow has step %d of this run, which was continued elsewhere. The metrics of this continuation are "
+                "not sent; they are in %s. To continue the other one, use resume=mlflow:%s and another output_dir.",
                 self._delivery.elsewhere,
                 self._folder,
                 self.run_id,
@@ -187,7 +187,7 @@ class Feed(threading.Thread):
             self._monitor = None
 
     def _pause(self) -> None:
-        """Leave training most of the time."""
+        """Wait, so that training has most of the time."""
         worked_s = time.monotonic() - self._since
         self._ending.wait(min(worked_s * (1 / SHARE - 1), LONGEST_PAUSE_S))
         self._since = time.monotonic()

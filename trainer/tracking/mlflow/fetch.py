@@ -1,4 +1,4 @@
-"""A run fetched from MLflow to be continued here: ``resume=mlflow:RUN_ID``, from any tracking server."""
+"""Downloads a run from MLflow to resume it here: ``resume=mlflow:RUN_ID``, from any tracking server."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r"(?:mlflow:|runs:/)([^/]*)(?:/checkpoints/step-(\d{8}))?/?")
 ORIGIN_FILE = "fetched.json"
-"""Of a folder that was fetched: ``run_id``, and the ``step`` that was typed or null."""
+"""In a folder that was fetched: ``run_id``, and the ``step`` that ``resume`` named, or null."""
 
 
 def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
-    """Bring a run here from MLflow and return its folder, which ``resume=<folder>`` continues.
+    """Download a run from MLflow and return its folder, for ``resume=<folder>``.
 
-    Everything is downloaded under another name and verified by its hashes before the folder gets its own.
+    Everything is downloaded to a temporary folder and verified by its hashes before the folder gets its name.
 
     Args:
         resume: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``, for an earlier checkpoint with ``/checkpoints/step-00000100``.
@@ -47,12 +47,12 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
         output_dir: where run folders are.
 
     Raises:
-        UserError: there is no such run, no checkpoint of it, no server, or a folder in the way.
+        UserError: there is no such run, no checkpoint of it or no server, or the folder exists and does not fit.
 
     """
     match = _ADDRESS.fullmatch(resume)
     if not match or not re.fullmatch(r"\w+", match[1]):
-        raise UserError(f"resume={resume} names no run; use resume=mlflow:RUN_ID, with the run's id on MLflow's page")
+        raise UserError(f"resume={resume} names no run; use resume=mlflow:RUN_ID, with the run id from MLflow's page")
     check_output_dir(output_dir)
     store = tracking_uri(uri)
     database = database_file(store)
@@ -70,7 +70,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
             ) from error
         shown = without_password(store)
         raise UserError(
-            f"resume={resume}: MLflow at {shown} does not give this run ({first_line(error)}); "
+            f"resume={resume}: the run cannot be fetched from MLflow at {shown} ({first_line(error)}); "
             "check tracking.uri or MLFLOW_TRACKING_URI and that the server answers"
         ) from error
 
@@ -88,10 +88,12 @@ def _fetch(resume: str, run_id: str, step: int | None, store: str, root: Path) -
         raise UserError(f"resume={resume}: MLflow at {without_password(store)} has no such run; check the run's id")
     name = run.info.run_name
     if name != Path(name).name or name.startswith("."):
-        raise UserError(f"resume={resume}: the run's name {name!r} is no name of a folder; rename it on MLflow's page")
+        raise UserError(
+            f"resume={resume}: the run's name {name!r} is not valid as the name of a folder; rename it on MLflow's page"
+        )
     root.mkdir(parents=True, exist_ok=True)
     partial = root / f".{name}.{run_id}.partial"
-    # Each process of a job comes here, and its hosts may share the folder: the lock is where the download is.
+    # Every process of a job comes here, and its hosts may share the folder: so the lock is beside the download.
     with locked(partial.with_suffix(".lock")):
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
@@ -114,27 +116,27 @@ class _Wanted(NamedTuple):
 
     resume: str
     run_id: str
-    typed: int | None
+    requested: int | None
     """The step that ``resume`` names, if any."""
     saved: list[int]
     """The steps of the complete checkpoints in MLflow, oldest first."""
 
     @property
     def step(self) -> int:
-        return self.saved[-1] if self.typed is None else self.typed
+        return self.saved[-1] if self.requested is None else self.requested
 
     @property
     def is_new_run(self) -> bool:
-        """MLflow's points of the later steps cannot be taken back, so what starts before them is another run there."""
+        """Whether it must be another run in MLflow, because MLflow's points of later steps cannot be removed."""
         return self.step != self.saved[-1]
 
     @property
     def origin(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "step": self.typed}
+        return {"run_id": self.run_id, "step": self.requested}
 
 
 def _choose(client: MlflowClient, resume: str, run_id: str, step: int | None, partial: Path) -> _Wanted:
-    """Download the manifests of the checkpoints to bring."""
+    """Download the manifests of the checkpoints that are needed."""
     saved = []
     for item in client.list_artifacts(run_id, CHECKPOINTS):
         name = item.path.rpartition("/")[2]
@@ -159,39 +161,39 @@ def _choose(client: MlflowClient, resume: str, run_id: str, step: int | None, pa
 
 
 def _here(target: Path, wanted: _Wanted) -> bool:
-    """Tell whether the run is in this folder already, at least as far: then that is continued.
+    """Tell whether this folder already has the run, at this step or later; then it is resumed from there.
 
     Raises:
-        UserError: another run is in the way, or another state of this one, or a process works on it.
+        UserError: the folder is of another run, or of another state of this one, or in use.
 
     """
     if not target.exists():
         return False
     resume, newest = wanted.resume, wanted.step
-    again = _origin(target) == wanted.origin  # brought by the same command: a job that is started once more
+    again = _origin(target) == wanted.origin  # fetched by the same command: a job that is started again
     if not again:
         if read_record(target).get("run_id") != wanted.run_id:
             raise UserError(f"resume={resume}: {target} is another run; choose another folder with output_dir=…")
         if wanted.is_new_run:
             raise UserError(
-                f"resume={resume}: {target} is the whole run, and from step {newest} on it would be a new one; "
+                f"resume={resume}: {target} has the complete run, and from step {newest} on it would be a new run; "
                 "choose another folder with output_dir=…"
             )
     steps = checkpoint.steps(target / CHECKPOINTS)
     if steps[-1:] == [newest]:
         return True
-    if steps and steps[-1] > newest and (again or wanted.typed is None):
+    if steps and steps[-1] > newest and (again or wanted.requested is None):
         print(f"{target} is used: it is this run, at step {steps[-1]}, where MLflow has step {newest}", flush=True)
         return True
-    with in_use(target):  # refuses where a process works on it
+    with in_use(target):  # refused if a process works on it
         steps = checkpoint.steps(target / CHECKPOINTS)
     if steps and steps[-1] > newest:
         raise UserError(
-            f"resume={resume}: {target} is this run, and further: step {steps[-1]}, not step {newest}; "
+            f"resume={resume}: {target} is this run at a later step: {steps[-1]}, not {newest}; "
             f"use resume={target}, or choose another folder with output_dir=…"
         )
     raise UserError(
-        f"resume={resume}: {target} is this run, but not as far as MLflow's step {newest}; "
+        f"resume={resume}: {target} is this run at an earlier step than MLflow's {newest}; "
         "rename or remove that folder, or choose another with output_dir=…"
     )
 
@@ -214,7 +216,7 @@ def _download(client: MlflowClient, run: Any, wanted: _Wanted, partial: Path) ->
         folder = checkpoint.path_of(root, step)
         place = f"{CHECKPOINTS}/{folder.name}"
         try:
-            for name in read_manifest(folder).sha256:  # the names of a checkpoint's files, and no others
+            for name in read_manifest(folder).sha256:  # only the files of a checkpoint
                 _get(client, wanted.run_id, f"{place}/{name}", folder)
         except Refused as refused:
             raise _damaged(wanted, step, str(refused)) from None
@@ -232,11 +234,11 @@ def _damaged(wanted: _Wanted, step: int, found: str) -> UserError:
         if older
         else "MLflow has no earlier one: start again without resume="
     )
-    return UserError(f"resume={wanted.resume}: {place}{step:08d} did not arrive whole: {found}; {remedy}")
+    return UserError(f"resume={wanted.resume}: {place}{step:08d} is damaged or incomplete: {found}; {remedy}")
 
 
 def _get(client: MlflowClient, run_id: str, path: str, folder: Path) -> None:
-    """Download one file into ``folder``, where MLflow would make its own folders."""
+    """Download one file into ``folder`` itself (MLflow would make subfolders)."""
     scratch = folder / ".download"
     scratch.mkdir(parents=True, exist_ok=True)
     got = Path(client.download_artifacts(run_id, path, str(scratch)))
@@ -245,12 +247,12 @@ def _get(client: MlflowClient, run_id: str, path: str, folder: Path) -> None:
 
 
 def _describe(client: MlflowClient, run: Any, store: str, wanted: _Wanted, partial: Path) -> None:
-    """Write what the run's own folder knows of MLflow, so that the same run is continued there."""
+    """Write the files about MLflow of the run's own folder, so that the same run continues there."""
     uri = lasting_uri(store)
     experiment = client.get_experiment(run.info.experiment_id)
     write_json(partial / ORIGIN_FILE, wanted.origin)
     if wanted.is_new_run:
-        print(f"MLflow has this run up to step {wanted.saved[-1]}: from step {wanted.step} on it is a new run there")
+        print(f"MLflow has this run up to step {wanted.saved[-1]}; from step {wanted.step} on it is a new run there")
         RunInfo(experiment.name, run.info.run_name, {}, {}, uri).write(partial)
         return
     facts: dict[str, Any] = {"key": run.data.tags[KEY_TAG]} if KEY_TAG in run.data.tags else {}

@@ -1,4 +1,4 @@
-"""The best weights of a run as a model of MLflow: with signature, example, scores and data, ready to be registered."""
+"""The best weights of a run as a logged model of MLflow, with signature, example, scores and data."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 BEST, SERVING = "best", "serving"
 WEIGHTS_TAG = "mantissa.weights_sha256"
-"""Finds the model again, so that the same weights of a run are one model however often they are sent."""
+"""Finds the model again: the same weights of a run are one model, even if they are sent more than once."""
 VERSIONS_TAG = "mlflow.modelVersions"
 NEW_TOKENS = 64
 PREDICTORS = Path(__file__).with_name("predictors")
 _PREFIX = ".mlflow-model-"
 _SAVING = threading.Lock()
-"""MLflow keeps the model of the file that it has just read in a global."""
+"""MLflow keeps the model of the file that it has just read in a global variable."""
 
 Progress = Callable[[float], None]
 """Called between two calls of MLflow, with the seconds that the next one may take; it may raise to stop."""
 
 
 def is_servable(folder: Path) -> bool:
-    """Tell whether a run folder holds all that a model of MLflow is made of."""
+    """Tell whether a run folder has what a logged model is made of."""
     return (folder / SERVING / "serving.json").is_file() and (folder / BEST).is_dir()
 
 
@@ -51,10 +51,10 @@ def log_best(
     progress: Progress,
     upload_s: float,
 ) -> str | None:
-    """Make the best weights of a run a model of MLflow, or finish one that was begun.
+    """Log the best weights of a run as a model of MLflow, or complete one that was begun.
 
     Returns:
-        The model's id; None where the store is of a time before MLflow had models of a run.
+        The model's id; None: the store is of a version of MLflow without logged models.
 
     Args:
         client: of the store.
@@ -62,9 +62,9 @@ def log_best(
         folder: the run's, see ``is_servable``.
         params: of the run, which the model gets too.
         dataset: name and digest of the validation data.
-        register: the name under which it becomes a version in the registry, if any.
+        register: the registered model that gets it as a new version, if any.
         progress: see ``Progress``.
-        upload_s: how long the upload may take.
+        upload_s: seconds that the upload may take.
 
     """
     from mlflow.exceptions import MlflowException
@@ -121,7 +121,7 @@ def _upload(
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path).as_posix()
             if file.is_file() and there.get(name, -1) not in (None, file.stat().st_size):  # None: it lists no sizes
-                raise OSError(f"the model's {name} did not arrive whole")
+                raise OSError(f"the upload of the model's {name} is incomplete")
 
 
 def _sizes(client: MlflowClient, model_id: str, path: str | None = None) -> dict[str, int | None]:
@@ -132,7 +132,7 @@ def _sizes(client: MlflowClient, model_id: str, path: str | None = None) -> dict
 
 
 def _save(path: Path, model: Any, run_id: str, folder: Path, facts: dict[str, Any]) -> None:
-    """Make MLflow's folder. The weights are linked into it at the end, so that they are not copied once more."""
+    """Write MLflow's folder. The weights are linked into it at the end, which avoids another copy."""
     with warnings.catch_warnings():  # MLflow warns of its own type hints when it is imported
         warnings.filterwarnings("ignore", ".*type hint is inferred as", UserWarning)
         pyfunc = import_module("mlflow.pyfunc")
@@ -155,7 +155,7 @@ def _save(path: Path, model: Any, run_id: str, folder: Path, facts: dict[str, An
         input_example=example,
         pip_requirements=facts["requirements"],
     )
-    own = described.flavors["python_function"]  # without this machine's paths, which mean nothing elsewhere
+    own = described.flavors["python_function"]  # without the paths of this machine
     own["model_code_path"] = Path(own["model_code_path"]).name
     own["artifacts"] = {name: {"path": entry["path"], "uri": entry["path"]} for name, entry in own["artifacts"].items()}
     weights = path / "artifacts" / BEST
@@ -246,7 +246,7 @@ def _link(client: MlflowClient, run: Any, model_id: str, step: int) -> None:
 def _log_scores(
     client: MlflowClient, run_id: str, folder: Path, step: int, model_id: str, dataset: tuple[str, str] | None
 ) -> None:
-    """Say what the weights scored, on which data. The same points as the run's, or the run would have them twice."""
+    """Log the scores of the weights with their dataset: the same points as the run's, or it would have them twice."""
     from mlflow.entities import Metric
 
     points = []

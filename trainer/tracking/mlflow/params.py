@@ -1,4 +1,4 @@
-"""What MLflow is told of a run when it begins: params, tags, datasets, and the first words of its Description."""
+"""The params and tags that MLflow gets when a run begins, with its datasets and its first Description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def log_params_and_tags(
     given_tags: dict[str, str],
     datasets: list[dict[str, Any]],
 ) -> None:
-    """Log all of it. A param cannot be changed, so what a resumed run changed goes into a tag."""
+    """Log them. MLflow's params cannot be changed, so what a resumed run changed goes into a tag."""
     from mlflow.entities import Param, RunTag
     from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
 

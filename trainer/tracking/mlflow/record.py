@@ -1,4 +1,4 @@
-"""What a run folder knows of its run in MLflow: ``mlflow.json``, and what follows from it."""
+"""``mlflow.json`` in a run folder: which run it is in MLflow, and whether MLflow has all of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the ``sessions`` that have trained the
     run here, and ``delivered`` once all is.
 
-    Empty where MLflow has not answered yet. What is lost with a damaged one can be found again by the run's key.
+    Empty if MLflow has not answered yet, or the file is damaged: then the run is found by its key.
     """
     try:
         record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def is_delivered(folder: Path, uri: str | None = None) -> bool:
-    """Tell whether MLflow (at ``uri``; None: wherever it was sent) has all that is in the folder, by our own record."""
+    """Tell whether MLflow (at ``uri``; None: at any) has all that is in the folder, by ``mlflow.json``."""
     record = read_record(folder)
     mark = record.get("delivered")
     if not mark or (uri and lasting_uri(uri) != record.get("tracking_uri")):
@@ -39,7 +39,7 @@ def is_delivered(folder: Path, uri: str | None = None) -> bool:
 
 
 def reopen(folder: Path) -> None:
-    """Forget that the run had ended: it continues, so it has no summary, and MLflow will not have all of it."""
+    """For a run that is resumed: remove its summary, and the mark that MLflow has all of it."""
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     record = read_record(folder)
     if record.pop("delivered", None):
@@ -47,22 +47,23 @@ def reopen(folder: Path) -> None:
 
 
 def final_status(folder: Path) -> str | None:
-    """Return the status in ``summary.json``; None for a run that was killed before it could write one."""
+    """Return the status in ``summary.json``; None: the run was killed before it could write one."""
     status = read_summary(folder / SUMMARY_FILE).get("status")
     return status if status in ("FINISHED", "FAILED", "KILLED") else None
 
 
 def step_elsewhere(folder: Path, run: Any, sessions: list[str], training: bool) -> int | None:
-    """Return the step that a run has reached in another folder, where that is further than this one; else None.
+    """Return the step that a run has reached in another folder, if that is later than here; else None.
 
-    A store that is further than the log is not enough: a run continued here from an earlier checkpoint has cut its
-    log, and so may a power cut. So each process that trains a run names itself in a tag.
+    A later step in the store is not enough: a run that is resumed from an earlier checkpoint removes the later lines of
+    its log, and a power failure may too. So each process that trains a run writes its session into a tag.
 
     Args:
         folder: the run's.
         run: MLflow's.
-        sessions: what the processes called themselves that have trained the run in this folder.
-        training: whether the run is continued here now; then one from before there was the tag is taken as its own.
+        sessions: of the processes that have trained the run in this folder.
+        training: whether the run is trained here now; then a run without the tag (of an earlier version) is taken as
+            this one.
 
     """
     session = run.data.tags.get(SESSION_TAG)

@@ -1,4 +1,4 @@
-"""What makes exported weights a model that others can ask: written beside ``best/`` when a run ends, without MLflow.
+"""What turns exported weights into a servable model: written beside ``best/`` when a run ends, without MLflow.
 
 ``serving/`` holds ``serving.json`` (which file of ``predictors/`` answers, what it needs, an example) and for recipes
 that no library knows, the source that builds the model. ``models.py`` makes an MLflow model of both folders.
@@ -40,18 +40,18 @@ _PACKAGES = {
 def try_servable(
     folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
 ) -> str | None:
-    """Call ``write_servable``; return what to warn of where a recipe does something that it does not expect."""
+    """Call ``write_servable``; return a warning if it does not support what the recipe does."""
     try:
         write_servable(folder, recipe, model, device, valid, step)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"MLflow gets the best weights as files, not as a model that answers ({error})"
+        return f"MLflow gets the best weights as files, not as a servable model ({error})"
     return None
 
 
 def forget_servable(folder: Path) -> None:
-    """Remove the folder ``serving`` before ``best/`` changes: a kill in between must not join what is not of a kind."""
+    """Remove the folder ``serving`` before ``best/`` changes: after a kill in between, the two would not match."""
     shutil.rmtree(folder / SERVING, ignore_errors=True)
 
 
@@ -93,7 +93,7 @@ def _requirements(packages: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def _forward_facts(target: Path, recipe: Recipe, model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Watch the model take validation samples: its inputs and outputs are the example and the signature."""
+    """Record the model's inputs and outputs for validation samples: the example and the signature."""
     given, output = _watch(recipe, model, batch)
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
     signature = inspect.signature(model.forward)
@@ -138,7 +138,7 @@ def _watch(recipe: Recipe, model: nn.Module, batch: Batch) -> tuple[dict[str, An
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return it on the host, in a type that numpy has and that fp32 weights take."""
+    """Return it on the host, in a dtype of numpy that fp32 weights accept."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.float() if tensor.is_floating_point() else tensor
 
@@ -151,7 +151,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _copy_source(target: Path, file: Path) -> list[str]:
-    """Copy a module and all of this project that it imports, also inside of functions; return the packages it needs."""
+    """Copy a module and all modules of this project that it imports, in functions too; return the packages it needs."""
     waiting, done, packages = [file], set[Path](), set[str]()
     while waiting:
         path = waiting.pop()
@@ -180,7 +180,7 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def _imported(path: Path) -> tuple[list[str], list[str]]:
-    """Return the modules that a file imports, and those that it imports at once, not inside of a function."""
+    """Return the modules that a file imports anywhere, and those that it imports at its top level."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     everywhere = [name for node in ast.walk(tree) for name in _names(node)]
     return everywhere, [name for node in tree.body for name in _names(node)]

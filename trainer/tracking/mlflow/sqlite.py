@@ -18,7 +18,7 @@ log = logging.getLogger("mantissa")
 
 LOCK_TIMEOUT_S = 60
 QUIET_S = 10.0
-"""A database without content that was written to more recently than this may be in another program's hands."""
+"""Seconds in which an empty database must not have been written to: another program may be creating it."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def _read(database: Path) -> _State:
         except sqlite3.OperationalError:  # locked, or on a disk that fails
             raise
         except sqlite3.DatabaseError:
-            raise UserError(f"{database} is not an SQLite database; move it away, or set tracking.uri=…") from None
+            raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
         version = "alembic_version" in tables and connection.execute("select version_num from alembic_version")
         row = version.fetchone() if version else None
         used = any(
@@ -80,7 +80,7 @@ def _revisions() -> tuple[str | None, frozenset[str]]:
 
 
 def _set_aside_half_made(database: Path) -> None:
-    """Rename a database whose set-up was killed, and refuse one that this MLflow would have to change."""
+    """Rename a database whose creation was interrupted; refuse one that this MLflow would have to change."""
     head, known = _revisions()
     written_s = database.stat().st_mtime
     while (state := _read(database)).revision != head and not state.used:
@@ -88,14 +88,14 @@ def _set_aside_half_made(database: Path) -> None:
             database.unlink()
             return
         if "experiments" not in state.tables:  # the first table that MLflow makes
-            raise UserError(f"{database} is a database of another program; set tracking.uri=sqlite:///another.db")
+            raise UserError(f"{database} belongs to another program; set tracking.uri=sqlite:///another.db")
         if state.revision is not None and state.revision not in known:
             break
         if time.time() - written_s > QUIET_S:
             aside = _free_name(database.with_name(f"{database.name}.half-made"))
             database.rename(aside)
             log.warning(
-                "%s was half made: its set-up was killed. It holds no runs; it is now %s, and a new one is created.",
+                "%s was incomplete: its creation was interrupted. It has no runs; it is now %s. A new one is created.",
                 database,
                 aside.name,
             )
@@ -106,11 +106,11 @@ def _set_aside_half_made(database: Path) -> None:
         return
     if state.revision is None or state.revision in known:
         raise UserError(
-            f"{database} is of an older MLflow (schema {state.revision}). Make a copy of it, then upgrade it with: "
+            f"{database} was made by an older MLflow (schema {state.revision}). Copy it, then upgrade it with: "
             f"mlflow db upgrade sqlite:///{database.as_posix()}"
         )
     raise UserError(
-        f"{database} is of a newer MLflow (schema {state.revision}); upgrade the mlflow package, or set tracking.uri=…"
+        f"{database} was made by a newer MLflow (schema {state.revision}); upgrade mlflow, or set tracking.uri=…"
     )
 
 

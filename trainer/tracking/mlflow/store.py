@@ -1,4 +1,4 @@
-"""MLflow's tracking store: how it is found, opened for the first time, and asked for experiments and runs."""
+"""MLflow's tracking store: its URI, the connection, finding and creating runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ SESSION_TAG = "mantissa.session"
 
 
 def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
-    """Return the tracking URI that the user named, by ``key`` or in the environment, or None.
+    """Return the tracking URI of the config or of ``MLFLOW_TRACKING_URI``; None: there is none.
+
+    Args:
+        uri: of the config; it takes precedence.
+        key: its name in messages.
 
     Raises:
-        UserError: it is not a URI.
+        UserError: it is not a URI that MLflow supports.
 
     """
     value = uri
@@ -47,7 +51,7 @@ def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     if value in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in _plugins())):
         return value
     if found:
-        raise UserError(f"{key}={value} is no place that MLflow knows; use sqlite:///file.db or http://host:port")
+        raise UserError(f"{key}={value} is not a URI that MLflow supports; use sqlite:///file.db or http://host:port")
     raise UserError(f"{key}={value} is not a URI; use sqlite:///{value} or http://host:port")
 
 
@@ -56,21 +60,21 @@ def _plugins() -> set[str]:
 
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
-    """Return the tracking URI to use: the one named, else SQLite's ``mlflow.db`` in the current folder."""
+    """Return the tracking URI to use: see ``explicit_uri``, else SQLite's ``mlflow.db`` in the current folder."""
     return explicit_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
 
 
 def without_password(uri: str) -> str:
-    """Return a tracking URI that can be shown and written down."""
+    """Return a tracking URI without its password, to show and to store."""
     password = urlsplit(uri).password
     return uri.replace(f":{password}@", ":***@") if password else uri
 
 
 def whole_uri(uri: str) -> str:
-    """Return a tracking URI that was written down with the password that it had, which is never written down.
+    """Return a stored tracking URI with its password, which is never stored but in ``MLFLOW_TRACKING_URI``.
 
     Raises:
-        UserError: ``MLFLOW_TRACKING_URI`` does not have it.
+        UserError: it is not there.
 
     """
     if ":***@" not in uri:
@@ -82,7 +86,7 @@ def whole_uri(uri: str) -> str:
 
 
 def lasting_uri(uri: str) -> str:
-    """Return a tracking URI to write down: it means the same in every folder, and has no password."""
+    """Return a tracking URI to store: valid in every folder, without password."""
     scheme, found, name = uri.partition(":///")
     if found and scheme.startswith("sqlite") and name[:1] not in ("", ":") and not Path(name).is_absolute():
         uri = f"{scheme}:///{(Path.cwd() / name).as_posix()}"
@@ -90,7 +94,7 @@ def lasting_uri(uri: str) -> str:
 
 
 def database_file(uri: str) -> Path | None:
-    """Return the file of an SQLite tracking URI; None for every other store."""
+    """Return the file of an SQLite tracking URI; None: another kind of store."""
     if not uri.startswith("sqlite:"):
         return None
     from sqlalchemy.engine import make_url
@@ -100,13 +104,13 @@ def database_file(uri: str) -> Path | None:
 
 
 def import_mlflow(uri: str) -> None:
-    """Import all of MLflow that a store of this kind needs (a second or so), and quieten it.
+    """Import the parts of MLflow that a store of this kind needs (about a second), and silence its logging.
 
-    Failures reach us as exceptions, so what MLflow prints about them besides is noise.
+    Failures are raised as exceptions, so MLflow's own messages about them are not needed.
     """
     # MLflow reads these settings from the environment only. What the user has set stays.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # MLflow's own retries take minutes, and send again what may have been stored; the feed asks first.
+    # MLflow's own retries take minutes and may store a point twice; the feed asks the store first.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -125,7 +129,7 @@ def connect(uri: str) -> MlflowClient:
     """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
 
     Raises:
-        UserError: the SQLite file is none, or of another version of MLflow.
+        UserError: the file is not an SQLite database, or of another version of MLflow.
         Exception: of many kinds, when the store does not answer.
 
     """
@@ -140,7 +144,7 @@ def connect(uri: str) -> MlflowClient:
 
 
 def find_run(client: MlflowClient, run_id: str) -> Any:
-    """Return the run, or None where the store does not have it or it was deleted."""
+    """Return the run; None: the store does not have it, or it was deleted."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -153,9 +157,18 @@ def find_run(client: MlflowClient, run_id: str) -> Any:
 
 
 def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: str, started_s: float) -> Any:
-    """Begin a run that started at ``started_s`` (seconds since the epoch), without touching MLflow's global
-    "active run", so that runs can follow one another. Where a run with this key was begun before, but the answer
-    was lost, that one is returned.
+    """Create a run, or return the one with this key, if it was created before and the answer was lost.
+
+    MLflow's global "active run" is not used, so that runs can follow one another.
+
+    Args:
+        client: of the store.
+        uri: of the store.
+        experiment: its name; it is created if there is none.
+        name: of the run.
+        key: see ``RunInfo.key``.
+        started_s: seconds since the epoch.
+
     """
     try:
         user = getpass.getuser()
@@ -179,7 +192,7 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         folder = re.sub(r"[^\w.-]", "_", name)
         location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
         try:
-            # The kind keeps MLflow's page from asking the user what this experiment is.
+            # With the kind, MLflow's page does not ask the user for it.
             tags = {"mlflow.experimentKind": "custom_model_development"}
             return str(client.create_experiment(name, artifact_location=location, tags=tags))
         except MlflowException as error:
@@ -195,10 +208,10 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def valid_key(name: str) -> str:
-    """Return a name that MLflow accepts for a param, metric or tag: few special characters, a clean path."""
+    """Return a name that MLflow accepts for a param, metric or tag: few special characters, a normal path."""
     return posixpath.normpath("/" + re.sub(r"[^\w.\- /]", "_", name)).lstrip("/")[:250] or "_"
 
 
 def cut(value: str, length: int) -> str:
-    """Return ``value``, or its beginning and an ellipsis where it is longer than MLflow takes."""
+    """Return ``value``, or its beginning and an ellipsis if it is longer than ``length``."""
     return value if len(value) <= length else value[: length - 1] + "…"

@@ -1,4 +1,4 @@
-"""What a run came to, as metrics to sort by: ``best/…`` and ``final/…``, from the files in its folder.
+"""The results of a run as metrics to sort by, ``best/…`` and ``final/…``, from the files in its folder.
 
 | metric | is | at step |
 |---|---|---|

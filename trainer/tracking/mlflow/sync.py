@@ -1,4 +1,4 @@
-"""Runs that MLflow does not have whole, sent later by ``scripts/sync.py``."""
+"""Runs that MLflow lacks or has only partly, sent later by ``scripts/sync.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.tracking.mlflow.record import final_status, is_delivered
 from trainer.tracking.mlflow.store import tracking_uri, whole_uri, without_password
 
 ATTEMPTS = 2
-"""A connection that a server has closed meanwhile fails once."""
+"""A connection that the server has closed in the meantime fails once."""
 
 
 class SyncStatus(Enum):
@@ -49,10 +49,10 @@ def runs_in(output_dir: Path) -> list[Path]:
 
 
 def check_run(folder: Path) -> Path:
-    """Return a run folder that the user named.
+    """Return ``folder``, if it is a run folder.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not.
 
     """
     if not folder.is_dir():
@@ -66,8 +66,8 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
 
     Args:
         folder: the run's.
-        uri: of the store; None: the one the run was told when it was trained.
-        named: whether the user asked for this run, which a run with ``tracking=local`` needs.
+        uri: of the store; None: the one of the run's config.
+        named: whether the user named this run; a run with ``tracking=local`` is sent only then.
 
     """
     try:
@@ -106,7 +106,7 @@ def _send(folder: Path, uri: str, info: RunInfo) -> SyncResult:
                 return SyncResult(SyncStatus.SENT, f"sent to {without_password(uri)}")
             except Exception as error:  # of many kinds, by MLflow and what lies below it
                 problem = error
-                delivery.doubt()
+                delivery.forget_answers()
         assert problem
         missing = delivery.missing()
         return SyncResult(
