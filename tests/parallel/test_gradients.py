@@ -121,7 +121,7 @@ def test_what_rank_0_does_alone_is_heard_by_all(ranks: Ranks) -> None:
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_step_takes_the_same_samples_whatever_the_number_of_processes(processes: int) -> None:
     def steps(ranks: int, micro: int) -> list[set[tuple[int, int | None]]]:
-        hands = [list(Batching(8, micro, ranks, rank).deal(DataOrder(21, 5), 1, 4)) for rank in range(ranks)]
+        hands = [list(Batching(8, micro, ranks, rank).microbatches(DataOrder(21, 5), 1, 4)) for rank in range(ranks)]
         in_a_step = 8 // (micro * ranks)
         assert all(len(hand) == 4 * in_a_step for hand in hands)
         return [

@@ -104,7 +104,7 @@ class Batching:
         """Microbatches per optimizer step on each rank."""
         return self.batch_size // (self.micro_batch_size * self.ranks)
 
-    def deal(self, order: DataOrder, first_step: int, count: int) -> Iterator[list[SampleId]]:
+    def microbatches(self, order: DataOrder, first_step: int, count: int) -> Iterator[list[SampleId]]:
         """Yield this rank's microbatches of ``count`` optimizer steps from ``first_step`` on.
 
         A step uses the same samples with any number of ranks: microbatch i goes to rank i modulo the number of ranks.
@@ -219,7 +219,7 @@ class Loader:
         hardware: Hardware,
     ) -> Iterator[list[Batch]]:
         """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
-        microbatches = checked(self.loader(dataset, batching.deal(order, first_step, count), hardware))
+        microbatches = checked(self.loader(dataset, batching.microbatches(order, first_step, count), hardware))
         while step := list(islice(microbatches, batching.accumulation)):
             yield step
 

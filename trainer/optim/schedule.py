@@ -49,7 +49,7 @@ class Cosine(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_share("final", self.final)
+        _check_fraction("final", self.final)
 
     def after_warmup(self, step: int, steps: int) -> float:
         progress = min(1.0, step / steps)
@@ -67,8 +67,8 @@ class WarmupStableDecay(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_share("decay", self.decay)
-        _check_share("final", self.final)
+        _check_fraction("decay", self.decay)
+        _check_fraction("final", self.final)
 
     def after_warmup(self, step: int, steps: int) -> float:
         start = steps * (1 - self.decay)
@@ -78,6 +78,6 @@ class WarmupStableDecay(Schedule):
         return 1.0 + (self.final - 1.0) * progress
 
 
-def _check_share(key: str, value: float) -> None:
+def _check_fraction(key: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise UserError(f"schedule.{key}={value} must lie between 0 and 1")

@@ -52,19 +52,18 @@ def taken(model: nn.Module, forward: Callable[[], object], gradients: bool = Tru
 
     Args:
         model: in training.
-        forward: calls it on a few samples (two or more, because batch norm takes no statistics of one), and puts the
-            generators back.
-        gradients: whether the pass records operations for a backward pass, which none follows.
+        forward: calls it on a few samples (at least two, for batch norm's statistics), and restores the generators.
+        gradients: whether the pass records operations for a backward pass (there is none).
 
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     training = model.training
     benchmark = torch.backends.cudnn.benchmark
-    asked = _Asked()
+    recorder = _KernelRecorder()
     try:
         model.train()
-        torch.backends.cudnn.benchmark = False  # no algorithms are tried out for a few samples
-        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients), asked:
+        torch.backends.cudnn.benchmark = False  # not worth it for a few samples
+        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients), recorder:
             forward()
     finally:
         torch.backends.cudnn.benchmark = benchmark
@@ -72,10 +71,10 @@ def taken(model: nn.Module, forward: Callable[[], object], gradients: bool = Tru
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    return [dict(call) | {"calls": count} for call, count in asked.calls.items()]
+    return [dict(call) | {"calls": count} for call, count in recorder.calls.items()]
 
 
-class _Asked(TorchFunctionMode):
+class _KernelRecorder(TorchFunctionMode):
     """Records torch's choice of a kernel for each call of its fused attention."""
 
     def __init__(self) -> None:
@@ -100,7 +99,7 @@ def _call(
 ) -> tuple[tuple[str, Any], ...]:
     device = query.device.type
     masked = attn_mask is not None
-    if torch.is_autocast_enabled(device):  # what attention itself would do first
+    if torch.is_autocast_enabled(device):  # as attention itself would do
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask

@@ -1,8 +1,8 @@
 """Convolutions whose 16-bit weight gradients are partly uninitialised on this CPU: found by trials, computed in fp32.
 
 oneDNN's bf16 kernels for processors with avx512_bf16 do not write those taps of a kernel that see only padding (such
-as eight of the nine of a 3 × 3 kernel on images of 1 × 1): what was in that memory before becomes their gradient,
-where 0 is right. See docs/onednn-conv-gradients.md.
+as eight of the nine of a 3 × 3 kernel on images of 1 × 1). Their gradient should be 0, but is whatever was in that
+memory before. See docs/onednn-conv-gradients.md.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from trainer.hardware import Hardware, processor
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ROUNDS = 3
 _TOLERANCE = 2**-5
-"""Of the largest entry: a gradient in bf16 is off by 2**-9 of its own size, and by the order of summation."""
+"""Relative to the largest entry: bf16 rounds a gradient by up to 2**-9 of its size, and sums in another order."""
 _CHEAP = 2e7
-"""Products of a forward pass: layers without such taps are tried too, where it costs a few milliseconds."""
+"""Multiplications of a forward pass up to which layers without such taps are tried too: a few milliseconds."""
 
 
 def unreliable(
     model: nn.Module, forward: Callable[[], object], dtype: torch.dtype, hardware: Hardware, times: float = 1
 ) -> list[str]:
-    """Return the names of the convolutions whose weight gradients in ``dtype`` are not all written on this CPU.
+    """Return the names of the convolutions whose weight gradients in ``dtype`` are partly unwritten on this CPU.
 
-    Each distinct layer and shape is tried once, and remembered for this processor and torch. Fake tensors have no
-    gradients to look at: under FakeTensorMode none is found.
+    Each distinct layer and shape is tried once, and the result is cached for this processor and torch. Under
+    FakeTensorMode none is found, because fake tensors have no values.
 
     Args:
         model: on the CPU, in fp32.
-        forward: calls it once, on a few samples, and puts the generators back.
-        dtype: the run's 16-bit format.
+        forward: calls it once, on a few samples, and restores the generators.
+        dtype: the 16-bit dtype of the run.
         hardware: where it runs.
-        times: how many times as many samples a microbatch has.
+        times: the size of a microbatch relative to these samples.
 
     """
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, _KINDS)}
@@ -63,7 +63,7 @@ def unreliable(
 
 
 def computed_by_onednn(dtype: torch.dtype) -> bool:
-    """Tell whether torch hands convolutions of this format to oneDNN on this CPU; its own kernels are sound."""
+    """Tell whether oneDNN computes convolutions of this dtype on this CPU; torch's own kernels are correct."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
@@ -72,13 +72,13 @@ def computed_by_onednn(dtype: torch.dtype) -> bool:
 
 
 def written_whole(layer: Any, shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype) -> bool:
-    """Tell whether the gradient of the layer's weight in ``dtype`` is that of fp32, whatever was in memory before.
+    """Tell whether the weight gradient in ``dtype`` matches that in fp32, whatever was in memory before.
 
     Args:
-        layer: a convolution, which is left alone.
+        layer: a convolution; it is not changed.
         shape: of its input.
-        channels_last: whether its input and its weight are in that order.
-        dtype: the 16-bit format.
+        channels_last: whether its input and its weight have that layout.
+        dtype: the 16-bit dtype.
 
     """
     generator = torch.Generator().manual_seed(0)
@@ -100,16 +100,16 @@ def written_whole(layer: Any, shape: tuple[int, ...], channels_last: bool, dtype
 
 
 def weight_gradient(layer: Any, x: Tensor, upstream: Tensor) -> Tensor:
-    """Return the gradient of the layer's weight, with the input's asked for too, as in training."""
+    """Return the gradient of the layer's weight; that of the input is computed too, as in training."""
     x = x.detach().requires_grad_()
     gradient: Tensor = torch.autograd.grad(layer(x), (layer.weight, x), upstream)[0]
     return gradient
 
 
 def compute_in_fp32(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
-    """Let these convolutions compute in fp32, forward and backward, and hand on results in ``dtype`` as before.
+    """Make these convolutions compute in fp32, forward and backward; their results stay in ``dtype``.
 
-    Their weights keep their format: under autocast that is fp32, which is then not rounded.
+    Their weights keep their dtype: under autocast that is fp32, which is then not rounded.
     """
     for name in names:
         layer: Any = model.get_submodule(name)
@@ -117,11 +117,11 @@ def compute_in_fp32(model: nn.Module, names: list[str], dtype: torch.dtype) -> N
 
 
 def warning(names: list[str], before: Path) -> str | None:
-    """Return a sentence for the user about the convolutions that are computed in fp32.
+    """Return a warning for the user about the convolutions that are computed in fp32; None: there is nothing to report.
 
     Args:
         names: of those convolutions.
-        before: ``precision.json`` of the run that is resumed, whose machine may have been another; it need not exist.
+        before: ``precision.json`` of the run that is resumed, perhaps of another machine; it may be missing.
 
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -129,12 +129,12 @@ def warning(names: list[str], before: Path) -> str | None:
         if sorted(earlier) != sorted(names):
             return (
                 f"convolutions in fp32 were {', '.join(earlier) or 'none'} and are now {', '.join(names) or 'none'}: "
-                "this processor is another one, and the resumed run is not bit for bit the same"
+                "the processor has changed, and the resumed run is not bit for bit the same"
             )
     if not names:
         return None
     return (
-        "these convolutions compute in fp32, because in 16 bits oneDNN leaves a part of their weight's gradient "
+        "these convolutions compute in fp32, because in 16 bits oneDNN leaves a part of their weight gradients "
         f"unwritten on this CPU (docs/onednn-conv-gradients.md): {', '.join(names)}"
     )
 
@@ -161,7 +161,7 @@ def _inputs(
     def note(name: str, module: Any, args: tuple[Any, ...]) -> None:
         x = args[0]
         layout = _CHANNELS_LAST.get(x.ndim)
-        tensors = (x, module.weight)  # of images of 1 × 1, and kernels of 1 × 1, both orders are the same
+        tensors = (x, module.weight)  # for images of 1 × 1, and kernels of 1 × 1, both layouts are the same
         last = layout is not None and all(tensor.is_contiguous(memory_format=layout) for tensor in tensors)
         seen[name] = tuple(x.shape), last and not all(tensor.is_contiguous() for tensor in tensors)
 
@@ -179,7 +179,7 @@ def _inputs(
 
 
 def _sees_only_padding(layer: Any, shape: tuple[int, ...]) -> bool:
-    """Tell whether some tap of the kernel lies beside the image at every position of the output."""
+    """Tell whether some tap of the kernel is outside of the image for every position of the output."""
     for dim, size in enumerate(shape[2:]):
         kernel, stride, dilation = layer.kernel_size[dim], layer.stride[dim], layer.dilation[dim]
         before, after = _padding(layer, dim)
@@ -192,7 +192,7 @@ def _sees_only_padding(layer: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _padding(layer: Any, dim: int) -> tuple[int, int]:
-    if layer.padding_mode != "zeros":  # what is added are pixels
+    if layer.padding_mode != "zeros":  # padding is made of pixels
         return 0, 0
     if isinstance(layer.padding, str):
         total = layer.dilation[dim] * (layer.kernel_size[dim] - 1) if layer.padding == "same" else 0
@@ -209,9 +209,9 @@ def _products(layer: Any, shape: tuple[int, ...]) -> float:
 
 
 def _poison(*sizes: int) -> None:
-    """Leave NaN (0xFF in every byte) in freed memory of these sizes, so that what is never written shows.
+    """Leave NaN (0xFF in every byte) in freed memory of these sizes, so that unwritten memory shows.
 
-    Twice: blocks of the first round may be pages of their own, which return to the system; glibc then keeps their like.
+    Twice: glibc may return the first blocks to the system, and then keeps later ones of that size.
     """
     for _ in range(2):
         blocks = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in sizes for _ in range(4)]

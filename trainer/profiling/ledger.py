@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 STEADY = ("weights", "buffers", "gradients", "optimizer")
-"""What training holds at any batch size; autocast leaves it in the dtype of the weights."""
+"""What training holds at any batch size, in the dtype of the weights also under autocast."""
 CATEGORIES = (*STEADY, "autocast_copies", "inputs", "activations", "temporary")
-"""In order of precedence: a storage that fits two of them counts as the first."""
+"""In order of precedence: a storage that fits two categories counts as the first."""
 MIB = 2**20
 
 
@@ -23,7 +23,7 @@ class LargeTensor:
     """One of the largest tensors alive at the peak."""
 
     name: str
-    """Of the parameter or buffer; otherwise of the operator that made it, such as ``aten.addmm.default``."""
+    """Of the parameter or buffer, else of the operator that made it, such as ``aten.addmm.default``."""
     category: str
     shape: list[int]
     dtype: str
@@ -35,15 +35,15 @@ class Ledger:
     """Bytes by category over one optimizer step; the categories are defined at ``MemoryLedger``."""
 
     peak_bytes: int
-    """The most that was alive at any one moment."""
+    """The most that was alive at one moment."""
     peak_phase: str
-    """When that was: ``forward``, ``backward`` or ``optimizer`` (everything after the last backward)."""
+    """The phase of that moment: ``forward``, ``backward`` or ``optimizer`` (everything after the last backward)."""
     at_peak: dict[str, int]
-    """The breakdown at that moment; adds up to ``peak_bytes``."""
+    """Bytes of each category at that moment; they add up to ``peak_bytes``."""
     highest: dict[str, int]
-    """The most each category held at any moment; these moments differ, so they add up to more."""
+    """The most that each category held at any moment; the moments differ, so these add up to more."""
     half_at_peak: dict[str, int]
-    """The part of ``at_peak`` that is in a floating-point format of at most 16 bits."""
+    """The part of ``at_peak`` that is in floating-point dtypes of at most 16 bits."""
     largest: list[LargeTensor] = field(default_factory=list)
 
     @property
@@ -77,7 +77,7 @@ class Ledger:
         return "\n".join([*lines, "", self.sentence(), ""])
 
     def sentence(self) -> str:
-        """Say in one sentence what dominates the peak and what autocast can, or cannot, save there.
+        """Return a sentence about what dominates the peak and what autocast can save there.
 
         The saving is an upper bound: activations and temporary tensors that are still in fp32 at the peak,
         halved. Inputs keep the dtype of the data, and copies of the weights exist only under autocast.
@@ -197,11 +197,11 @@ class MemoryLedger(TorchDispatchMode):
             hook.remove()
         self._hooks.clear()
         self._mark_model_and_optimizer()
-        self._alive.clear()  # the callbacks go with the weak references: nothing is recorded from here on
+        self._alive.clear()  # also removes the callbacks of the weak references: nothing is recorded any more
         self._finished = True
 
     def report(self) -> Ledger:
-        """Find the peak and sort what was alive then. Call it after the ``with`` block."""
+        """Find the peak and what was alive then. Call it after the ``with`` block."""
         if not self._finished:
             raise RuntimeError("the ledger is complete only after its with block")
         events = [(block.bytes, block, "optimizer") for block in self._before] + self._events
@@ -228,15 +228,14 @@ class MemoryLedger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator and enter what it used and made."""
-        # The only exact sign of "inside backward", also on the engine's own threads on a GPU; torch's own
-        # trackers use it too.
+        # The only exact test for "in backward", also on the engine's threads on a GPU; torch's own trackers use it too.
         if torch._C._current_graph_task_id() != -1:
             self._phase = "backward"
         elif self._phase == "backward":
             self._phase = "optimizer"
         inputs = list(tensors((args, kwargs)))
         for tensor in inputs:
-            # A number in an expression comes as a tensor without dimensions: not worth a row.
+            # A number in an expression is a tensor without dimensions: ignored.
             if tensor.dim() and self._find(tensor) is None:
                 category = "inputs" if self._phase == "forward" else "temporary"
                 self._add(tensor, category, "existed before", before=True)
@@ -276,7 +275,7 @@ class MemoryLedger(TorchDispatchMode):
         for tensor in tensors(self._optimizer.state):
             self._mark(tensor, "optimizer", "optimizer state")
         for tensor in tensors(group["params"] for group in self._optimizer.param_groups):
-            self._mark(tensor, "optimizer", "master weights")  # but for those that are the model's own
+            self._mark(tensor, "optimizer", "master weights")  # except those that are the model's own
 
     def _gradient_hook(self, name: str) -> Any:
         def mark(parameter: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The time and the memory of a step: the ``profiler`` config group."""
+"""Profiles time and memory of a step: the ``profiler`` config group."""
 
 from __future__ import annotations
 

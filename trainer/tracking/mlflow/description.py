@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 NOTE_TAG = "mlflow.note.content"
-OWN_TAG = "mantissa.note_sha256"
+HASH_TAG = "mantissa.note_sha256"
 """The hash of the text that was written last: a Description that a user has changed is not overwritten."""
 
 
 def write_description(client: MlflowClient, run: Any, text: str) -> None:
     """Set a run's Description, unless a user has changed it."""
-    before, own = run.data.tags.get(NOTE_TAG), run.data.tags.get(OWN_TAG)
+    before, own = run.data.tags.get(NOTE_TAG), run.data.tags.get(HASH_TAG)
     if before == text or (before and _digest(before) != own):
         return
-    client.set_tag(run.info.run_id, OWN_TAG, _digest(text))
+    client.set_tag(run.info.run_id, HASH_TAG, _digest(text))
     client.set_tag(run.info.run_id, NOTE_TAG, text)
 
 

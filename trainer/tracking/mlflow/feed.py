@@ -16,7 +16,7 @@ from trainer.tracking.mlflow.store import without_password
 log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
-SHARE = 0.1
+MAX_SHARE = 0.1
 """The largest share of the time in which the thread works while a run trains: threads take turns."""
 LONGEST_PAUSE_S = 5.0
 LAST_ATTEMPTS = 3
@@ -189,7 +189,7 @@ class Feed(threading.Thread):
     def _pause(self) -> None:
         """Wait, so that training has most of the time."""
         worked_s = time.monotonic() - self._since
-        self._ending.wait(min(worked_s * (1 / SHARE - 1), LONGEST_PAUSE_S))
+        self._ending.wait(min(worked_s * (1 / MAX_SHARE - 1), LONGEST_PAUSE_S))
         self._since = time.monotonic()
 
     def _progress(self, allowance_s: float) -> None:
