@@ -35,6 +35,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def dtype_name(dtype: object) -> str:
+    """Return the name of a torch dtype without the module: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def size(count: float) -> str:
     """Return a number of bytes in binary units: ``154.8 MiB``."""
     for suffix in ("B", "KiB", "MiB"):

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from trainer import formats
+
 _NAMES = {
     SDPBackend.MATH: "math",
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -106,7 +108,7 @@ def _call(
     chosen = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return (
         ("kernel", _NAMES[SDPBackend(chosen)]),
-        ("dtype", str(query.dtype).removeprefix("torch.")),
+        ("dtype", formats.dtype_name(query.dtype)),
         ("heads", query.shape[-3]),
         ("length", query.shape[-2]),
         ("head_width", query.shape[-1]),

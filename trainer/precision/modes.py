@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.errors import UserError
+from trainer.formats import dtype_name
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
 from trainer.precision import fp8
 from trainer.precision.islands import Islands, cast, in_fp32, with_fp32_statistics
@@ -277,7 +278,7 @@ class Precision:
             "support": support,
             "effective": {
                 "device": str(hardware.device),
-                "matmul_dtype": str(product).removeprefix("torch."),
+                "matmul_dtype": dtype_name(product),
                 "matmul_time_over_fp32": slowdown,
                 "fp32_modules": fp32_modules,
                 "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
@@ -313,7 +314,7 @@ def formats(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
     count: Counter[str] = Counter()
     for tensor in tensors:
-        count[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        count[dtype_name(tensor.dtype)] += tensor.numel()
     return ", ".join(name for name, _ in count.most_common())
 
 

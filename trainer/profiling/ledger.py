@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer import formats
+
 STEADY = ("weights", "buffers", "gradients", "optimizer")
 """What training holds at any batch size, in the dtype of the weights also under autocast."""
 CATEGORIES = (*STEADY, "autocast_copies", "inputs", "activations", "temporary")
@@ -65,7 +67,7 @@ class Ledger:
 
     def text(self) -> str:
         """Return the table, the largest tensors and the sentence as plain text."""
-        lines = [f"Peak {self.peak_bytes / MIB:.1f} MiB, reached in the {self.peak_phase} phase", ""]
+        lines = [f"Peak {formats.size(self.peak_bytes)}, reached in the {self.peak_phase} phase", ""]
         lines.append(f"{'':<16}{'at the peak':>16}{'share':>9}{'highest':>16}")
         for name, mib, share, highest in self.table():
             lines.append(f"{name:<16}{mib:>12.1f} MiB{share:>9.1%}{highest:>12.1f} MiB")
@@ -86,7 +88,7 @@ class Ledger:
         working = self.at_peak["activations"] + self.at_peak["temporary"]
         half = self.half_at_peak["activations"] + self.half_at_peak["temporary"]
         could_save = (working - half) / 2
-        peak = f"the peak of {self.peak_bytes / MIB:.1f} MiB"
+        peak = f"the peak of {formats.size(self.peak_bytes)}"
         names = ["optimizer state" if name == "optimizer" else name for name in STEADY if self.at_peak[name]]
         held = " and ".join(", ".join(names).rsplit(", ", 1))
         if steady >= working:
@@ -102,14 +104,14 @@ class Ledger:
                 "(try a larger micro_batch_size)."
             )
         bulk = f"Activations and temporary tensors are {self._share(working):.0%} of {peak}"
-        fixed = f"{held} take {steady / MIB:.1f} MiB, which autocast does not change."
+        fixed = f"{held} take {formats.size(steady)}, which autocast does not change."
         if copies := self.highest["autocast_copies"]:
             return (
-                f"{bulk}, {half / working:.0%} of them in 16 bits at the price of {copies / MIB:.1f} MiB of "
+                f"{bulk}, {half / working:.0%} of them in 16 bits at the price of {formats.size(copies)} of "
                 f"copies of the weights; {fixed}"
             )
         return (
-            f"{bulk}: autocast could save up to half of what is in fp32, {could_save / MIB:.1f} MiB or "
+            f"{bulk}: autocast could save up to half of what is in fp32, {formats.size(could_save)} or "
             f"{self._share(could_save):.0%}; {fixed}"
         )
 
@@ -221,7 +223,7 @@ class MemoryLedger(TorchDispatchMode):
             at_peak=at_peak,
             highest=highest,
             half_at_peak=half,
-            largest=[LargeTensor(b.name, b.category, b.shape, str(b.dtype)[6:], size) for b, size in top],
+            largest=[LargeTensor(b.name, b.category, b.shape, formats.dtype_name(b.dtype), size) for b, size in top],
         )
 
     def __torch_dispatch__(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.files import PROJECT, write_json
+from trainer.formats import dtype_name
 from trainer.recipe import Recipe
 from trainer.tracking.mlflow.models import SERVING
 
@@ -108,7 +109,7 @@ def _forward_facts(target: Path, recipe: Recipe, model: nn.Module, batch: Batch)
         "positional": [name for name in names if name not in keyword],
         "named": [name for name in names if name in keyword],
         "outputs": {
-            name: {"dtype": str(_plain(value).dtype).removeprefix("torch."), "shape": list(value.shape)}
+            name: {"dtype": dtype_name(_plain(value).dtype), "shape": list(value.shape)}
             for name, value in outputs.items()
             if isinstance(value, Tensor)
         },
