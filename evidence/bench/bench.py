@@ -24,6 +24,7 @@ from evidence.bench.turns import Block, Row, Turns, interleave, overheads, ratio
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.files import PROJECT
+from trainer.formats import size
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision.modes import BASIC_MODES
 from trainer.profiling.ledger import MemoryLedger
@@ -193,7 +194,7 @@ def peak_memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[t
         gc.collect()  # on a GPU, what the trainer held would count again
         theirs = _bare_peak(workload)
         title = f"{job.name} {mode}, peak memory over a bare loop's"
-        sizes = f"third step, {ours / 2**20:.1f} and {theirs / 2**20:.1f} MiB by {how}"
+        sizes = f"third step, {size(ours)} and {size(theirs)} by {how}"
         rows.append(Row(title, "x", [ours / theirs], f"{job.line(*options)}; {sizes}", 1.02))
     return rows
 

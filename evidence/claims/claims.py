@@ -12,8 +12,9 @@ from pathlib import Path
 from evidence.claims.criteria import Criterion
 from evidence.claims.schema import read
 from evidence.measures import MEASURES, PROBE_MEASURES
-from evidence.runs import NULL_SHIFT, PROJECT, Arm
+from evidence.runs import NULL_SHIFT, Arm
 from trainer.errors import UserError, nearest
+from trainer.files import PROJECT
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 
 FOLDER = PROJECT / "evidence" / "claims" / "published"

@@ -13,7 +13,8 @@ from evidence.claims.claims import NULL_ARM
 from evidence.claims.criteria import Finding, number
 from evidence.measures import MEASURES, measured
 from evidence.runs import DIVERGED, Arm, Outcome, Runner
-from trainer.profiling.ledger import MIB, STEADY
+from trainer.formats import size
+from trainer.profiling.ledger import STEADY
 
 _PRODUCTS = re.compile(r"(mm|linear|conv\w*|attention\w*)(_backward)?$|convolution|attention|mm_|scaled_mm")
 """Operators that run on the hardware's matrix units."""
@@ -106,13 +107,12 @@ def _memory_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
     held = sum(other["at_peak"][name] for name in STEADY) / other["peak_bytes"]
     kept = sum(one["steady"].values()) / sum(other["steady"].values())
     activations, copies = (
-        [f"{ledger['highest'][name] / MIB:,.1f}" for ledger in (other, one)]
-        for name in ("activations", "autocast_copies")
+        [size(ledger["highest"][name]) for ledger in (other, one)] for name in ("activations", "autocast_copies")
     )
     return (
-        f"By the ledger {base.label} peaks at {other['peak_bytes'] / MIB:,.0f} MiB, {held:.0%} of it weights, "
+        f"By the ledger {base.label} peaks at {size(other['peak_bytes'])}, {held:.0%} of it weights, "
         f"gradients and optimizer state, which come to {kept:.2f}x that in {arm.label}; activations reach "
-        f"{activations[0]} MiB in {base.label} and {activations[1]} in {arm.label}, copies of weights in 16 bits "
+        f"{activations[0]} in {base.label} and {activations[1]} in {arm.label}, copies of weights in 16 bits "
         f"{copies[0]} and {copies[1]}."
     )
 

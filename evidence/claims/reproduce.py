@@ -17,9 +17,9 @@ from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, eval
 from evidence.claims.reasons import MOST, reasons
 from evidence.intervals import INCONCLUSIVE
 from evidence.measures import MEASURES, measured
-from evidence.runs import DIVERGED, PROJECT, Arm, Outcome, Runner, outcome_line
+from evidence.runs import DIVERGED, Arm, Outcome, Runner, outcome_line
 from trainer.errors import UserError
-from trainer.files import write_json
+from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions
 

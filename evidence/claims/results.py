@@ -10,9 +10,8 @@ import yaml
 
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
-from evidence.runs import PROJECT
 from trainer.errors import UserError
-from trainer.files import write_text
+from trainer.files import PROJECT, write_text
 
 RESULTS = PROJECT / "results"
 PAGE = Path("docs") / "results.md"
