@@ -92,10 +92,10 @@ def _time_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
     if one.rest <= 0 or other.rest <= 0:
         return ""
     of = "step" if compiled else "operator"
-    share, base_share = (times.products / (times.products + times.rest) for times in (one, other))
+    fraction, base_fraction = (times.products / (times.products + times.rest) for times in (one, other))
     return (
-        f"Matrix products, convolutions and attention are {base_share:.0%} of the {of} time of {base.label} and "
-        f"{share:.0%} of {arm.label}'s; in {arm.label} they take {one.products / other.products:.2f}x the time, "
+        f"Matrix products, convolutions and attention are {base_fraction:.0%} of the {of} time of {base.label} and "
+        f"{fraction:.0%} of {arm.label}'s; in {arm.label} they take {one.products / other.products:.2f}x the time, "
         f"everything else {one.rest / other.rest:.2f}x."
     )
 
