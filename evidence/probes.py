@@ -189,8 +189,7 @@ def _trainer(hardware: Hardware, overrides: list[str]) -> tuple[Any, Config]:
     from trainer.trainer import Trainer
 
     config = compose(overrides)
-    plan, _ = config.resolve(hardware)
-    return Trainer(config, plan, hardware), config
+    return Trainer.from_config(config, hardware), config
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:

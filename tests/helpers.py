@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from trainer.config import schema as config
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
-from trainer.hardware import Hardware, detect
+from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.trainer import StepRecord, Trainer
 
@@ -39,26 +38,14 @@ def trainer_of(*overrides: str, device: str = "cpu") -> Trainer:
 
 
 def start(composed: Config) -> Trainer:
-    hardware = detect(composed.device)
-    plan, _ = composed.resolve(hardware)
-    return Trainer(composed, plan, hardware)
+    return Trainer.from_config(composed)
 
 
-class Recorder:
-    """The observer of ``fit`` that keeps every record and stops after ``until``."""
-
-    def __init__(self, until: int | None = None) -> None:
-        self.records: list[StepRecord] = []
-        self.until = until
-
-    def step(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def trained(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def between(self, trainer: Trainer) -> bool:
-        return trainer.step != self.until
+def fit(trainer: Trainer, until: int | None = None) -> list[StepRecord]:
+    """Train to the end of the plan, or until that step, and return every step's record."""
+    batches = trainer.batches()
+    last = trainer.plan.steps if until is None else until
+    return [trainer.train_step(next(batches)) for _ in range(last - trainer.step)]
 
 
 def same_bits(one: Any, other: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import os
 import shutil
 import signal
@@ -130,12 +129,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
 
 
 def _release_memory() -> None:
-    """Give back what a run held, or the next one of a sweep would count it as its own peak.
-
-    A run and its monitor know each other, so only the garbage collector ends them; few Python objects are made
-    in training, so it seldom comes by itself.
-    """
-    gc.collect()
+    """Give the memory of a run back to the system, or the next one of a sweep would count it as its own peak."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     with suppress(OSError, AttributeError):  # glibc keeps freed memory; elsewhere there is no such call

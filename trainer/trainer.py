@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step, evaluation, and fit."""
+"""The model in training: one optimizer step, evaluation, and the state that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trainer.checkpoint.generators import random_state, set_random_state
+from trainer.checkpoint.restore import Saved
+from trainer.checkpoint.store import training_state
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import DataOrder, checked, evaluation_samples, to_device
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, detect
 from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.update import Update
 from trainer.parallel.world import World
@@ -46,22 +46,6 @@ class StepRecord(NamedTuple):
     units: int
 
 
-class Observer(Protocol):
-    """What ``fit`` reports to."""
-
-    def step(self) -> AbstractContextManager[object]:
-        """Return what the next optimizer step runs in (the profiler)."""
-        ...
-
-    def trained(self, record: StepRecord) -> None:
-        """Take note of an optimizer step; must not wait for the device except at log steps."""
-        ...
-
-    def between(self, trainer: Trainer) -> bool:
-        """Evaluate, save or log what is due after a step; return whether training goes on."""
-        ...
-
-
 class Trainer:
     """The model in training: everything that a step changes, and nothing about where it is reported.
 
@@ -71,11 +55,14 @@ class Trainer:
         hardware: where it runs.
         world: the processes that train together; None: this one alone.
         datasets: the recipe's, where they were opened before; None: they are opened here.
+        model: the recipe's with its first weights, on the device; None: it is built here.
 
     Raises:
         UserError: data or model that the config asks for cannot be had.
 
     """
+
+    update_class: ClassVar[type[Update]] = Update
 
     def __init__(
         self,
@@ -84,6 +71,7 @@ class Trainer:
         hardware: Hardware,
         world: World | None = None,
         datasets: Datasets | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.world = world or World()
         self.config = config
@@ -97,12 +85,13 @@ class Trainer:
         attention.allow_cudnn(not self.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = self._open_datasets() if datasets is None else datasets
+        """What it trains on and is evaluated on."""
         self.choices = config.settle_augment() + self._measure()
         """What was chosen once the data was open."""
         config.loader.resolve(self.datasets.decodes, hardware)
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
-        self.model = self._new_model()
+        self.model = self.recipe.build_model().to(self.device) if model is None else model
         self.conv_in_fp32 = self._mend_convolutions()
         """Names of the convolutions whose 16-bit gradients this CPU does not write whole."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
@@ -119,7 +108,7 @@ class Trainer:
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device)
         self.loss_scale = config.scaler.build(config.precision.mode, self.device)
-        self.update = Update(
+        self.update = self.update_class(
             self.optimizer,
             changed.parameters(),
             self.loss_scale,
@@ -129,6 +118,25 @@ class Trainer:
         )
         self.step = 0
         """Optimizer steps done."""
+        self._validation: tuple[int, DataLoader[Batch]] | None = None
+        self.model.train()
+
+    @classmethod
+    def from_config(cls, config: Config, hardware: Hardware | None = None, world: World | None = None) -> Trainer:
+        """Resolve a config and return its trainer, ready for the first step.
+
+        Args:
+            config: as composed.
+            hardware: where it runs; None: the config's device.
+            world: the processes that train together; None: this one alone.
+
+        Raises:
+            UserError: the config, the data or the hardware cannot do this.
+
+        """
+        hardware = hardware or detect(config.device)
+        plan, _ = config.resolve(hardware, world)
+        return cls(config, plan, hardware, world)
 
     def _open_datasets(self) -> Datasets:
         return self.world.first_then_others(lambda: self.recipe.datasets(self.config.data, self.config.seed))
@@ -179,21 +187,26 @@ class Trainer:
         # Sharded, a forward pass that no backward follows would stay in the books of FSDP.
         return attention.taken(self.model, forward, self.config.parallel.kind != "fsdp")
 
-    def _new_model(self) -> nn.Module:
-        """Return the model with its first weights, on the device."""
-        return self.recipe.build_model().to(self.device)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the training, see ``checkpoint.store.training_state``."""
+        self.synchronise_buffers()
+        scale = self.loss_scale.state_dict()
+        rng = random_state(self.device)
+        return training_state(self.step, self.model, self.optimizer, self.masters, scale, rng)
 
-    def fit(self, observer: Observer) -> None:
-        """Train from ``self.step`` to the end of the plan, or until the observer says stop."""
-        self.model.train()
-        batches = self.batches()
-        while self.step < self.plan.steps:
-            microbatches = next(batches)  # outside: a dataset held in memory is no part of the step's memory
-            with observer.step():
-                record = self.train_step(microbatches)
-            observer.trained(record)
-            if not observer.between(self):
-                return
+    def restore(self, saved: Saved) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
+
+        """
+        rng = saved.rng(self.world.rank, self.device)
+        saved.restore(self.model, self.optimizer, self.masters)
+        self.loss_scale.load_state_dict(saved.progress["loss_scale"])
+        self.step = saved.step
+        if rng is not None:  # a rank that was not there before has a seed of its own
+            set_random_state(rng, self.device)
 
     def build_model(self) -> nn.Module:
         """Build another model in the precision of this one, on the host."""
@@ -220,7 +233,7 @@ class Trainer:
         ``Precision.normaliser``.)
         """
         lr = self._set_lr()
-        targets, units = self.world.sums(*self._counts(microbatches))
+        targets, units = self.world.sums(*self.count(microbatches))
         divisor, rest = self.config.precision.normaliser(max(1, targets))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
@@ -236,8 +249,8 @@ class Trainer:
         self.step += 1
         return StepRecord(self.step, loss * rest, grad_norm, skipped, scale, lr, units)
 
-    def _counts(self, microbatches: list[Batch]) -> tuple[int, int]:
-        """Return this rank's valid targets and units of work in one step."""
+    def count(self, microbatches: list[Batch]) -> tuple[int, int]:
+        """Return this rank's valid targets and units of work in one step, from the values of CPU tensors."""
         targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
         return targets, sum(self.recipe.count_units(batch) for batch in microbatches)
 
@@ -249,13 +262,14 @@ class Trainer:
         sums: dict[str, Tensor] = {}
         self.synchronise_buffers()
         self.model.eval()
-        own, loader = self._validation
+        own, loader = self._validation = self._validation or self._open_validation()
         for number, microbatch in enumerate(checked(loader)):
             batch = to_device(microbatch, self.device)
             with self.config.precision.autocast(self.device):
                 output = self.recipe.loss(self.model, batch)
             counts = number < own  # else a forward pass for the other ranks, which gather their weights from this one
-            targets += counts * self.recipe.count_targets(microbatch)
+            if counts:
+                targets += self.recipe.count_targets(microbatch)
             for name, value in {"loss": output.loss_sum, **output.metric_sums}.items():
                 total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self.device))
                 if counts:
@@ -273,7 +287,7 @@ class Trainer:
         Left to the garbage collector they would never end: it closes their queues first, and then DataLoader has no
         way left to tell them.
         """
-        self.__dict__.pop("_validation", None)
+        self._validation = None
 
     def _metrics(self, targets: int, sums: dict[str, Tensor]) -> dict[str, float]:
         names = sorted(sums)
@@ -283,8 +297,7 @@ class Trainer:
         loss = values.pop("loss") / max(1, targets)
         return self.recipe.metrics(loss, {name: values[name] for name in sums if name != "loss"}, max(1, targets))
 
-    @cached_property
-    def _validation(self) -> tuple[int, DataLoader[Batch]]:
+    def _open_validation(self) -> tuple[int, DataLoader[Batch]]:
         """How many batches are this rank's, and the loader, which repeats one where other ranks have more."""
         dataset, ranks = self.datasets.valid, self.world.size
         samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)

@@ -30,7 +30,7 @@ from trainer.precision.modes import BASIC_MODES
 from trainer.profiling.ledger import MemoryLedger
 from trainer.run.folder import RunFolder
 from trainer.run.run import Run
-from trainer.run.signals import Requests
+from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.trainer import Trainer
 
@@ -47,13 +47,13 @@ class MeasuredRun(Run):
     background_s: float = 0.0
     """CPU time of its background threads (MLflow's feed, system metrics) over all timed repeats."""
 
-    def between(self, trainer: Trainer) -> bool:
+    def after_step(self) -> None:
         """Do what is due after a step; at the end of a block, let the other loops run."""
-        going = super().between(trainer)
-        step = trainer.step
+        super().after_step()
+        step = self.trainer.step
         if not self.turns.due(step):
-            return going
-        synchronise(trainer.device)
+            return
+        synchronise(self.trainer.device)
         with self.monitor.paused():
             self.turns.take(step)
             if step == self.turns.steps_per_repeat:
@@ -62,7 +62,6 @@ class MeasuredRun(Run):
                 self.turns.start()
             elif step == self.turns.last_step:
                 self.background_s += _background_s()
-        return going
 
     def _wait_for_mlflow(self) -> None:
         # Its import and first connection are a cost of the start, not of a step.
@@ -118,7 +117,9 @@ def _speedups(
 
 
 def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) -> Callable[[], float]:
-    trainer = _trainer(job.config(*overrides, "clip=norm", "steps=1000000", f"device={hardware.device}"), hardware)
+    trainer = Trainer.from_config(
+        job.config(*overrides, "clip=norm", "steps=1000000", f"device={hardware.device}"), hardware
+    )
     trainer.model.train()
     batches = trainer.batches()
 
@@ -135,11 +136,6 @@ def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) ->
     return block
 
 
-def _trainer(config: Config, hardware: Hardware) -> Trainer:
-    plan, _ = config.resolve(hardware)
-    return Trainer(config, plan, hardware)
-
-
 def trainer_cost(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
     """Measure the overhead of the trainer, with everything on, over a loop written by hand, and that of frameworks."""
     language, tiny = jobs or (gpt2_job(hardware), TINY_MLP)
@@ -154,7 +150,7 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
         *(f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench"),
         *(f"steps={last}", f"eval_every={last}", "eval_samples=1"),
     )
-    trainer = _trainer(config, hardware)
+    trainer = Trainer.from_config(config, hardware)
     workload = Workload(trainer)
     others = {"bare": stopwatch(BareLoop(workload).run, hardware.device)}
     fits: dict[str, Block] = {}
@@ -164,11 +160,11 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
             (fits if framework.whole_fit else others)[framework.name] = framework.block(workload, folder)
     assert config.run_name is not None
     run_folder = RunFolder.create(config.output_dir, config.run_name)
-    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Requests(), [])
+    run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
     run.turns = turns = Turns(job.steps, job.rounds, repeats, others, fits)
     with threads(job.threads):
         turns.start()
-        run.execute()
+        run.train()
     measured = f"{job.line(*options)}; {job.rounds} × {job.steps} steps a repeat"
     background_ms = 1e3 * run.background_s / (repeats * turns.steps_per_repeat)
     rows = []
@@ -200,7 +196,7 @@ def peak_memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[t
 
 
 def _trainer_peak(config: Config, hardware: Hardware) -> tuple[Workload, int]:
-    trainer = _trainer(config, hardware)
+    trainer = Trainer.from_config(config, hardware)
     trainer.model.train()
     batches = trainer.batches()
     peak = _peak_bytes(trainer.model, trainer.optimizer, lambda: trainer.train_step(next(batches)))

@@ -18,7 +18,6 @@ from torch import nn
 from evidence.bench.baselines import BareLoop, Workload
 from evidence.bench.jobs import Job, gpt2_job
 from evidence.bench.turns import Row, interleave, ratios, stopwatch
-from trainer.checkpoint.generators import random_state
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
@@ -35,11 +34,7 @@ STEPS = 4
 
 def trainer_of(config: Config, device: str, world: World | None = None) -> Trainer:
     """Return the trainer of a config, ready for its first step."""
-    hardware = detect(device)
-    plan, _ = config.resolve(hardware, world)
-    trainer = Trainer(config, plan, hardware, world)
-    trainer.model.train()
-    return trainer
+    return Trainer.from_config(config, detect(device), world)
 
 
 def _steps_of(trainer: Trainer) -> Callable[[int], None]:
@@ -64,9 +59,7 @@ def saving(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] =
         stalls, slowed = [], []
         for repeat in range(repeats + 1):
             alone = block(STEPS)
-            step = trainer.step
-            rng = random_state(trainer.device)
-            stall = saver.save(step, trainer.model, trainer.optimizer, {}, rng, None)
+            stall = saver.save(trainer.state_dict(), {}, None)
             after = block(STEPS)
             saver.finish()
             if repeat:  # the first repeat allocates host memory and is a warm-up

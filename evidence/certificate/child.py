@@ -59,8 +59,7 @@ class TracedRun(Run):
         self._line: dict[str, Any] = {}
         self._backwards = self._evaluated = 0
         trainer.order = self._order = TracedOrder(trainer.order)
-        self._train_step, self._backward, self._loss = trainer.train_step, trainer.update.backward, trainer.recipe.loss
-        trainer.train_step = self._traced_step  # type: ignore[method-assign]
+        self._backward, self._loss = trainer.update.backward, trainer.recipe.loss
         trainer.update.backward = self._traced_backward  # type: ignore[method-assign]
         trainer.recipe.loss = self._traced_loss  # type: ignore[method-assign]
         if self.kill is not None and self.kill[0] == "save":
@@ -71,7 +70,8 @@ class TracedRun(Run):
         if self.kill is not None and self.kill[0] == "restore" and self.trainer.step:
             self._die()
 
-    def _traced_step(self, microbatches: list[Batch]) -> StepRecord:
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        """Note what goes into the step, and take it."""
         batching = self.plan.batching
         in_a_step = batching.accumulation * batching.ranks
         own = self._order.handed_out[:in_a_step][batching.rank :: batching.ranks]
@@ -82,7 +82,7 @@ class TracedRun(Run):
                 digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         self._line = {"samples": own, "data": digest.hexdigest()}
         self._backwards = 0
-        return self._train_step(microbatches)
+        return super().step(microbatches)
 
     def _traced_backward(self, loss: Tensor, exchanged: bool = False) -> None:
         self._backward(loss, exchanged)
@@ -102,12 +102,12 @@ class TracedRun(Run):
         if self._flushes >= self.kill[2] and self._due("save"):  # type: ignore[index]
             self._die()
 
-    def trained(self, record: StepRecord) -> None:
+    def log(self, record: StepRecord) -> None:
         """Write the step's line; die here, before it is evaluated or saved, if told to."""
         numbers = {name: float(getattr(record, name)).hex() for name in ("loss", "grad_norm", "loss_scale", "lr")}
         line = {"step": record.step, **self._line, **numbers, "skipped": bool(record.skipped)}
         self._note(line)
-        super().trained(record)
+        super().log(record)
         if self.kill is None:
             return
         overdue = record.step >= min(self.kill[1] + PATIENCE_STEPS, self.plan.steps - 1)

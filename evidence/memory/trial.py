@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from trainer.config.compose import compose
-from trainer.config.schema import Config, Plan
+from trainer.config.schema import Config
 from trainer.errors import RunError, UserError, is_out_of_memory
 from trainer.hardware import Hardware, detect, held_bytes, peak_memory_bytes, reset_peak_memory
 from trainer.profiling.ledger import MemoryLedger, tensors
@@ -77,7 +77,7 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     del datasets  # the trainer opens its own
     tracked = hardware.device.type != "cuda" and (ledger or limit_bytes is not None) and not enforced
     try:
-        tracked_bytes = _two_steps(config, plan, hardware, tracked, copied=limit_bytes is not None)
+        tracked_bytes = _two_steps(config, hardware, tracked, copied=limit_bytes is not None)
     except Exception as error:
         if is_out_of_memory(error):
             return Trial(fits=False)
@@ -86,12 +86,11 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     return Trial(limit_bytes is None or enforced or peak <= limit_bytes, peak)
 
 
-def _two_steps(config: Config, plan: Plan, hardware: Hardware, tracked: bool, copied: bool) -> int | None:
+def _two_steps(config: Config, hardware: Hardware, tracked: bool, copied: bool) -> int | None:
     """Train two steps; return the peak bytes of the second if ``tracked``; ``copied``: with a checkpoint's copy."""
-    trainer = Trainer(config, plan, hardware)
+    trainer = Trainer.from_config(config, hardware)
     # No overflow: after a skipped step the optimizer would have no state.
     trainer.loss_scale.scale.fill_(1.0)
-    trainer.model.train()
     batches = trainer.batches()
     trainer.train_step(next(batches))
     microbatches = next(batches)

@@ -191,7 +191,7 @@ def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert "Go on with:" in err
+    assert "Resume with:" in err
     assert " -m " not in err
     assert f"resume=outputs/{NAMES[2]}" in err
     assert outputs(folder) == [NAMES[2]]

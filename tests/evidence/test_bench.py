@@ -165,8 +165,7 @@ def test_the_jobs_are_commands_that_resolve(gpu: Hardware) -> None:
 def test_the_bare_loop_trains_and_logs_every_ten_steps() -> None:
     hardware = detect("cpu")
     config = TINY_MLP.config("precision=fp32", "optimizer.lr=0.01")
-    plan, _ = config.resolve(hardware)
-    loop = BareLoop(Workload(Trainer(config, plan, hardware)))
+    loop = BareLoop(Workload(Trainer.from_config(config, hardware)))
     loop.run(5)
     loop.run(95)
     assert [step for step, _ in loop.log] == list(range(10, 101, 10))

@@ -30,7 +30,8 @@ def run(folder: Path, change_line: Change = lambda lines: None, change_state: Ch
     progress = {"loss_scale": {"scale": 4.0}}
     rng = random_state(torch.device("cpu"))
     change_state({"model": model, "optimizer": optimizer, "progress": progress, "rng": rng})
-    checkpoint.write(folder / "checkpoints", Contents.of(3, model, optimizer, progress, rng, World()), None, World())
+    state = checkpoint.training_state(3, model, optimizer, None, {}, rng)
+    checkpoint.write(folder / "checkpoints", Contents.of(state, progress, World()), None, World())
     lines = [
         {"step": step, "samples": [[[step, 7]]], "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False}
         for step in (1, 2, 3)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.gpt2_model import SHAPES, Shape
-from tests.helpers import PROJECT, Recorder, copied, same_bits, trainer_of, without_padding
+from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of, without_padding
 from tests.parallel.conftest import TORCHRUN, environment
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
@@ -233,15 +233,14 @@ def test_bitwise_the_bare_loop(mode: str) -> None:
     model, optimizer, scaler = bare_of(trainer, mode)
     steps = list(trainer.batches())
     lrs = [trainer.config.optimizer.lr * trainer.config.schedule.factor(step, STEPS) for step in range(STEPS)]
-    recorder = Recorder()
-    trainer.fit(recorder)
+    records = fit(trainer)
     losses = [bare_step(model, optimizer, scaler, mode, step, lr) for step, lr in zip(steps, lrs, strict=True)]
-    assert same_bits([record.loss for record in recorder.records], losses)
+    assert same_bits([record.loss for record in records], losses)
     assert same_bits(dict(trainer.model.state_dict()), dict(model.state_dict()))
     assert same_bits(trainer.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
     if mode == "fp16":
         assert trainer.loss_scale.scale.item() == scaler.get_scale()
-        skipped = [bool(record.skipped) for record in recorder.records]
+        skipped = [bool(record.skipped) for record in records]
         assert skipped[0]
         assert not all(skipped)
 
@@ -358,9 +357,8 @@ def test_fp8_trains_as_bf16_does(mode: str, scaling: str) -> None:
     losses = []
     for precision in ("precision=bf16", f"precision=fp8 precision.fp8_scaling={scaling}"):
         trainer = on_gpu(*llama, *precision.split())
-        recorder = Recorder()
-        trainer.fit(recorder)
-        losses.append(torch.stack([record.loss for record in recorder.records]))
+        records = fit(trainer)
+        losses.append(torch.stack([record.loss for record in records]))
     assert formats(trainer.model, trainer.optimizer)["fp8_modules"]
     assert torch.allclose(losses[0], losses[1], rtol=0.03)
     assert not torch.equal(losses[0], losses[1])

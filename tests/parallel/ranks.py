@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.helpers import NoData, Recorder, compose, same_bits
+from tests.helpers import NoData, compose, fit, same_bits
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.generators import random_state
 from trainer.checkpoint.restore import load
 from trainer.checkpoint.store import MASTER, Contents
 from trainer.config.schema import Config
@@ -65,9 +64,7 @@ def whole(tensor: Any) -> Tensor:
 
 def trainer_of(config: Config) -> Trainer:
     world = config.parallel.world(DEVICE)
-    hardware = detect(DEVICE)
-    plan, _ = config.resolve(hardware, world)
-    return Trainer(config, plan, hardware, world)
+    return Trainer.from_config(config, detect(DEVICE), world)
 
 
 def tagging(mode: str, micro_batch_size: int, **options: Any) -> Config:
@@ -228,14 +225,11 @@ def halves(mode: str) -> dict[str, Any]:
         except UserError as error:
             result[precision] = str(error)
             continue
-        recorder = Recorder()
-        trainer.fit(recorder)
-        losses = [trainer.world.add(record.loss.double()).item() for record in recorder.records]
+        records = fit(trainer)
+        losses = [trainer.world.add(record.loss.double()).item() for record in records]
         weights = torch.cat([whole(parameter).flatten() for parameter in trainer.model.parameters()])
         masters = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
-        contents = Contents.of(
-            2, trainer.model, trainer.optimizer, {}, random_state(trainer.device), trainer.world, trainer.masters
-        )
+        contents = Contents.of(trainer.state_dict(), {}, trainer.world)
         folder = Path(sys.argv[2]) / f"{mode}-{precision}"
         checkpoint.write(folder, contents, None, trainer.world)
         saved = {name: tensor for name, tensor in load(folder).tensors().items() if name.endswith(MASTER)}
@@ -246,7 +240,7 @@ def halves(mode: str) -> dict[str, Any]:
         export = trainer.config.parallel.whole(trainer.model, trainer.build_model)
         result[precision] = {
             "losses": losses,
-            "norms": [record.grad_norm.item() for record in recorder.records],
+            "norms": [record.grad_norm.item() for record in records],
             "weights": weights.double().tolist(),
             "masters": len(masters),
             "saved": same_bits(saved, {f"optimizer/{name}.{MASTER}": master for name, master in masters.items()}),
@@ -308,9 +302,8 @@ def attempt(column: Config, mode: Parallel, activation: ActivationCheckpointing)
         trainer = trainer_of(replace(deepcopy(column), parallel=mode, activation_checkpointing=activation))
     except UserError as error:
         return f"refused: {error}"
-    recorder = Recorder()
-    trainer.fit(recorder)
-    losses = [trainer.world.add(record.loss.double()).item() for record in recorder.records]
+    records = fit(trainer)
+    losses = [trainer.world.add(record.loss.double()).item() for record in records]
     valid = trainer.evaluate()["loss"]
     assert all(torch.isfinite(torch.tensor([*losses, valid])))
     return f"{losses[1]:.3f}"

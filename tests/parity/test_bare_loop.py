@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.gpt2 import GPT2
-from tests.helpers import NoData, Recorder, SmallConvNet, compose, same_bits, start, without_padding
+from tests.helpers import NoData, SmallConvNet, compose, fit, same_bits, start, without_padding
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer
@@ -144,20 +144,19 @@ def compare(config: Config, loss: Callable[[nn.Module, Batch], Tensor], mode: st
     bare = bare_of(trainer, loss, mode, clip)
     before = {name: tensor.clone() for name, tensor in bare.model.state_dict().items()}
     assert same_bits(before, dict(trainer.model.state_dict()))
-    recorder = Recorder()
-    trainer.fit(recorder)
+    records = fit(trainer)
     for microbatches in steps:
         bare.step(microbatches, sum(config.recipe.count_targets(batch) for batch in microbatches))
 
-    assert same_bits([record.loss for record in recorder.records], bare.losses)
+    assert same_bits([record.loss for record in records], bare.losses)
     if clip == "norm":
-        assert same_bits([record.grad_norm for record in recorder.records], bare.norms)
-    assert [record.loss_scale.item() for record in recorder.records] == bare.scales
+        assert same_bits([record.grad_norm for record in records], bare.norms)
+    assert [record.loss_scale.item() for record in records] == bare.scales
     assert trainer.loss_scale.scale.item() == bare.scaler.get_scale()
     assert same_bits(dict(trainer.model.state_dict()), dict(bare.model.state_dict()))
     assert not same_bits(before, dict(bare.model.state_dict()))
     assert same_bits(trainer.optimizer.state_dict()["state"], bare.optimizer.state_dict()["state"])
-    return [bool(record.skipped) for record in recorder.records]
+    return [bool(record.skipped) for record in records]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

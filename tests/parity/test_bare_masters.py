@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import Recorder, compose, copied, same_bits, start, without_padding
+from tests.helpers import compose, copied, fit, same_bits, start, without_padding
 
 STEPS = 9
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,9 +47,8 @@ def test_gpt2_is_bitwise_the_bare_loop(mode: str, batch: int, accumulation: int)
     assert same_bits(dict(model.state_dict()), dict(trainer.model.state_dict()))
     before = copied(dict(model.state_dict()))
     steps = list(trainer.batches())
-    recorder = Recorder()
-    trainer.fit(recorder)
-    for number, (microbatches, record) in enumerate(zip(steps, recorder.records, strict=True)):
+    records = fit(trainer)
+    for number, (microbatches, record) in enumerate(zip(steps, records, strict=True)):
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.lr * config.schedule.factor(number, STEPS)
         assert record.loss_scale.item() == scaler.get_scale()
@@ -75,7 +74,7 @@ def test_gpt2_is_bitwise_the_bare_loop(mode: str, batch: int, accumulation: int)
                     weight.copy_(master)
         optimizer.zero_grad()
 
-    skipped = [bool(record.skipped) for record in recorder.records]
+    skipped = [bool(record.skipped) for record in records]
     assert (skipped[0], skipped.count(False) >= 4) == (mode == "fp16_master", True)
     assert not same_bits(before, dict(model.state_dict()))
     assert same_bits(dict(trainer.model.state_dict()), dict(model.state_dict()))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipes import attention
 from recipes.attention import Shape, choose, measure
-from tests.helpers import CPU, Recorder, compose, trainer_of
+from tests.helpers import CPU, compose, fit, trainer_of
 from trainer.config.schema import flatten
 from trainer.hardware import Hardware, detect
 from trainer.recipe import Choice
@@ -53,7 +53,7 @@ def formats(trainer: Trainer) -> list[tuple[torch.dtype, bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", noted)
-        trainer.fit(Recorder(until=trainer.step + 1))
+        fit(trainer, trainer.step + 1)
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from recipes.bert import IGNORED, Quotations
-from tests.helpers import CPU, Recorder, compose, trainer_of
+from tests.helpers import CPU, compose, fit, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -130,9 +130,8 @@ def test_a_few_steps_learn_where_answers_can_be(mode: str) -> None:
         *TINY, f"precision={mode}", "steps=40", "batch_size=4", "micro_batch_size=2", "recipe.dropout=0"
     )
     before = trainer.evaluate()
-    recorder = Recorder()
-    trainer.fit(recorder)
-    assert not any(record.skipped for record in recorder.records[5:])
+    records = fit(trainer)
+    assert not any(record.skipped for record in records[5:])
     assert trainer.evaluate()["loss"] < before["loss"] - 0.3
     assert 0 <= before["accuracy"] <= 1
 
@@ -188,9 +187,8 @@ def test_a_whole_encoder_can_stay_in_fp32_beside_16_bit_weights(mode: str) -> No
     trainer = trainer_of(*TINY, "steps=2", f"precision={mode}", "precision.fp32_modules=[bert]")
     outputs: list[Any] = []
     trainer.model.bert.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    recorder = Recorder()
-    trainer.fit(recorder)
-    assert all(torch.isfinite(record.grad_norm) for record in recorder.records)
+    records = fit(trainer)
+    assert all(torch.isfinite(record.grad_norm) for record in records)
     assert type(outputs[0]).__name__ == "BaseModelOutputWithPoolingAndCrossAttentions"
     assert outputs[0][0] is outputs[0].last_hidden_state is outputs[0]["last_hidden_state"]
     assert outputs[0].last_hidden_state.dtype == trainer.model.qa_outputs.weight.dtype == torch.bfloat16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import CPU, Recorder, compose, trainer_of
+from tests.helpers import CPU, compose, fit, trainer_of
 
 
 def test_amp_mlp_is_the_network_of_pytorchs_recipe() -> None:
@@ -30,5 +30,5 @@ def test_its_loss_is_the_mean_squared_error_and_falls(mode: str) -> None:
         expected = nn.functional.mse_loss(trainer.model(batch["x"]).float(), batch["y"])
     assert output.loss_sum.item() / trainer.recipe.count_targets(batch) == pytest.approx(expected.item(), rel=1e-5)
     before = trainer.evaluate()["loss"]
-    trainer.fit(Recorder())
+    fit(trainer)
     assert trainer.evaluate()["loss"] < 0.9 * before

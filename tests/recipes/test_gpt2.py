@@ -14,7 +14,7 @@ from recipes.gpt2 import GPT2
 from recipes.gpt2_model import SHAPES, Shape, new_gpt2
 from recipes.language import TokenWindows
 from recipes.language_model import LanguageModel, LossHead, torch_can_chunk
-from tests.helpers import CPU, Recorder, compose, start, trainer_of
+from tests.helpers import CPU, compose, fit, start, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -188,7 +188,7 @@ def test_perplexity_overflows_to_infinity_rather_than_failing() -> None:
 
 def trained(tmp_path: Path, *overrides: str) -> tuple[Any, Path]:
     trainer = trainer_of(*TINY, "steps=3", *overrides)
-    trainer.fit(Recorder())
+    fit(trainer)
     trainer.model.eval()
     trainer.recipe.export(trainer.model, tmp_path / "best")
     return trainer, tmp_path / "best"
@@ -241,7 +241,7 @@ def test_a_pretrained_folder_is_fine_tuned_from_its_weights_with_its_tokenizer(
     assert trainer.recipe._tokens.tokenizer.vocab_size == 90
     assert trainer.recipe._tokens.train[:5].tolist() == [0, 1, 4, 9, 16]
     first = trainer.evaluate()["loss"]
-    trainer.fit(Recorder())
+    fit(trainer)
     assert trainer.evaluate()["loss"] < first
     assert "pretrained" in trainer.recipe.facts()["size"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from recipes.llama import Llama
-from tests.helpers import CPU, Recorder, compose, trainer_of
+from tests.helpers import CPU, compose, fit, trainer_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 
@@ -72,9 +72,8 @@ def test_the_loss_is_summed_over_all_tokens_but_the_first(attention: str, multip
 def test_a_few_steps_learn_which_token_follows(mode: str) -> None:
     trainer = trainer_of(*TINY, f"precision={mode}", "steps=40", "micro_batch_size=4", "optimizer.lr=0.01")
     before = trainer.evaluate()["loss"]
-    recorder = Recorder()
-    trainer.fit(recorder)
-    assert not any(record.skipped for record in recorder.records[5:])
+    records = fit(trainer)
+    assert not any(record.skipped for record in records[5:])
     assert trainer.evaluate()["loss"] < before - 0.8
 
 
@@ -83,7 +82,7 @@ def test_the_output_layer_is_its_own_in_8b() -> None:
     llama = trainer.model.llama
     before = llama.lm_head.weight.clone()
     assert llama.lm_head.weight is not llama.model.embed_tokens.weight
-    trainer.fit(Recorder())
+    fit(trainer)
     assert not torch.equal(llama.lm_head.weight, before)
 
 

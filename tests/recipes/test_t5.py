@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.t5 import IGNORED, Gaps
-from tests.helpers import CPU, Recorder, compose, trainer_of
+from tests.helpers import CPU, compose, fit, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -118,9 +118,8 @@ def test_a_few_steps_learn_to_fill_in(mode: str) -> None:
         *TINY, f"precision={mode}", "steps=40", "batch_size=4", "micro_batch_size=2", "optimizer.lr=0.01"
     )
     before = trainer.evaluate()["loss"]
-    recorder = Recorder()
-    trainer.fit(recorder)
-    assert not any(record.skipped for record in recorder.records[5:])
+    records = fit(trainer)
+    assert not any(record.skipped for record in records[5:])
     assert trainer.evaluate()["loss"] < before - 1.5
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import Checkpoint, Contents, NotWritten
 from trainer.errors import NonFiniteError
-from trainer.optim.masters import MasterWeights
 from trainer.parallel.world import World
 from trainer.parallel.wrap import own_part
 
@@ -56,26 +55,13 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        progress: dict[str, Any],
-        rng: dict[str, Tensor],
-        score: float | None,
-        masters: MasterWeights | None = None,
-    ) -> float:
-        """Save the state after ``step`` and return how long training had to wait, in seconds.
+    def save(self, training: dict[str, Any], progress: dict[str, Any], score: float | None) -> float:
+        """Save the state of the training and return how long it had to wait, in seconds.
 
         Args:
-            step: optimizer steps done.
-            model: see ``Contents.of``, as ``optimizer``, ``progress`` and ``rng``.
-            optimizer: see there.
-            progress: see there.
-            rng: see there.
+            training: see ``checkpoint.store.training_state``.
+            progress: JSON types; what else the run needs to continue.
             score: what the weights were judged by at this step, if they were; the lowest is kept as the best.
-            masters: see ``Contents.of``.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
@@ -83,8 +69,8 @@ class Saver:
         """
         began = time.perf_counter()
         self.finish()
-        self._refuse_nonfinite(step, model)
-        contents = Contents.of(step, model, optimizer, progress, rng, self.world, masters)
+        self._refuse_nonfinite(training["step"], training["model"])
+        contents = Contents.of(training, progress, self.world)
         if self.options.background:
             contents = self._copy(contents)
             # Not to be waited for when the process is told to leave at once.
@@ -110,8 +96,8 @@ class Saver:
         """Return what summary.json says about the checkpoints."""
         return {"saved": self.saved, "failed": self.failed, "stall_s": self.stall_s, "write_s": self.write_s}
 
-    def _refuse_nonfinite(self, step: int, model: nn.Module) -> None:
-        state = {name: own_part(tensor) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    def _refuse_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
+        state = {name: own_part(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
         tensors = {
             name: tensor.detach() for name, tensor in state.items() if tensor.numel() and name not in self._masks
         }

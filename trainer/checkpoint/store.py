@@ -89,32 +89,17 @@ class Contents:
     """JSON; only rank 0 writes it."""
 
     @classmethod
-    def of(
-        cls,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        progress: dict[str, Any],
-        rng: dict[str, Tensor],
-        world: World,
-        masters: MasterWeights | None = None,
-    ) -> Contents:
+    def of(cls, training: dict[str, Any], progress: dict[str, Any], world: World) -> Contents:
         """Collect this rank's part, mostly without copying.
 
         Args:
-            step: optimizer steps done.
-            model: its state dict is saved; tied weights are saved once.
-            optimizer: its state is saved under the names of the parameters.
-            progress: JSON types; what else the loop needs to go on.
-            rng: the states of this rank's generators, see ``trainer.checkpoint.generators``.
+            training: see ``training_state``; tied weights are saved once.
+            progress: JSON types; what else the run needs to continue.
             world: the processes that save together.
-            masters: what the optimizer works on in the place of the model's weights; saved with its state.
 
         """
-        weights, ties = untie(model.state_dict())
-        tensors, rest = _optimizer_tensors(masters or model, optimizer)
-        if masters is not None:
-            tensors |= {f"{name}.{MASTER}": master.detach() for name, master in masters.held()}
+        weights, ties = untie(training["model"])
+        step, rng, tensors, rest = (training[key] for key in ("step", "rng", "optimizer", "optimizer_options"))
         cut = any(map(is_cut, weights.values()))
         files = {part_name("rng", world.rank, world.size): rng}
         if cut or world.first:
@@ -128,6 +113,33 @@ class Contents:
     def bytes(self) -> int:
         """The size of the tensors."""
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+
+
+def training_state(
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    masters: MasterWeights | None,
+    loss_scale: dict[str, Any],
+    rng: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Return what a checkpoint holds of the training. The tensors are the live ones, not copies.
+
+    Args:
+        step: optimizer steps done.
+        model: its state dict, under ``model``.
+        optimizer: its tensors under ``optimizer``, by ``<parameter>.<key>``; the rest, as JSON types, under
+            ``optimizer_options``.
+        masters: what the optimizer changes in the place of the model's weights; with the optimizer's tensors.
+        loss_scale: its state dict.
+        rng: the states of this rank's generators, see ``trainer.checkpoint.generators``.
+
+    """
+    tensors, options = _optimizer_tensors(masters or model, optimizer)
+    if masters is not None:
+        tensors |= {f"{name}.{MASTER}": master.detach() for name, master in masters.held()}
+    state = {"step": step, "model": model.state_dict(), "optimizer": tensors, "optimizer_options": options}
+    return state | {"loss_scale": loss_scale, "rng": rng}
 
 
 def write(folder: Path, contents: Contents, score: float | None, world: World) -> Path:

@@ -171,7 +171,7 @@ class Update:
         else:  # 16-bit gradients are not written again: what is unscaled would vanish in fp16
             factor = self.clip.fold(gradients, norm, factor)
             self._hand_over(gradients, factor)
-        self._step_unless(skipped)
+        self.apply(skipped)
         if self.masters is not None:
             self.masters.write_back(number)  # after a skipped step: what they were
         scale = self.loss_scale.scale
@@ -189,7 +189,7 @@ class Update:
         finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
         # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. A GPU is not waited for:
         # there it is always done (one more read of the gradients), but not in fp16, whose numbers end at 65504.
-        in_doubt = not self.loss_scale.recovers if self._takes_flag else self._true(~finite)
+        in_doubt = not self.loss_scale.recovers if self._takes_flag else self.read(~finite)
         if not in_doubt:
             return norm, finite
         wide = _whole(_total_norm(gradients, self._widest))
@@ -206,14 +206,15 @@ class Update:
             for gradient in gradients:  # in fp32: the inverse of a large scale is 0 in fp16
                 gradient.copy_(gradient.float().mul_(factor))
 
-    def _step_unless(self, skipped: Tensor) -> None:
+    def apply(self, skipped: Tensor) -> None:
+        """Let the optimizer take its step, unless ``skipped``."""
         if self._takes_flag:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not self._true(skipped):
+        elif not self.read(skipped):
             self.optimizer.step()
 
-    def _true(self, flag: Tensor) -> bool:
+    def read(self, flag: Tensor) -> bool:
         """Read a flag; the host waits for it."""
         return bool(flag)
 

@@ -57,9 +57,13 @@ class World:
         """Return the sum of each value over all ranks."""
         return list(values)
 
+    def largest_of(self, values: list[int]) -> list[int]:
+        """Return, for each of the values, the largest of the ranks'."""
+        return values
+
     def largest(self, value: int) -> int:
         """Return the largest of the ranks' values."""
-        return value
+        return self.largest_of([value])[0]
 
     def add(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum of the ranks' tensors, on the host."""
@@ -109,10 +113,10 @@ class ProcessWorld(World):
         total: list[int] = self.add(torch.tensor(values, dtype=torch.int64)).tolist()
         return total
 
-    def largest(self, value: int) -> int:
-        tensor = torch.tensor(value)
+    def largest_of(self, values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor)
+        return tensor.tolist()
 
     def add(self, tensor: Tensor) -> Tensor:
         total = tensor.cpu()

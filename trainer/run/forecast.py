@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from trainer.config.schema import Config, Plan
-from trainer.data.contract import Batch, Datasets
+from trainer.data.contract import Batch
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
@@ -57,7 +57,6 @@ def forecast(config: Config) -> Ledger:
         # The recipe may hold tensors of its own, made with the data: the mode takes their shapes.
         with FakeTensorMode(allow_non_fake_inputs=True):
             trainer = FakeTrainer(config, plan, hardware)
-            trainer.model.train()
             microbatches = [trainer.microbatch() for _ in range(taken)]
             trainer.train_step(microbatches[:1])
             with MemoryLedger(trainer.model, trainer.optimizer) as recording:
@@ -148,6 +147,30 @@ def meta_model(recipe: Recipe) -> nn.Module:
         return recipe.build_model()
 
 
+class UpdateAlways(Update):
+    """Takes every step: a fake flag cannot be read."""
+
+    def read(self, flag: Tensor) -> bool:
+        """Return that nothing overflowed."""
+        return False
+
+    def apply(self, skipped: Tensor) -> None:
+        """Take the optimizer's step.
+
+        Raises:
+            RunError: the optimizer reads its tensors.
+
+        """
+        try:
+            super().apply(skipped)
+        except _NEEDS_VALUES as error:
+            raise RunError(
+                f"optimizer.name={type(self.optimizer).__name__} decides by the values of its tensors what to compute "
+                f"({error}), so its memory cannot be forecast; train with profiler=memory to see it, or use "
+                "another optimizer"
+            ) from error
+
+
 class FakeTrainer(Trainer):
     """A Trainer under FakeTensorMode: its tensors have shapes, dtypes and a device, and no storage.
 
@@ -158,39 +181,18 @@ class FakeTrainer(Trainer):
 
     """
 
+    update_class = UpdateAlways
+
     def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
-        super().__init__(config, plan, hardware)
+        with unset_fake_temporarily():
+            datasets = config.recipe.datasets(config.data, config.seed)
+            model = meta_model(config.recipe)
+        super().__init__(config, plan, hardware, datasets=datasets, model=_fake_model(model, hardware.device))
         if isinstance(self.masters, StochasticWeights):
             self.masters.hold_nothing()
-        changed = self.update.parameters
-        self.update = _UpdateAlways(self.optimizer, changed, self.loss_scale, config.clip, self.masters)
         with unset_fake_temporarily():
             few = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
             self._sample = self.datasets.train.batch(few)
-
-    def _open_datasets(self) -> Datasets:
-        with unset_fake_temporarily():
-            return super()._open_datasets()
-
-    def _new_model(self) -> nn.Module:
-        """Make a fake tensor of everything in the model.
-
-        (Built as fake tensors it could not be converted: ``Module.to`` cannot swap them.)
-        """
-        with unset_fake_temporarily():
-            model = meta_model(self.recipe)
-        fakes: dict[int, Tensor] = {}  # a shared parameter stays shared
-        for module in model.modules():
-            holders: list[dict[str, Any]] = [module._parameters, module._buffers]
-            for tensors in holders:
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        tensors[name] = fakes.setdefault(id(tensor), self._fake(tensor))
-        return model
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def microbatch(self) -> Batch:
         """Return a microbatch of the plan's size, where the loader would put it."""
@@ -201,23 +203,27 @@ class FakeTrainer(Trainer):
             for name, tensor in self._sample.items()
         }
 
-    def _counts(self, microbatches: list[Batch]) -> tuple[int, int]:
-        with unset_fake_temporarily():  # any number does; only real samples can be counted
-            return super()._counts([self._sample])
+    def count(self, microbatches: list[Batch]) -> tuple[int, int]:
+        """Count real samples: any number does, and fake ones have no values."""
+        with unset_fake_temporarily():
+            return super().count([self._sample])
 
 
-class _UpdateAlways(Update):
-    """Takes every step: a fake flag cannot be read."""
+def _fake_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Make a fake tensor of everything in the model.
 
-    def _true(self, flag: Tensor) -> bool:
-        return False
+    (Built as fake tensors it could not be converted: ``Module.to`` cannot swap them.)
+    """
+    fakes: dict[int, Tensor] = {}  # a shared parameter stays shared
+    for module in model.modules():
+        holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in holders:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fakes.setdefault(id(tensor), _fake(tensor, device))
+    return model
 
-    def _step_unless(self, skipped: Tensor) -> None:
-        try:
-            super()._step_unless(skipped)
-        except _NEEDS_VALUES as error:
-            raise RunError(
-                f"optimizer.name={type(self.optimizer).__name__} decides by the values of its tensors what to compute "
-                f"({error}), so its memory cannot be forecast; train with profiler=memory to see it, or use "
-                "another optimizer"
-            ) from error
+
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

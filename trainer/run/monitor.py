@@ -1,10 +1,10 @@
-"""What happened in each step, copied from the device once per log interval, judged and handed on."""
+"""What happened in each step, copied from the device once per log interval, and judged."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,18 @@ from trainer.parallel.world import World
 from trainer.precision.scaler import Scaler
 from trainer.trainer import StepRecord
 
-Emit = Callable[[int, dict[str, float]], None]
+
+class NonFiniteGradients(NonFiniteError):
+    """Training turned non-finite; what the log shows about the step is in ``step`` and ``metrics``."""
+
+    def __init__(self, message: str, step: int, metrics: dict[str, float]) -> None:
+        super().__init__(message)
+        self.step = step
+        self.metrics = metrics
 
 
 class Monitor:
-    """Collects step records, ends the run when the numbers leave the finite, and emits one line per interval.
+    """Collects step records, turns those of a log interval into metrics, and ends a run that is no longer finite.
 
     Between log steps nothing here touches the device.
     """
@@ -34,7 +41,6 @@ class Monitor:
         scaler: Scaler,
         recovers: bool,
         device: torch.device,
-        emit: Emit,
         world: World | None = None,
     ) -> None:
         self.log_every = log_every
@@ -43,7 +49,6 @@ class Monitor:
         self.scaler = scaler
         self.recovers = recovers
         self.device = device
-        self.emit = emit
         self.world = world or World()
         self.skipped_steps = 0
         self.units = 0
@@ -66,24 +71,25 @@ class Monitor:
         reset_peak_memory(self.device)
         self._clock = time.perf_counter()
 
-    def add(self, record: StepRecord) -> None:
-        """Take a step's record; at a log step, emit the metrics of the window that it ends.
+    def add(self, record: StepRecord) -> dict[str, float] | None:
+        """Take a step's record; at a log step, return the metrics of the window that it ends.
 
         Raises:
-            NonFiniteError: see ``collect``.
+            NonFiniteGradients: see ``collect``.
 
         """
         self._on_device.append(record)
         # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
-        if record.step == 1 or record.step % self.log_every == 0 or record.step == self.last_step:
-            self.collect()
-            self._log(record.step)
+        if record.step != 1 and record.step % self.log_every and record.step != self.last_step:
+            return None
+        self.collect()
+        return self._metrics()
 
     def collect(self) -> None:
         """Copy the pending records to the host and judge them.
 
         Raises:
-            NonFiniteError: the gradients were not finite and no loss scale can recover, or it has given up.
+            NonFiniteGradients: they were not finite and no loss scale can recover, or it has given up.
 
         """
         if not self._on_device:
@@ -100,18 +106,15 @@ class Monitor:
             self._window_units += record.units
             self.units += record.units
             self._window_steps += 1
-            try:
-                self._judge(record.step, bool(skipped), loss, norm, scale)
-            except NonFiniteError:
-                self._log(record.step)  # the last line shows what went wrong
-                raise
+            if problem := self._problem(bool(skipped), loss, norm, scale):
+                raise NonFiniteGradients(f"step {record.step}: {problem}", record.step, self._metrics())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keep what runs inside (evaluation, saving) out of the step time and the throughput.
 
         Raises:
-            NonFiniteError: see ``collect``.
+            NonFiniteGradients: see ``collect``.
 
         """
         self.collect()  # steps still queued on the device belong to the time before
@@ -149,7 +152,8 @@ class Monitor:
         self._losses = list(state["losses"])
         self._last = dict(state["last"])
 
-    def _log(self, step: int) -> None:
+    def _metrics(self) -> dict[str, float]:
+        """Return the metrics of the window that ends now, and begin the next one."""
         now = time.perf_counter()
         seconds = now - self._clock
         memory = self._memory_bytes(now)
@@ -169,31 +173,33 @@ class Monitor:
         self._stall_s = 0.0
         self._losses = []
         self._window_units = self._window_steps = 0
-        self.emit(step, metrics)
         self._clock = now
+        return metrics
 
-    def _judge(self, step: int, skipped: bool, loss: float, norm: float, scale: float) -> None:
+    def _problem(self, skipped: bool, loss: float, norm: float, scale: float) -> str | None:
+        """Count a skipped step; return why training cannot continue after it."""
         if not skipped:
             self._skipped_in_a_row = 0
-            return
+            return None
         limit = self.scaler.skip_limit
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         if limit is None or not self.recovers:
-            raise NonFiniteError(
-                f"step {step}: the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was "
-                "not made and the weights are those of the step before"
+            return (
+                f"the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was not made and "
+                "the weights are those of the step before"
             )
         if scale <= self.scaler.floor:
-            raise NonFiniteError(
-                f"step {step}: the gradients overflow at the smallest loss scale allowed "
+            return (
+                f"the gradients overflow at the smallest loss scale allowed "
                 f"(scaler.floor_scale={self.scaler.floor:g}); lower the learning rate or use precision=bf16"
             )
         if self._skipped_in_a_row > limit:
-            raise NonFiniteError(
-                f"step {step}: {self._skipped_in_a_row} steps in a row were skipped for non-finite gradients "
+            return (
+                f"{self._skipped_in_a_row} steps in a row were skipped for non-finite gradients "
                 f"(scaler.max_consecutive_skips={limit}, loss {loss:g}); lower the learning rate or use precision=bf16"
             )
+        return None
 
     def _memory_bytes(self, now: float) -> int:
         if now > self._memory_read + 0.25:  # asking the system costs as much as a tiny model's step

@@ -41,7 +41,7 @@ def _speaks() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-class Requests:
+class Signals:
     """While entered: in training, the first SIGINT or SIGTERM asks to stop, and a second one leaves at once.
 
     Before training there is nothing to save, so the first one leaves. Others, such as USR1, ask for a checkpoint.
@@ -56,7 +56,7 @@ class Requests:
         self._save_on = [signal.Signals[f"SIG{name}"] for name in save_on]
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Requests:
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive_stop)

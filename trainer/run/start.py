@@ -19,7 +19,7 @@ from trainer.hardware import detect
 from trainer.run.fit import earlier_plan, fit_plan
 from trainer.run.folder import RunFolder, earlier_folder
 from trainer.run.run import Run
-from trainer.run.signals import Requests
+from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.tracking.mlflow.record import final_status
 from trainer.tracking.tracker import finish_delivery
@@ -32,7 +32,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
     Args:
         config: as composed; its ``auto`` fields are resolved in place.
         overrides: the command line's overrides, for what would fit where memory does not suffice.
-        run_class: what watches over the trainer; another one for those who measure.
+        run_class: what trains; another one for those who measure.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
@@ -41,7 +41,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         Interrupted: a signal stopped the run after saving a checkpoint.
 
     """
-    with Requests(config.checkpoint.save_on_signal) as requests, ExitStack() as stack:
+    with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack:
         asked = copy.deepcopy(config)
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.first)
@@ -65,8 +65,9 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             saved = Saved(world.on_first(partial(_taken_up, folder, config, stack)))
             # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
-                done = f"{folder.path} has done its {saved.step} steps"
-                terminal.note(f"{done}; steps={2 * saved.step} would go on")
+                terminal.note(
+                    f"{folder.path} is already complete ({saved.step} steps); set steps={2 * saved.step} to continue"
+                )
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return world.on_first(folder.summary)
         terminal.note("opening the data …")
@@ -78,7 +79,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         stack.callback(trainer.close)
         if folder is None:
             folder = world.on_first(partial(_begun, config, stack))
-        return run_class(trainer, folder, saved, terminal, requests, choices + trainer.choices).execute()
+        return run_class(trainer, folder, saved, terminal, signals, choices + trainer.choices).train()
 
 
 def _is_finished(folder: RunFolder) -> bool:

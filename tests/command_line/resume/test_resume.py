@@ -115,7 +115,7 @@ def test_a_signal_saves_and_the_printed_command_goes_on(
     stopped, command = err.splitlines()
     step = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step-"))
     assert 12 <= step < 60
-    assert stopped == f"stopped by {number.name} after step {step}, saved. Go on with:"
+    assert stopped == f"stopped by {number.name} after step {step}, saved. Resume with:"
     assert "summary\n" not in out
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("KILLED", step)
@@ -203,7 +203,7 @@ def test_a_finished_run_says_so(train: Callable[..., Any], folder: Path) -> None
     for resume in ("auto", f"outputs/{NAME}"):
         done = train(*RUN, LOCAL, "steps=2", f"resume={resume}")
         assert (done.code, done.err) == (0, "")
-        assert done.out == f"outputs/{NAME} has done its 2 steps; steps=4 would go on\n"
+        assert done.out == f"outputs/{NAME} is already complete (2 steps); set steps=4 to continue\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     done = train(*RUN, LOCAL, "steps=4", "resume=auto")
     assert done.code == 0, done.err
@@ -225,7 +225,7 @@ def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(
     before = json.loads((never_stopped / "summary.json").read_text())
     assert summary["status"] == "FINISHED"
     assert [summary[key] for key in ("final", "best", "step")] == [before[key] for key in ("final", "best", "step")]
-    assert "has done its 60 steps" in train(*RUN, LOCAL, "resume=auto").out
+    assert "already complete (60 steps)" in train(*RUN, LOCAL, "resume=auto").out
 
 
 def test_a_signal_that_comes_too_late_for_a_step_is_answered_after_the_next(
@@ -243,7 +243,7 @@ def test_a_signal_that_comes_too_late_for_a_step_is_answered_after_the_next(
     monkeypatch.setattr(Run, "_evaluate", interrupted)
     done = train(*RUN, LOCAL, "eval_every=4", "checkpoint.every=100")
     assert done.code == 143
-    assert done.err.startswith("stopped by SIGTERM after step 5, saved. Go on with:")
+    assert done.err.startswith("stopped by SIGTERM after step 5, saved. Resume with:")
     assert [path.name for path in (folder / "outputs" / NAME / "checkpoints").iterdir()] == ["step-00000005"]
 
 
@@ -264,7 +264,7 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
     monkeypatch.setattr(Run, "_close", interrupted_again)
     done = train(*RUN, LOCAL, "eval_every=4")
     assert done.code == 130
-    assert done.err.startswith("stopped by SIGINT after step 5, saved. Go on with:")
+    assert done.err.startswith("stopped by SIGINT after step 5, saved. Resume with:")
     assert json.loads((folder / "outputs" / NAME / "summary.json").read_text())["status"] == "KILLED"
 
 
@@ -293,7 +293,7 @@ def test_signals_to_the_whole_process_group_spare_the_loading_processes(
     signal_all(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
-    assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved\. Go on with:\n.*\n", err)
+    assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved\. Resume with:\n.*\n", err)
 
 
 def test_a_killed_run_leaves_no_loading_processes_behind(
@@ -312,8 +312,8 @@ ENDLESS_STEP = f"""
 import runpy, sys, time
 sys.path.insert(0, {str(PROJECT)!r})
 from trainer.trainer import Trainer
-from trainer.run.signals import Requests
-take_step, receive = Trainer.train_step, Requests._receive_stop
+from trainer.run.signals import Signals
+take_step, receive = Trainer.train_step, Signals._receive_stop
 def endless(self, microbatches):
     record = take_step(self, microbatches)
     if self.step == 2:
@@ -324,7 +324,7 @@ def endless(self, microbatches):
 def told(self, number, frame):
     receive(self, number, frame)
     print("a signal came", flush=True)
-Trainer.train_step, Requests._receive_stop = endless, told
+Trainer.train_step, Signals._receive_stop = endless, told
 runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
 """
 

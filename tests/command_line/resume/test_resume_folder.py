@@ -77,7 +77,7 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], train: Tra
 def test_what_agrees_or_is_free_may_be_typed(typed: list[str], run: Path, train: Train) -> None:
     done = train(*typed, "resume=elsewhere/1e3")
     assert (done.code, done.err) == (0, "")
-    assert "elsewhere/1e3 has done its 4 steps" in done.out
+    assert "elsewhere/1e3 is already complete (4 steps)" in done.out
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_the_printed_command_goes_on_whatever_the_folder_is_called(run: Path, tr
     assert train(quoted, "steps=5").code == 0
     command = json.loads((folder / odd / "1e3" / "summary.json").read_text())["resume"]
     assert shlex.split(command) == ["python", "scripts/train.py", quoted]
-    assert "has done its 5 steps" in train(*shlex.split(command)[2:]).out
+    assert "already complete (5 steps)" in train(*shlex.split(command)[2:]).out

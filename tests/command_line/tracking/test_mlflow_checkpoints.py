@@ -237,7 +237,7 @@ def test_what_does_not_arrive_is_named_and_sent_later(
     assert not list((folder / "outputs/run").glob(".mlflow-*"))
     finished = train(*job, "steps=3", f"resume=runs:/{run_id}", "output_dir=other")
     assert finished.code == 0, finished.err
-    assert "has done its 3 steps" in finished.out
+    assert "already complete (3 steps)" in finished.out
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_what_starts_from_an_earlier_checkpoint_is_a_new_run(
     assert (status, steps) == ("FINISHED", Counter(range(1, 7)))
     again = train(earlier, "output_dir=other")  # a job that is started once more by the same command
     assert again.code == 0, again.err
-    assert "has done its 6 steps" in again.out
+    assert "already complete (6 steps)" in again.out
 
 
 def test_a_finished_run_that_is_fetched_stays_as_it_was_in_mlflow(
@@ -82,7 +82,7 @@ def test_a_finished_run_that_is_fetched_stays_as_it_was_in_mlflow(
     before = state(client, saved)
     done = train(f"resume=mlflow:{saved}", "output_dir=other")
     assert done.code == 0, done.err
-    assert "has done its 6 steps" in done.out
+    assert "already complete (6 steps)" in done.out
     assert state(client, saved) == before
     more = train(f"resume=mlflow:{saved}", "output_dir=other", "steps=9")
     assert more.code == 0, more.err

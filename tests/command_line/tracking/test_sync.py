@@ -227,7 +227,7 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
     first = train(*run)
     assert retry in first.out, first.out
     again = train(*run)
-    assert "has done its 40 steps" in again.out
+    assert "already complete (40 steps)" in again.out
     assert "lacks this run" in again.out
     assert retry in again.out
     store.rmdir()

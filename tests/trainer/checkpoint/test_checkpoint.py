@@ -22,7 +22,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.generators import random_state, set_random_state
 from trainer.checkpoint.restore import load
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.store import Checkpoint, Contents
+from trainer.checkpoint.store import Checkpoint, Contents, training_state
 from trainer.errors import NonFiniteError, UserError
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.world import World
@@ -83,7 +83,7 @@ def save(
     progress: dict[str, Any],
     score: float | None = None,
 ) -> Path:
-    contents = Contents.of(step, net, optimizer, progress, random_state(CPU), World())
+    contents = Contents.of(training_state(step, net, optimizer, None, {}, random_state(CPU)), progress, World())
     return checkpoint.write(folder, contents, score, World())
 
 
@@ -291,7 +291,9 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
     optimizer = OPTIMIZERS["sgd"].build(net, CPU)
     net.state_dict()[name][1] = value
     with pytest.raises(NonFiniteError, match=rf"{name} is not finite after step 4; no checkpoint was written"):
-        Saver(Checkpoint(), tmp_path / "checkpoints", World()).save(4, net, optimizer, {}, {}, None)
+        Saver(Checkpoint(), tmp_path / "checkpoints", World()).save(
+            training_state(4, net, optimizer, None, {}, {}), {}, None
+        )
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -44,7 +44,7 @@ Mutation = Callable[[Draw, Path], None]
 class Held(Run):
     """A run that is set up and not begun."""
 
-    def execute(self) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         return {"run": self}
 
 

@@ -16,7 +16,7 @@ from trainer.checkpoint import saver
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.restore import load
 from trainer.checkpoint.saver import Saver, infinite_buffers
-from trainer.checkpoint.store import Checkpoint, Contents
+from trainer.checkpoint.store import Checkpoint, Contents, training_state
 from trainer.errors import NonFiniteError, UserError
 from trainer.parallel.world import World
 
@@ -59,7 +59,7 @@ def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         moment = optimizer.state[next(model.parameters())]["exp_avg"].clone()
         progress = {"losses": [1.0]}
-        assert background.save(step, model, optimizer, progress, {}, None) > 0
+        assert background.save(training_state(step, model, optimizer, None, {}, {}), progress, None) > 0
         assert checkpoint.steps(tmp_path) == list(range(1, step))[-1:]  # not yet
         train(model, optimizer)
         progress["losses"].append(2.0)
@@ -77,9 +77,9 @@ def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(
 def test_one_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
     model, optimizer = job()
     background = Saver(Checkpoint(keep=2), tmp_path, World())
-    background.save(1, model, optimizer, {}, {}, None)
+    background.save(training_state(1, model, optimizer, None, {}, {}), {}, None)
     threading.Timer(0.3, gate.set).start()
-    assert background.save(2, model, optimizer, {}, {}, None) > 0.2  # waits for the first
+    assert background.save(training_state(2, model, optimizer, None, {}, {}), {}, None) > 0.2  # waits for the first
     assert checkpoint.steps(tmp_path)[:1] == [1]
     background.finish()
     assert checkpoint.steps(tmp_path) == [1, 2]
@@ -94,17 +94,17 @@ def test_a_full_disk_costs_that_checkpoint_only(
     ours = Saver(options, tmp_path, World())
     with caplog.at_level(logging.WARNING, logger="mantissa"), monkeypatch.context() as patch:
         logging.getLogger("mantissa").propagate = True
-        ours.save(1, model, optimizer, {}, {}, 0.5)
+        ours.save(training_state(1, model, optimizer, None, {}, {}), {}, 0.5)
         ours.finish()
         patch.setattr(checkpoint, "SPARE_BYTES", 1 << 60)
-        ours.save(2, model, optimizer, {}, {}, 0.1)
+        ours.save(training_state(2, model, optimizer, None, {}, {}), {}, 0.1)
         ours.finish()
     assert "the checkpoint of step 2 was not saved (" in caplog.text
     assert "MB are needed and " in caplog.text
     assert "training goes on" in caplog.text
     assert (ours.saved, ours.failed) == (1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    ours.save(3, model, optimizer, {}, {}, 0.7)
+    ours.save(training_state(3, model, optimizer, None, {}, {}), {}, 0.7)
     ours.finish()
     # The best that was kept stays: the better one of step 2 is not on the disk.
     assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path)) == ([1, 3], 1)
@@ -116,7 +116,7 @@ def test_a_bug_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(saver.checkpoint, "write", broken)
     ours = Saver(Checkpoint(), tmp_path, World())
-    ours.save(1, *job(), {}, {}, None)
+    ours.save(training_state(1, *job(), None, {}, {}), {}, None)
     with pytest.raises(ZeroDivisionError):
         ours.finish()
 
@@ -127,7 +127,7 @@ def test_the_manifest_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(checkpoint, "write_json", careless)
     ours = Saver(Checkpoint(background=False), tmp_path, World())
-    ours.save(1, *job(), {}, {}, None)
+    ours.save(training_state(1, *job(), None, {}, {}), {}, None)
     assert ours.failed == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -145,7 +145,7 @@ def test_a_mask_of_infinities_is_saved_and_restored_and_other_infinities_are_ref
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters())
     ours = Saver(Checkpoint(background=False), tmp_path, World(), infinite_buffers(model))
-    ours.save(1, model, optimizer, {}, {}, None)
+    ours.save(training_state(1, model, optimizer, None, {}, {}), {}, None)
     other = Masked()
     nn.init.zeros_(other.weight)
     load(tmp_path).restore(other, None)
@@ -154,4 +154,4 @@ def test_a_mask_of_infinities_is_saved_and_restored_and_other_infinities_are_ref
         load(tmp_path).restore(Masked(infinity=-1e9), None)
     model.state_dict()["mean"][0] = float("inf")
     with pytest.raises(NonFiniteError, match=r"mean is not finite after step 2"):
-        ours.save(2, model, optimizer, {}, {}, None)
+        ours.save(training_state(2, model, optimizer, None, {}, {}), {}, None)

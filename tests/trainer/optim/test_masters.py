@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import NoData, Recorder, SmallConvNet, compose, copied, same_bits, start
+from tests.helpers import NoData, SmallConvNet, compose, copied, fit, same_bits, start
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.generators import random_state
 from trainer.checkpoint.restore import load
 from trainer.checkpoint.store import Contents
 from trainer.config.schema import Config
@@ -39,12 +38,6 @@ def conv_trainer(mode: str, fp32_modules: list[str] | None = None, **changes: An
     options: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 4, "steps": 5, "scaler": AutoScaler(init=256.0)}
     options |= {"precision": Precision(mode, fp32_modules or []), "optimizer": Optimizer("AdamW", lr=1e-3)}
     return start(Config(SmallConvNet(), NoData(), device="cpu", **options | changes))
-
-
-def fitted(trainer: Trainer, until: int | None = None) -> Recorder:
-    recorder = Recorder(until)
-    trainer.fit(recorder)
-    return recorder
 
 
 class Ones(nn.Module):
@@ -91,7 +84,7 @@ def test_weights_gradients_and_optimizer_are_in_the_formats_the_manifest_tells(m
     for parameter in trainer.model.parameters():
         parameter.register_hook(lambda gradient: seen.append(gradient.dtype))
     trainer.model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
-    record = fitted(trainer, 1).records[0]
+    record = fit(trainer, 1)[0]
     assert set(seen) == {dtype}
     assert record.loss.dtype == record.grad_norm.dtype == FP32
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
@@ -154,7 +147,7 @@ def test_islands_of_fp32_as_apex_keeps_batch_norm(mode: str) -> None:
     norm, dtype = trainer.model[1], WEIGHTS_DTYPE[mode]
     seen: dict[str, torch.dtype] = {}
     norm.register_forward_hook(lambda module, inputs, output: seen.update(into=inputs[0].dtype, out=output.dtype))
-    record = fitted(trainer, 1).records[0]
+    record = fit(trainer, 1)[0]
     assert trainer.fp32_modules == ["1"]
     assert seen == {"into": dtype, "out": dtype}
     assert {norm.weight.dtype, norm.running_mean.dtype} == {FP32}
@@ -228,7 +221,7 @@ def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
 
 def test_an_infinity_skips_the_step_and_leaves_masters_weights_and_state_alone() -> None:
     trainer = conv_trainer("fp16_master")
-    fitted(trainer, 2)
+    fit(trainer, 2)
     assert trainer.masters is not None
     state = lambda: copied(  # noqa: E731
         [
@@ -239,7 +232,7 @@ def test_an_infinity_skips_the_step_and_leaves_masters_weights_and_state_alone()
     )
     before, scale = state(), trainer.loss_scale.scale.item()
     trainer.model[0].weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([2]), float("inf")))
-    record = fitted(trainer, 3).records[0]
+    record = fit(trainer, 3)[0]
     assert record.skipped
     assert same_bits(state(), before)
     assert trainer.loss_scale.scale.item() == scale / 2
@@ -336,7 +329,7 @@ def test_microbatches_add_up_in_fp32(mode: str) -> None:
             in_16_bits.add_(gradient)
 
         parameter.register_hook(add)
-    record = fitted(trainer, 1).records[0]
+    record = fit(trainer, 1)[0]
     assert trainer.plan.batching.accumulation == 64
     assert all(map(same_bits, (g.dtype for g in seen.gradients), (FP32 for _ in exact)))
 
@@ -385,18 +378,18 @@ def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) 
     state = lambda trainer: (dict(trainer.model.state_dict()), trainer.optimizer.state_dict()["state"], list(  # noqa: E731
         trainer.masters.held() if trainer.masters else ()))  # fmt: skip
     first = make()
-    fitted(first, 3)
+    fit(first, 3)
     scale = first.loss_scale.state_dict()
-    contents = Contents.of(3, first.model, first.optimizer, {}, random_state(CPU), World(), first.masters)
+    contents = Contents.of(first.state_dict(), {}, World())
     checkpoint.write(tmp_path, contents, None, World())
-    fitted(first)
+    fit(first)
 
     second = make()
     saved = load(tmp_path)
     saved.restore(second.model, second.optimizer, second.masters)
     second.loss_scale.load_state_dict(scale)
     second.step = saved.step
-    fitted(second)
+    fit(second)
     assert second.step == 5
     assert same_bits(state(second), state(first))
     assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
@@ -406,15 +399,15 @@ def test_a_checkpoint_whose_running_statistics_are_16_bit_is_taken_up(tmp_path: 
     """As they were before they stayed in fp32; a weight of another format is refused as ever."""
     trainer = conv_trainer("bf16_master")
     norm = trainer.model[1]
-    fitted(trainer, 2)
+    fit(trainer, 2)
     exact = norm.running_mean.clone()
     norm.running_mean, norm.running_var = norm.running_mean.bfloat16(), norm.running_var.bfloat16()
-    contents = Contents.of(2, trainer.model, trainer.optimizer, {}, random_state(CPU), World(), trainer.masters)
+    contents = Contents.of(trainer.state_dict(), {}, World())
     checkpoint.write(tmp_path, contents, None, World())
     resumed = conv_trainer("bf16_master")
     load(tmp_path).restore(resumed.model, resumed.optimizer, resumed.masters)
     assert same_bits(resumed.model[1].running_mean, exact.bfloat16().float())
-    fitted(resumed, 1)
+    fit(resumed, 1)
     with pytest.raises(UserError, match=r"0.weight is torch.bfloat16 there and torch.float32 here"):
         load(tmp_path).restore(conv_trainer("fp32").model, None)
 
@@ -490,7 +483,7 @@ def test_the_trainer_rounds_every_step_by_its_number(monkeypatch: pytest.MonkeyP
     rounded: list[int] = []
     monkeypatch.setattr(StochasticWeights, "write_back", lambda masters, step: rounded.append(step))
     trainer.step = 2
-    fitted(trainer)
+    fit(trainer)
     assert rounded == [2, 3, 4]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import CPU, NoData, Recorder, SmallConvNet, start, trainer_of
+from tests.helpers import CPU, NoData, SmallConvNet, fit, start, trainer_of
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.files import remembered
@@ -222,9 +222,8 @@ def test_it_trains_compiled_and_recomputed(recomputed: str, compiled: bool, call
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "conv2d", noted)
-        recorder = Recorder()
-        trainer.fit(recorder)
-    assert all(math.isfinite(record.grad_norm.item()) for record in recorder.records)
+        records = fit(trainer)
+    assert all(math.isfinite(record.grad_norm.item()) for record in records)
     if not compiled:
         expected = [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
         again = [torch.float32] * (recomputed == "blocks")
@@ -267,9 +266,8 @@ def test_resnet_on_images_of_sixteen_pixels_repeats_itself(tmp_path: Path, monke
             *("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=16", "precision=bf16", "deterministic=true"),
             *("optimizer=sgd", "optimizer.lr=0.02", "batch_size=2", "steps=1"),
         )
-        recorder = Recorder()
-        trainer.fit(recorder)
-        norms.append([record.grad_norm.item() for record in recorder.records])
+        records = fit(trainer)
+        norms.append([record.grad_norm.item() for record in records])
     torch.use_deterministic_algorithms(False)
     assert norms[0] == norms[1] == norms[2]
     assert all(map(math.isfinite, norms[0]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import Recorder, compose, start
+from tests.helpers import compose, fit, start
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision import fp8
@@ -73,9 +73,8 @@ def test_a_llama_trains_with_emulated_products(scaling: str, monkeypatch: pytest
         config = compose(*LLAMA)
         config.precision = Precision(mode, ["*.v_proj"] if mode == "fp8" else [])
         trainer = start(config)
-        recorder = Recorder()
-        trainer.fit(recorder)
-        losses.append(torch.stack([record.loss for record in recorder.records]))
+        records = fit(trainer)
+        losses.append(torch.stack([record.loss for record in records]))
     names = formats(trainer.model, trainer.optimizer)["fp8_modules"]
     assert len(names) == 6  # of seven: v_proj is an island, and the output layer has the loss in it
     assert all("_proj" in name for name in names)

@@ -8,7 +8,7 @@ import torch
 from trainer.errors import NonFiniteError
 from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler
 from trainer.run import monitor as module
-from trainer.run.monitor import Monitor
+from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.trainer import StepRecord
 
 CPU = torch.device("cpu")
@@ -31,18 +31,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+class Watched(Monitor):
+    """Keeps what it has to log."""
+
+    lines: list[tuple[int, dict[str, float]]]
+
+    def add(self, record: StepRecord) -> dict[str, float] | None:
+        metrics = super().add(record)
+        if metrics:
+            self.lines.append((record.step, metrics))
+        return metrics
+
+
 def watch(
     lines: list[tuple[int, dict[str, float]]], *, log_every: int = 4, last_step: int = 100, scaler: Scaler | None = None
 ) -> Monitor:
-    return Monitor(
+    monitor = Watched(
         log_every=log_every,
         last_step=last_step,
         unit="tokens",
         scaler=scaler or DynamicScaler(),
         recovers=True,
         device=CPU,
-        emit=lambda step, metrics: lines.append((step, metrics)),
     )
+    monitor.lines = lines
+    return monitor
 
 
 def record(step: int, loss: float = 1.0, skipped: bool = False, scale: float = 64.0, units: int = 10) -> StepRecord:
@@ -183,12 +196,11 @@ def test_state_goes_on_within_a_window() -> None:
     assert second.skipped_steps == 2
 
 
-def test_the_last_line_of_a_run_that_diverges_is_written() -> None:
-    lines: list[tuple[int, dict[str, float]]] = []
-    monitor = watch(lines, log_every=10, scaler=Scaler())
+def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
+    monitor = watch([], log_every=10, scaler=Scaler())
     for step in range(1, 10):
         monitor.add(record(step, loss=float("nan") if step == 4 else 1.0, skipped=step >= 4))
-    with pytest.raises(NonFiniteError, match="step 4"):
+    with pytest.raises(NonFiniteGradients, match="step 4") as raised:
         monitor.add(record(10, skipped=True))
-    assert lines[-1][0] == 4
-    assert lines[-1][1]["skipped_steps"] == 1
+    assert raised.value.step == 4
+    assert raised.value.metrics["skipped_steps"] == 1

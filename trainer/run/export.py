@@ -1,0 +1,71 @@
+"""The end of a run: the best weights, exported for use without this project."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.restore import load
+from trainer.recipe import Recipe
+from trainer.run.folder import RunFolder
+from trainer.run.terminal import Terminal
+from trainer.tracking.mlflow.servable import forget_servable, try_servable
+from trainer.trainer import Trainer
+
+
+def export_best(
+    trainer: Trainer, folder: RunFolder, best: dict[str, float] | None, terminal: Terminal
+) -> tuple[str | None, list[str]]:
+    """Load the best weights into the model and write them, with all that is needed to use them, to ``best/``.
+
+    Every rank calls it; only rank 0 writes.
+
+    Args:
+        trainer: whose model takes the best weights.
+        folder: of the run.
+        best: ``step`` and ``value`` of the best validation score; None: there is none.
+        terminal: for warnings.
+
+    Returns:
+        What the recipe has to say at the end, such as a sample of text, and what could not be written.
+
+    """
+    config, missing = trainer.config, []
+    step = checkpoint.best_step(folder.checkpoints) if best is not None else None
+    if step is not None:
+        load(folder.checkpoints, step).restore(trainer.model, None)
+    model = config.parallel.whole(trainer.model, trainer.build_model)
+    if not trainer.world.first or model is None:
+        return None, []
+    if best is not None and config.checkpoint.enabled and step != best["step"]:
+        instead = "" if step is None else f" (those of step {step} are exported)"
+        missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
+    exported = step is not None
+    if exported and (problem := _write(model, trainer.recipe, folder)):
+        missing.append(problem)
+        exported = False
+    model.eval()
+    try:
+        with torch.no_grad(), config.precision.autocast(trainer.device):
+            if exported and step is not None and config.tracking.mlflow:
+                valid = trainer.datasets.valid
+                problem = try_servable(folder.path, trainer.recipe, model, trainer.device, valid, step)
+                if problem:
+                    terminal.warn(problem)
+            return config.recipe.epilogue(model.to(trainer.device), trainer.device), missing
+    except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
+        terminal.warn("the finished model as a whole does not fit on the device; its sample is left out")
+        return None, missing
+
+
+def _write(model: nn.Module, recipe: Recipe, folder: RunFolder) -> str | None:
+    """Write ``best/``; return what went wrong."""
+    forget_servable(folder.path)  # it has the step of the weights that are replaced
+    best = folder.path / "best"
+    try:
+        recipe.export(model, best)
+    except (OSError, SafetensorError) as error:
+        return f"the best weights could not be exported to {best} ({error})"
+    return None
