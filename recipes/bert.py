@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from recipes.data.text.source import TextDatasets
 from recipes.huggingface import SizedTextRecipe, check_text
 from recipes.language import open_tokens
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Sizes
 
@@ -96,25 +97,28 @@ class Bert(SizedTextRecipe):
             return Sizes(steps=1500, batch_size=32, micro_batch_size=32)
         return Sizes(steps=2000, batch_size=32, micro_batch_size=32)
 
-    def datasets(self, data: DataSource, seed: int) -> Datasets:
+    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""
         assert isinstance(self.context, int)
-        self._tokens = open_tokens(check_text(data, self.name), None, self.context)
-        vocabulary = self._tokens.tokenizer.vocab_size
-        train, valid = (Quotations(part, self.context, vocabulary) for part in (self._tokens.train, self._tokens.valid))
-        self._pad = train.pad
-        self._special = {"cls_token": ("[CLS]", train.cls), "sep_token": ("[SEP]", train.sep)}
-        self._special["pad_token"] = ("[PAD]", train.pad)
-        return Datasets(train, valid, f"{self._tokens.description}, questions about passages of {train.room} tokens")
+        tokens = open_tokens(check_text(data, self.name), None, self.context)
+        known = tokens.tokenizer.vocab_size
+        train, valid = (Quotations(part, self.context, known) for part in (tokens.train, tokens.valid))
+        description = f"{tokens.description}, questions about passages of {train.room} tokens"
+        special = {
+            "cls_token": ("[CLS]", train.cls),
+            "sep_token": ("[SEP]", train.sep),
+            "pad_token": ("[PAD]", train.pad),
+        }
+        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=known + 3, special=special)
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: TextDatasets) -> nn.Module:
         """Return transformers' BERT with random weights in fp32, three token ids added for [CLS], [SEP] and padding."""
         from transformers import BertConfig, BertForQuestionAnswering
 
         assert isinstance(self.context, int)
         shape = SHAPES[self.size]
         config = BertConfig(
-            vocab_size=self._tokens.tokenizer.vocab_size + 3,
+            vocab_size=datasets.vocabulary,
             hidden_size=shape.width,
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
@@ -122,19 +126,15 @@ class Bert(SizedTextRecipe):
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
             max_position_embeddings=max(512, self.context),
-            **{f"{role}_id": id for role, (_, id) in self._special.items()},
+            **{f"{role}_id": id for role, (_, id) in datasets.special.items()},
             attn_implementation=self.attention,
         )
         model: nn.Module = BertForQuestionAnswering(config)
         return model
 
-    def special_tokens(self) -> dict[str, tuple[str, int]]:
-        """Return [CLS], [SEP] and padding."""
-        return self._special
-
-    def example(self, valid: Dataset) -> dict[str, str]:
+    def example(self, datasets: TextDatasets) -> dict[str, str]:
         """Return the beginning of the validation text as the passage, and words of it as the question."""
-        decode, text = self._tokens.tokenizer.decode, self._tokens.valid[:32].tolist()
+        decode, text = datasets.tokens.tokenizer.decode, datasets.tokens.valid[:32].tolist()
         return {"question": decode(text[8:16]), "context": decode(text)}
 
     def blocks(self, model: Any) -> list[nn.Module]:
@@ -149,12 +149,14 @@ class Bert(SizedTextRecipe):
         """Return the number of questions."""
         return len(batch["start"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+    def loss(self, model: Any, batch: Batch) -> LossOutput:
         """Add up the cross-entropies of starts and ends over all positions, in fp32."""
         tokens = batch["tokens"]
         dtype = next(model.parameters()).dtype
         # What is added to the scores, B × 1 × 1 × T. With a mask of B × T transformers would look into it, and wait.
-        mask = torch.zeros_like(tokens, dtype=dtype).masked_fill_(tokens == self._pad, torch.finfo(dtype).min)
+        mask = torch.zeros_like(tokens, dtype=dtype).masked_fill_(
+            tokens == model.config.pad_token_id, torch.finfo(dtype).min
+        )
         output = model(input_ids=tokens, token_type_ids=batch["segments"], attention_mask=mask[:, None, None])
         loss = right = torch.zeros((), device=tokens.device)
         for logits, place in ((output.start_logits, batch["start"]), (output.end_logits, batch["end"])):

@@ -54,7 +54,7 @@ class BigNet(Recipe):
         assert isinstance(data, Synthetic)
         return data.vectors(self.width)
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: Datasets) -> nn.Module:
         """Build the stack with He's initialisation, without which the signal dies out over 20 layers."""
         blocks = []
         layers: list[nn.Module] = []
@@ -83,6 +83,6 @@ class BigNet(Recipe):
         loss = F.mse_loss(prediction, batch["y"], reduction="sum") / self.width
         return LossOutput(loss * self.loss_weight, {})
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, model: nn.Module, datasets: Datasets) -> dict[str, Any]:
         """Return the shape."""
         return {"size": f"{self.layers}x{self.width}"}

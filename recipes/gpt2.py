@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from recipes.data.text.source import TextDatasets
 from recipes.gpt2_model import SHAPES, new_gpt2, open_pretrained, pretrained_config
 from recipes.huggingface import check_dropout, choose_size, smaller_sizes
 from recipes.language import LanguageRecipe
@@ -29,8 +30,6 @@ class GPT2(LanguageRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._label = ""  # the size of a pretrained model
-        self._own: Any = None  # its config
         check_dropout(self.dropout)
 
     def choose_model(self, hardware: Hardware) -> list[Choice]:
@@ -40,11 +39,11 @@ class GPT2(LanguageRecipe):
                 raise UserError(
                     "recipe.size has no effect with recipe.pretrained, which brings its size; drop one of them"
                 )
-            self._own = pretrained_config(self.pretrained)
-            if isinstance(self.context, int) and self.context > self._own.n_positions:
+            longest = pretrained_config(self.pretrained).n_positions
+            if isinstance(self.context, int) and self.context > longest:
                 raise UserError(
-                    f"recipe.context={self.context} is longer than the pretrained model's {self._own.n_positions}; "
-                    f"use recipe.context={self._own.n_positions}, or auto"
+                    f"recipe.context={self.context} is longer than the pretrained model's {longest}; "
+                    f"use recipe.context={longest}, or auto"
                 )
             return []
         choices = choose_size(self.size, SHAPES, hardware, "mini", "124M")
@@ -57,7 +56,9 @@ class GPT2(LanguageRecipe):
 
     def own_context(self) -> int:
         """Return the published 1024 tokens, or fewer where the model takes fewer."""
-        return min(1024, self._own.n_positions) if self.pretrained else SHAPES[self.size].context
+        return min(
+            1024, pretrained_config(self.pretrained).n_positions if self.pretrained else SHAPES[self.size].context
+        )
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """A few minutes of a CPU, or the published half a million tokens a step on a GPU."""
@@ -67,30 +68,30 @@ class GPT2(LanguageRecipe):
 
     def network(self, vocabulary: int, context: int) -> Any:
         """Return GPT-2 with random weights, or the pretrained one."""
-        if not self.pretrained:
-            return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self._implementation)
-        gpt2 = open_pretrained(self.pretrained, vocabulary, self.dropout, self._implementation)
-        self._label = f"{sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6:.0f}M pretrained"
-        return gpt2
+        if self.pretrained:
+            return open_pretrained(self.pretrained, vocabulary, self.dropout, self._implementation)
+        return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self._implementation)
 
     def attention_heads(self) -> tuple[int, int]:
         """Return the number of attention's heads and the width of one."""
         if self.pretrained:
-            return self._own.n_head, self._own.n_embd // self._own.n_head
+            config = pretrained_config(self.pretrained)
+            return config.n_head, config.n_embd // config.n_head
         return SHAPES[self.size].heads, SHAPES[self.size].width // SHAPES[self.size].heads
 
-    def vocabulary(self) -> int:
-        """Return the pretrained model's own number of token ids, unless its tokenizer has more."""
-        return max(super().vocabulary(), self._own.vocab_size if self._own else 0)
+    def own_vocabulary(self) -> int:
+        """Return the pretrained model's."""
+        return int(pretrained_config(self.pretrained).vocab_size) if self.pretrained else 0
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: LanguageModel) -> list[nn.Module]:
         """Return the transformer blocks."""
-        assert isinstance(model, LanguageModel)
         return list(model.network.transformer.h)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         """Return the size."""
-        return {"size": self._label or self.size}
+        if self.pretrained:
+            return {"size": f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M pretrained"}
+        return {"size": self.size}
 
     def _tokenizer(self) -> str | None:
         return self.pretrained

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from recipes.data.text.source import TextSource, TokenData
+from recipes.data.text.source import TextDatasets, TextSource
 from recipes.export import save_model, save_tokenizer
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
@@ -93,7 +93,6 @@ class SizedTextRecipe(Recipe):
     """sdpa: torch's fused kernels, as far as they take the model's mask and bias; eager: scores of T × T in memory."""
 
     def __post_init__(self) -> None:
-        self._tokens: TokenData  # set by datasets()
         check_attention(self.attention)
         check_dropout(self.dropout)
         whole_tokens(self.context, least=16)
@@ -112,16 +111,11 @@ class SizedTextRecipe(Recipe):
         """Return the smaller sizes."""
         return smaller_sizes(self.size, self.shapes)
 
-    def special_tokens(self) -> dict[str, tuple[str, int]]:
-        """Return the tokens that the recipe adds to the tokenizer's, by role: text and id, in the order of the ids."""
-        raise NotImplementedError
-
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def export(self, model: nn.Module, datasets: TextDatasets, folder: Path) -> None:
         """Write a folder that transformers' auto classes open, the tokenizer beside the weights."""
-        special = self.special_tokens()
-        save_model(model, folder, 1 + max(id for _, id in special.values()))
-        save_tokenizer(self._tokens.tokenizer, folder, special, self.template)
+        save_model(model, folder, datasets.vocabulary)
+        save_tokenizer(datasets.tokens.tokenizer, folder, datasets.special, self.template)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         """Return the size."""
         return {"size": self.size}

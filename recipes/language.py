@@ -14,12 +14,12 @@ from torch import nn
 
 from recipes import attention
 from recipes.attention import FORMS
-from recipes.data.text.source import TextSource, TokenData
+from recipes.data.text.source import TextDatasets, TextSource, TokenData
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
 from recipes.huggingface import check_attention, check_text, whole_tokens
 from recipes.language_model import LanguageModel, torch_can_chunk
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, LossOutput, Recipe
@@ -68,7 +68,6 @@ class LanguageRecipe(Recipe):
     """The vocabulary is padded to a multiple of this, which tensor cores like; 1: as it is. Changes no loss."""
 
     def __post_init__(self) -> None:
-        self._tokens: TokenData  # set by datasets()
         check_attention(self.attention, FORMS)
         whole_tokens(self.context, least=2)
         if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
@@ -83,6 +82,10 @@ class LanguageRecipe(Recipe):
     def own_context(self) -> int:
         """Return the model's own number of tokens per sample."""
         raise NotImplementedError
+
+    def own_vocabulary(self) -> int:
+        """Return the number of token ids that a pretrained model knows; 0: it is a new one."""
+        return 0
 
     def network(self, vocabulary: int, context: int) -> Any:
         """Return transformers' model in fp32, for so many token ids and positions."""
@@ -116,23 +119,20 @@ class LanguageRecipe(Recipe):
             self.chunked_loss = hardware.is_gpu and torch_can_chunk()
         return choices
 
-    def datasets(self, data: DataSource, seed: int) -> Datasets:
+    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""
-        self._tokens = open_tokens(check_text(data, self.name), self._tokenizer(), self._context)
-        description = f"{self._tokens.description}, samples of {self._context} tokens"
-        train, valid = (TokenWindows(part, self._context) for part in (self._tokens.train, self._tokens.valid))
-        return Datasets(train, valid, description)
+        tokens = open_tokens(check_text(data, self.name), self._tokenizer(), self._context)
+        description = f"{tokens.description}, samples of {self._context} tokens"
+        train, valid = (TokenWindows(part, self._context) for part in (tokens.train, tokens.valid))
+        vocabulary = max(tokens.tokenizer.vocab_size, self.own_vocabulary())
+        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary)
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: TextDatasets) -> LanguageModel:
         """Build the model with its vocabulary padded."""
-        multiple, vocabulary = self.vocabulary_multiple, self.vocabulary()
+        multiple, vocabulary = self.vocabulary_multiple, datasets.vocabulary
         network = self.network(math.ceil(vocabulary / multiple) * multiple, self._context)
         in_fp32 = self.attention == "sdpa_fp32"
         return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, in_fp32)
-
-    def vocabulary(self) -> int:
-        """Return how many token ids the model predicts; ``datasets`` was called before."""
-        return self._tokens.tokenizer.vocab_size
 
     def count_targets(self, batch: Batch) -> int:
         """Every token but each sample's first is predicted."""
@@ -148,25 +148,23 @@ class LanguageRecipe(Recipe):
         """Report the loss in nats per token, and its exponential."""
         return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
 
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def export(self, model: LanguageModel, datasets: TextDatasets, folder: Path) -> None:
         """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, the tokenizer beside the weights.
 
         The padding of the vocabulary stays behind: nothing can predict an id that the tokenizer does not know.
         """
-        assert isinstance(model, LanguageModel)
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = self._tokens.tokenizer
-        save_model(model.network, folder, self.vocabulary(), eos=save_tokenizer(tokenizer, folder))
+        eos = save_tokenizer(datasets.tokens.tokenizer, folder)
+        save_model(model.network, folder, datasets.vocabulary, eos)
 
-    def example(self, valid: Dataset) -> str:
+    def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text."""
-        return self._tokens.tokenizer.decode(self._tokens.valid[: min(16, self._context // 2)].tolist())
+        return datasets.tokens.tokenizer.decode(datasets.tokens.valid[: min(16, self._context // 2)].tolist())
 
-    def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
+    def epilogue(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
         """Show a short sample of generated text."""
-        assert isinstance(model, LanguageModel)
-        tokenizer = self._tokens.tokenizer
-        start = self._tokens.valid[: min(16, self._context // 2)].astype(np.int64)
+        tokenizer = datasets.tokens.tokenizer
+        start = datasets.tokens.valid[: min(16, self._context // 2)].astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
         length = min(_SAMPLE_TOKENS, self._context - prompt.shape[1])
         torch.manual_seed(0)

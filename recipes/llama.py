@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from recipes.data.text.source import TextDatasets
 from recipes.huggingface import choose_size, smaller_sizes
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
@@ -120,12 +121,11 @@ class Llama(LanguageRecipe):
         """Return the number of heads of queries and the width of one."""
         return self._shape.heads, self._shape.width // self._shape.heads
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: LanguageModel) -> list[nn.Module]:
         """Return the decoder layers."""
-        assert isinstance(model, LanguageModel)
         return list(model.network.model.layers)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         """Return the size, and what was changed of it."""
         changed = [f"{key} {value}" for key in NUMBERS if (value := getattr(self, key)) is not None]
         return {"size": ", ".join([self.size, *changed])}

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.data.images.source import ImageSource
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from recipes.data.images.source import ImageDatasets, ImageSource
+from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
@@ -75,27 +75,22 @@ class ResNet(Recipe):
             return Sizes(steps=2000, batch_size=256, micro_batch_size=256)
         return Sizes(steps=200, batch_size=64, micro_batch_size=64)
 
-    def datasets(self, data: DataSource, seed: int) -> Datasets:
+    def datasets(self, data: DataSource, seed: int) -> ImageDatasets:
         """Open the images, and check that the head and the architecture can take them."""
-        images = _image_source(data).images(None if self.image_size == "auto" else int(self.image_size))
-        found = len(images.classes)
-        # Kept beside the options, which stay as typed: a resumed run is compared by them.
-        self._size, self._outputs = images.image_size, found if self.classes == "auto" else int(self.classes)
-        if found > self._outputs:
-            raise UserError(f"recipe.classes={self.classes}, but the data has {found} classes; use recipe.classes=auto")
-        _check_size(self.arch, self._size, self._outputs)
-        self._description = {"classes": images.classes, "image_size": images.image_size}
-        self._description |= {"mean": list(images.mean), "std": list(images.std)}
-        self._description |= {"evaluated_part": images.augment.evaluated_part()}
-        # In units of the uint8 pixels, so that normalising is one subtraction and one product.
-        self._mean = torch.tensor(images.mean).reshape(1, 3, 1, 1) * 255
-        self._factor = 1 / (torch.tensor(images.std).reshape(1, 3, 1, 1) * 255)
-        return Datasets(images.train, images.valid, images.description, images.decodes)
+        # The options stay as typed: a resumed run is compared by them.
+        datasets = _image_source(data).images(self.image_size if isinstance(self.image_size, int) else None)
+        found, outputs = len(datasets.classes), self._outputs(datasets)
+        if found > outputs:
+            raise UserError(f"recipe.classes={outputs}, but the data has {found} classes; use recipe.classes=auto")
+        _check_size(self.arch, datasets.image_size, outputs)
+        return datasets
 
-    def build_model(self) -> nn.Module:
-        """Build the classifier with random weights."""
-        model = _build(self.arch, self._size, self._outputs)
-        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+    def build_model(self, datasets: ImageDatasets) -> nn.Module:
+        """Build the classifier with random weights. Its attribute ``normalise`` makes its input of pixels."""
+        model: Any = _build(self.arch, datasets.image_size, self._outputs(datasets))
+        model.normalise = Normalise(datasets.mean, datasets.std)
+        classifier: nn.Module = model.to(memory_format=torch.channels_last) if self.channels_last else model
+        return classifier
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the outermost modules whose class is one of torchvision's building blocks."""
@@ -111,14 +106,11 @@ class ResNet(Recipe):
         """Return the number of labels, which is the number of images."""
         return len(batch["label"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+    def loss(self, model: Any, batch: Batch) -> LossOutput:
         """Normalise on the device, classify, and add up cross-entropy and correct answers in fp32."""
-        pixels, label = batch["image"], batch["label"]
-        if self._mean.device != pixels.device:
-            self._mean, self._factor = self._mean.to(pixels.device), self._factor.to(pixels.device)
+        label = batch["label"]
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        images = pixels.to(torch.float32, memory_format=layout).sub_(self._mean).mul_(self._factor)
-        logits = model(images).float()
+        logits = model(model.normalise(batch["image"], layout)).float()
         smoothing = self.label_smoothing if model.training else 0.0
         loss_sum = F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
         best = logits.detach().topk(5 if logits.shape[1] >= TOP5_FROM else 1).indices
@@ -128,7 +120,7 @@ class ResNet(Recipe):
             sums["top5"] = right.sum(dtype=torch.float32)
         return LossOutput(loss_sum, sums)
 
-    def description(self) -> dict[str, Any]:
+    def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what torchvision needs to build the model again, and how images become its input."""
         import torchvision
 
@@ -137,8 +129,12 @@ class ResNet(Recipe):
             "torchvision": torchvision.__version__,
             "torch": torch.__version__,
             "arch": self.arch,
-            "arch_options": {"num_classes": self._outputs} | _options(self.arch, self._size),
-            **self._description,
+            "arch_options": {"num_classes": self._outputs(datasets)} | _options(self.arch, datasets.image_size),
+            "classes": datasets.classes,
+            "image_size": datasets.image_size,
+            "mean": list(datasets.mean),
+            "std": list(datasets.std),
+            "evaluated_part": datasets.augment.evaluated_part(),
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
             "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
             "an image of that size as it is",
@@ -146,14 +142,35 @@ class ResNet(Recipe):
             "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))",
         }
 
-    def example(self, valid: Dataset) -> np.ndarray:
+    def example(self, datasets: ImageDatasets) -> np.ndarray:
         """Return one image, 1 × H × W × 3."""
-        image = valid.batch([SampleId(0, None)])["image"]
+        image = datasets.valid.batch([SampleId(0, None)])["image"]
         return image.permute(0, 2, 3, 1).contiguous().numpy()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, model: nn.Module, datasets: ImageDatasets) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""
-        return {"size": self.arch, "image_size": self._size, "classes": self._outputs}
+        return {"size": self.arch, "image_size": datasets.image_size, "classes": self._outputs(datasets)}
+
+    def _outputs(self, datasets: ImageDatasets) -> int:
+        return self.classes if isinstance(self.classes, int) else len(datasets.classes)
+
+
+class Normalise:
+    """From pixels to the model's input: less the mean, divided by the standard deviation of each channel, in fp32.
+
+    It is no module, and its tensors are no buffers: nothing saves, counts, exchanges or converts them.
+    """
+
+    def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> None:
+        # In units of the uint8 pixels, so that it takes one subtraction and one product.
+        self.mean = torch.tensor(mean, device="cpu").reshape(1, 3, 1, 1) * 255
+        self.factor = 1 / (torch.tensor(std, device="cpu").reshape(1, 3, 1, 1) * 255)
+
+    def __call__(self, pixels: Tensor, layout: torch.memory_format) -> Tensor:
+        """Return fp32 images in this layout, of uint8 ``pixels``, both B × 3 × H × W and on one device."""
+        if self.mean.device != pixels.device:
+            self.mean, self.factor = self.mean.to(pixels.device), self.factor.to(pixels.device)
+        return pixels.to(torch.float32, memory_format=layout).sub_(self.mean).mul_(self.factor)
 
 
 def _image_source(data: DataSource) -> ImageSource:

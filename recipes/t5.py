@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from recipes.data.text.source import TextDatasets
 from recipes.huggingface import SizedTextRecipe, check_text
 from recipes.language import open_tokens
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Sizes
@@ -116,48 +117,45 @@ class T5(SizedTextRecipe):
             return Sizes(steps=500, batch_size=32, micro_batch_size=32)
         return Sizes(steps=2000, batch_size=32, micro_batch_size=32)
 
-    def datasets(self, data: DataSource, seed: int) -> Datasets:
+    def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and cut spans out."""
         assert isinstance(self.context, int)
-        self._tokens = open_tokens(check_text(data, self.name), None, self.context)
-        vocabulary = self._tokens.tokenizer.vocab_size
-        train, valid = (Gaps(part, self.context, vocabulary) for part in (self._tokens.train, self._tokens.valid))
-        self._gaps = train
+        tokens = open_tokens(check_text(data, self.name), None, self.context)
+        known = tokens.tokenizer.vocab_size
+        train, valid = (Gaps(part, self.context, known) for part in (tokens.train, tokens.valid))
         cut = f"{train.noise} tokens in {train.spans} spans cut out of each {train.window}"
-        return Datasets(train, valid, f"{self._tokens.description}, {cut}")
+        # Under T5's own names; the start pads, too.
+        special = {"pad_token": ("<pad>", train.start), "eos_token": ("</s>", train.eos)}
+        special |= {f"sentinel_{n}": (f"<extra_id_{n}>", train.sentinel + n) for n in range(train.spans)}
+        description = f"{tokens.description}, {cut}"
+        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=train.vocabulary, special=special)
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: TextDatasets) -> nn.Module:
         """Return transformers' T5 with random weights in fp32, token ids added for its start, EOS and sentinels."""
         from transformers import T5Config, T5ForConditionalGeneration
 
         if self.attention == "sdpa" and not T5ForConditionalGeneration._supports_sdpa:
             raise UserError("the T5 of this version of transformers has no recipe.attention=sdpa; use eager")
-        shape = SHAPES[self.size]
+        shape, start = SHAPES[self.size], datasets.special["pad_token"][1]
         config = T5Config(
-            vocab_size=math.ceil(self._gaps.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+            vocab_size=math.ceil(datasets.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
             d_model=shape.width,
             d_kv=shape.head_width,
             d_ff=shape.ffn,
             num_layers=shape.layers,
             num_heads=shape.heads,
             dropout_rate=self.dropout,
-            pad_token_id=self._gaps.start,
-            decoder_start_token_id=self._gaps.start,
-            eos_token_id=self._gaps.eos,
+            pad_token_id=start,
+            decoder_start_token_id=start,
+            eos_token_id=datasets.special["eos_token"][1],
             attn_implementation=self.attention,
         )
         model: nn.Module = T5ForConditionalGeneration(config)
         return model
 
-    def special_tokens(self) -> dict[str, tuple[str, int]]:
-        """Return the start (which pads, too), EOS and the sentinels, under T5's own names."""
-        gaps = self._gaps
-        special = {"pad_token": ("<pad>", gaps.start), "eos_token": ("</s>", gaps.eos)}
-        return special | {f"sentinel_{n}": (f"<extra_id_{n}>", gaps.sentinel + n) for n in range(gaps.spans)}
-
-    def example(self, valid: Dataset) -> str:
+    def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text with a gap in it."""
-        decode, text = self._tokens.tokenizer.decode, self._tokens.valid[:24].tolist()
+        decode, text = datasets.tokens.tokenizer.decode, datasets.tokens.valid[:24].tolist()
         return f"{decode(text[:10])}<extra_id_0>{decode(text[14:])}"
 
     def blocks(self, model: Any) -> list[nn.Module]:
@@ -172,11 +170,11 @@ class T5(SizedTextRecipe):
         """Return the number of windows."""
         return len(batch["labels"])
 
-    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+    def loss(self, model: Any, batch: Batch) -> LossOutput:
         """Predict each token of the target from the input and the target before it; add up in fp32."""
-        labels = batch["labels"]
-        before = F.pad(labels[:, :-1], (1, 0), value=self._gaps.start)
-        before = before.masked_fill(before == IGNORED, self._gaps.start)
+        labels, start = batch["labels"], model.config.decoder_start_token_id
+        before = F.pad(labels[:, :-1], (1, 0), value=start)
+        before = before.masked_fill(before == IGNORED, start)
         logits = model(input_ids=batch["inputs"], decoder_input_ids=before, use_cache=False).logits.flatten(0, 1)
         loss = F.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
         return LossOutput(loss, {})

@@ -113,7 +113,7 @@ class SmallConvNet(Recipe):
         )
         return Datasets(arrays, arrays, "noise")
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: Datasets) -> nn.Module:
         model = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1, bias=False),
             nn.BatchNorm2d(8),

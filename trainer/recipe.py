@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.contract import Batch, Dataset, Datasets
+from trainer.data.contract import Batch, Datasets
 from trainer.files import write_json
 from trainer.hardware import Hardware
 
@@ -53,8 +53,10 @@ class DataSource:
 class Recipe:
     """The ``recipe`` config group: model, data, loss and metrics of one family.
 
-    Subclasses are dataclasses whose fields are the user's options; the trainer calls the methods below in
-    the order in which they stand here.
+    Subclasses are dataclasses whose fields are the user's options, and a recipe holds nothing else. What the data
+    decides, such as the vocabulary, is in what ``datasets`` returns (a subclass of Datasets, if the recipe needs
+    one); what the loss needs on the device is in the model. So methods take ``datasets: Any`` and ``model: Any``,
+    which a recipe narrows to its own types. The trainer calls the methods in the order in which they stand here.
     """
 
     name: ClassVar[str] = ""
@@ -66,8 +68,8 @@ class Recipe:
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
     predictor: ClassVar[str] = "forward"
-    """Who answers for the exported model in MLflow: a file of ``trainer/predictors``. ``forward``
-    takes what the model's forward pass takes.
+    """Who answers for the exported model in MLflow: a file of ``trainer/tracking/mlflow/predictors``. ``forward``
+    takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
     """
 
     measured: ClassVar[tuple[str, ...]] = ()
@@ -108,11 +110,11 @@ class Recipe:
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError
 
-    def build_model(self) -> nn.Module:
-        """Build the model in fp32 on the CPU, from torch's global RNG. ``datasets`` was called before."""
+    def build_model(self, datasets: Any) -> nn.Module:
+        """Build the model in fp32 on the CPU, from torch's global RNG, for the data that ``datasets`` returned."""
         raise NotImplementedError
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: Any) -> list[nn.Module]:
         """Return the model's repeated blocks, none inside another: what activation checkpointing recomputes and
         ``parallel=fsdp`` shards one at a time.
         """
@@ -126,15 +128,21 @@ class Recipe:
         """Return the number of ``unit`` in a CPU microbatch, for throughput."""
         return self.count_targets(batch)
 
-    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """Run the forward pass and the loss of one microbatch on the device, under autocast."""
+    def loss(self, model: Any, batch: Batch) -> LossOutput:
+        """Run the forward pass and the loss of one microbatch on the device, under autocast.
+
+        Args:
+            model: the built one, or DDP around it, which has the attributes of the built one, too.
+            batch: of ``Dataset.batch``, on the device.
+
+        """
         raise NotImplementedError
 
     def metrics(self, loss: float, sums: dict[str, float], targets: int) -> dict[str, float]:
         """Turn the mean loss and the summed metrics over ``targets`` targets into what is reported."""
         return {"loss": loss} | {key: value / targets for key, value in sums.items()}
 
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def export(self, model: Any, datasets: Any, folder: Path) -> None:
         """Write all that is needed to use the weights without this project.
 
         By default model.safetensors, under the model's own names, and ``description`` as config.json.
@@ -143,21 +151,21 @@ class Recipe:
 
         folder.mkdir(parents=True, exist_ok=True)
         save_model(model, str(folder / "model.safetensors"))
-        write_json(folder / "config.json", self.description())
+        write_json(folder / "config.json", self.description(datasets))
 
-    def description(self) -> dict[str, Any]:
+    def description(self, datasets: Any) -> dict[str, Any]:
         """Return what an exported model is, as plain JSON types: by default the recipe and its options."""
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
-    def example(self, valid: Dataset) -> str | dict[str, str] | np.ndarray:
+    def example(self, datasets: Any) -> str | dict[str, str] | np.ndarray:
         """Return an input for the ``predictor``, such as a text; ``forward`` takes validation samples instead."""
         raise NotImplementedError
 
-    def epilogue(self, model: nn.Module, device: torch.device) -> str | None:
-        """Return a last word for the terminal, such as a sample of generated text. Runs under autocast."""
+    def epilogue(self, model: Any, datasets: Any, device: torch.device) -> str | None:
+        """Return a text for the end of the run, such as a sample of generated text. Runs under autocast."""
         return None
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, model: Any, datasets: Any) -> dict[str, Any]:
         """Return further facts for the start block and MLflow tags, such as ``{"size": "124M"}``."""
         return {}

@@ -91,7 +91,7 @@ class Trainer:
         config.loader.resolve(self.datasets.decodes, hardware)
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
-        self.model = self.recipe.build_model().to(self.device) if model is None else model
+        self.model = self.recipe.build_model(self.datasets).to(self.device) if model is None else model
         self.conv_in_fp32 = self._mend_convolutions()
         """Names of the convolutions whose 16-bit gradients this CPU does not write whole."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
@@ -210,7 +210,7 @@ class Trainer:
 
     def build_model(self) -> nn.Module:
         """Build another model in the precision of this one, on the host."""
-        model = self.recipe.build_model()
+        model = self.recipe.build_model(self.datasets)
         self.config.precision.convert(model, self.device)
         return model
 

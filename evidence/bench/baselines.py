@@ -53,11 +53,12 @@ class Workload:
         self.precision = trainer.config.precision
         self.lr = trainer.config.optimizer.lr
         self.batch_size = trainer.plan.batching.batch_size
+        self.datasets = trainer.datasets
         self.dataset = _Indexed(trainer.datasets.train)
 
     def model(self) -> nn.Module:
         """Return a new model on the device."""
-        return self.recipe.build_model().to(self.device)
+        return self.recipe.build_model(self.datasets).to(self.device)
 
     def optimizer(self, model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
         """Return AdamW with weight decay for matrices only; ``fused``: in one kernel per group."""

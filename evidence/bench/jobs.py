@@ -78,7 +78,7 @@ class TinyMLP(Recipe):
         labels = (x @ torch.randn(64, 10, generator=generator)).argmax(1)
         return Datasets(Vectors(x, labels), Vectors(x[:64], labels[:64]), "normal vectors")
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: Datasets) -> nn.Module:
         """Build the two layers."""
         return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 

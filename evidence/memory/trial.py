@@ -69,7 +69,7 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     config.resolve(hardware)
     # Libraries, data and threads come first: they do not depend on the batch.
     datasets = config.recipe.datasets(config.data, config.seed)
-    meta_model(config.recipe)
+    meta_model(config.recipe, datasets)
     torch.ones(_WARM_UP).exp_().sum()
     reset_peak_memory(hardware.device)
     before = 0 if hardware.device.type == "cuda" else peak_memory_bytes(hardware.device)

@@ -24,8 +24,8 @@ from recipes.data.hub_load import (
     part,
 )
 from recipes.data.images.augment import Augment
-from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, held_out, square
-from recipes.data.images.source import ImageData, ImageSource
+from recipes.data.images.pixels import held_out, square
+from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.split import Corpus, Split, split_rows
 from trainer.data.contract import Batch, SampleId
@@ -79,7 +79,7 @@ class Hub(TokenizedText, ImageSource):
         whole = Split(train, range(len(train.sizes)))
         return whole, Split(valid, range(len(valid.sizes)), origin=f"its own split {names[0]}")
 
-    def images(self, image_size: int | None) -> ImageData:
+    def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images; for None as large as the first one's shorter side, at most 224 pixels.
 
         Raises:
@@ -102,9 +102,7 @@ class Hub(TokenizedText, ImageSource):
         train_set.augment = valid_set.augment = augment = self.choose_augment(train_set.shorter_side())
         counts = f"{len(train_set):,} training and {len(valid_set):,} validation images ({origin})"
         text = f"{self.name}: {counts}, {len(classes)} classes, {size} × {size}"
-        return ImageData(
-            train_set, valid_set, classes, size, text, IMAGENET_MEAN, IMAGENET_STD, decodes=True, augment=augment
-        )
+        return ImageDatasets(train_set, valid_set, text, True, classes=classes, image_size=size, augment=augment)
 
     def _valid_splits(self, splits: Mapping[str, Any]) -> list[str]:
         """Return the splits that may be validated on, the best first; none: a part of the training split is."""

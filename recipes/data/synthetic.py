@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recipes.data.images.pixels import ArrayImages
-from recipes.data.images.source import ImageData, ImageSource
+from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.tokenizers import write_fast_tokenizer
 from trainer.data.contract import Batch, Datasets, SampleId
@@ -63,7 +63,7 @@ class Synthetic(TextSource, ImageSource):
         words = NumberTokenizer(self.vocab_size)
         return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), words, description)
 
-    def images(self, image_size: int | None) -> ImageData:
+    def images(self, image_size: int | None) -> ImageDatasets:
         """Return noise over a coarse pattern that tells the class; 224 pixels square unless told otherwise.
 
         An epoch repeats a pool of 256 images, so a batch costs one copy.
@@ -84,7 +84,9 @@ class Synthetic(TextSource, ImageSource):
         train = pool(1, IMAGE_POOL, self.samples)
         valid = pool(2, IMAGE_POOL // 4, max(self.samples // 8, 1))
         names = [str(label) for label in range(self.classes)]
-        return ImageData(train, valid, names, size, description, half, spread, augment=augment)
+        return ImageDatasets(
+            train, valid, description, classes=names, image_size=size, mean=half, std=spread, augment=augment
+        )
 
     def vectors(self, width: int) -> Datasets:
         """Return normal inputs ``x`` and a smooth low-rank teacher's targets ``y``: float32, B × width."""

@@ -125,10 +125,10 @@ def test_a_crash_of_one_run_is_not_hidden(
 
     build = BigNet.build_model
 
-    def breaks(self: BigNet) -> Any:
+    def breaks(self: BigNet, datasets: Any) -> Any:
         if self.width == 8:
             raise ZeroDivisionError("a bug")
-        return build(self)
+        return build(self, datasets)
 
     monkeypatch.setattr(BigNet, "build_model", breaks)
     with pytest.raises(ZeroDivisionError, match="a bug"):

@@ -213,7 +213,7 @@ def bare_step(
 
 def bare_of(trainer: Trainer, mode: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
     torch.manual_seed(trainer.config.seed)
-    model = trainer.recipe.build_model().cuda().train()
+    model = trainer.recipe.build_model(trainer.datasets).cuda().train()
     groups = [
         {
             "params": [p for p in model.parameters() if p.ndim >= 2],

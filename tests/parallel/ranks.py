@@ -105,8 +105,8 @@ class Float32(Tagging):
             part.tensors["x"] = part.tensors["x"].float()  # type: ignore[attr-defined]
         return datasets
 
-    def build_model(self) -> nn.Module:
-        return super().build_model().float()
+    def build_model(self, datasets: Datasets) -> nn.Module:
+        return super().build_model(datasets).float()
 
 
 class Overflow(Float32):

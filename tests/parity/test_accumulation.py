@@ -39,7 +39,7 @@ class Tagging(Recipe):
             y[sample, valid:] = -100
         return Datasets(Arrays(x=x, y=y), Arrays(x=x, y=y), "made up")
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: Datasets) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
 
     def count_targets(self, batch: Batch) -> int:
@@ -130,7 +130,7 @@ class Counted(Recipe):
         arrays = Arrays(x=x, y=torch.randint(512, (256,), generator=generator))
         return Datasets(arrays, arrays, "made up")
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: Datasets) -> nn.Module:
         return LossHead(nn.Parameter(torch.randn(512, 32) / 6), self.chunked)
 
     def count_targets(self, batch: Batch) -> int:

@@ -118,7 +118,7 @@ def conv_config(mode: str, clip: str, accumulation: int) -> Config:
 def bare_of(trainer: Trainer, loss: Callable[[nn.Module, Batch], Tensor], mode: str, clip: str) -> Bare:
     config = trainer.config
     torch.manual_seed(config.seed)
-    model = config.recipe.build_model().train()
+    model = config.recipe.build_model(trainer.datasets).train()
     decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [

@@ -34,7 +34,7 @@ def test_gpt2_is_bitwise_the_bare_loop(mode: str, batch: int, accumulation: int)
     )
     config = trainer.config
     torch.manual_seed(config.seed)
-    model = config.recipe.build_model().train().to(DTYPES[mode[:4]])
+    model = config.recipe.build_model(trainer.datasets).train().to(DTYPES[mode[:4]])
     weights = list(model.parameters())
     masters = [weight.detach().float().requires_grad_() for weight in weights] if clip else weights
     groups = [

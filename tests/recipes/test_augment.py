@@ -13,10 +13,11 @@ from PIL import Image
 from torch.nn import functional as F
 
 from recipes.data.hub import Hub
-from recipes.data.images.arrays import Digits, Idx, ImageFolder
+from recipes.data.images.arrays import Digits, Idx
 from recipes.data.images.augment import Augment, AutomaticAugment, ImageNet, Light, View, from_record, recorded
+from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import square
-from recipes.data.images.source import ImageData, ImageSource
+from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.synthetic import Synthetic
 from recipes.data.text.source import TextSource
 from tests.helpers import compose
@@ -34,7 +35,7 @@ def cut(image: Image.Image, size: int, augment: Augment, seed: int | None) -> np
     return square(image, size, augment.view(*image.size, seed, size))
 
 
-def opened(source: ImageSource, augment: Augment, size: int | None = None) -> ImageData:
+def opened(source: ImageSource, augment: Augment, size: int | None = None) -> ImageDatasets:
     source.augment = augment
     return source.images(size)
 

@@ -22,9 +22,9 @@ TINY = ["recipe=bert", "recipe.context=24", "data=synthetic", "data.vocab_size=9
 def test_published_sizes_have_their_parameters(size: str, parameters: int) -> None:
     config = compose("recipe=bert", f"recipe.size={size}", "data=synthetic", "data.vocab_size=30519")
     config.resolve(CPU)
-    config.recipe.datasets(config.data, seed=0)
+    datasets = config.recipe.datasets(config.data, seed=0)
     with torch.device("meta"):
-        model = config.recipe.build_model()
+        model = config.recipe.build_model(datasets)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert len(config.recipe.blocks(model)) == (12 if size == "base" else 24)
@@ -152,7 +152,7 @@ def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -
 
     trainer = trainer_of(*TINY)
     trainer.model.eval()
-    trainer.recipe.export(trainer.model, tmp_path)
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path)
     reopened: Any = AutoModelForQuestionAnswering.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():

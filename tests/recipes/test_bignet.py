@@ -12,7 +12,7 @@ def test_amp_mlp_is_the_network_of_pytorchs_recipe() -> None:
     plan, _ = config.resolve(CPU)
     assert (plan.steps, plan.batching.batch_size, plan.batching.micro_batch_size) == (150, 512, 512)
     with torch.device("meta"):
-        model = config.recipe.build_model()
+        model = config.recipe.build_model(config.recipe.datasets(config.data, 0))
     layers = [module for module in model.modules() if not list(module.children())]
     assert [type(layer) for layer in layers] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
     assert [tuple(parameter.shape) for parameter in model.parameters()] == [(4096, 4096), (4096,)] * 3

@@ -125,7 +125,7 @@ print(json.dumps(found))
 def export(folder: Path, *overrides: str) -> Any:
     trainer = trainer_of(*overrides)
     trainer.model.eval()
-    trainer.recipe.export(trainer.model, folder)
+    trainer.recipe.export(trainer.model, trainer.datasets, folder)
     return trainer
 
 
@@ -149,7 +149,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     texts = dict.fromkeys(jobs, "The fox") | {"numbers": "<3><89>"}
     for name, overrides in jobs.items():
         trainer = export(root / name, *overrides)
-        tokenizer = trainer.recipe._tokens.tokenizer
+        tokenizer = trainer.datasets.tokens.tokenizer
         ids = torch.randint(tokenizer.vocab_size, (2, 16))
         with torch.no_grad():
             logits = trainer.model.network(ids).logits[..., : tokenizer.vocab_size]
@@ -158,7 +158,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     for name in ("bert", "t5"):
         here[name] = export(
             root / name, f"recipe={name}", *SMALL, *text, "recipe.context=16", "data.tokenizer=chars"
-        ).recipe
+        ).datasets
     resnet = export(root / "resnet", "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "batch_size=2")
     batch = resnet.datasets.valid.batch([SampleId(index, None) for index in range(3)])
     recorded: list[torch.Tensor] = []
@@ -184,8 +184,8 @@ def test_a_language_model_generates_elsewhere_and_has_no_padding(name: str, else
 
 
 def test_bert_has_its_special_tokens_elsewhere(elsewhere: Elsewhere) -> None:
-    recipe, found = elsewhere[0]["bert"], elsewhere[1]["bert"]
-    ids = recipe._tokens.tokenizer
+    datasets, found = elsewhere[0]["bert"], elsewhere[1]["bert"]
+    ids = datasets.tokens.tokenizer
     cls, sep, pad = range(ids.vocab_size, ids.vocab_size + 3)
     assert found["tokenizer"] == found["config"] == [cls, sep, pad, pad + 1]
     assert found["ids"] == [cls, *ids.encode("fox"), sep, *ids.encode("quick"), sep]
@@ -194,10 +194,10 @@ def test_bert_has_its_special_tokens_elsewhere(elsewhere: Elsewhere) -> None:
 
 
 def test_t5_has_its_special_tokens_elsewhere(elsewhere: Elsewhere) -> None:
-    recipe, found = elsewhere[0]["t5"], elsewhere[1]["t5"]
-    ids = recipe._tokens.tokenizer
+    datasets, found = elsewhere[0]["t5"], elsewhere[1]["t5"]
+    ids = datasets.tokens.tokenizer
     start, eos, sentinel = range(ids.vocab_size, ids.vocab_size + 3)
-    assert found["tokenizer"] == found["config"] == [start, eos, sentinel + recipe._gaps.spans]
+    assert found["tokenizer"] == found["config"] == [start, eos, sentinel + datasets.train.spans]
     assert found["ids"] == [*ids.encode("The "), sentinel, eos]
     assert found["written"] == 1
 
@@ -212,9 +212,9 @@ def test_the_description_is_enough_for_every_constructor(arch: str) -> None:
 
     with torch.device("meta"):
         recipe = ResNet(arch=arch, image_size=224, classes=12)
-        recipe.datasets(Digits(), seed=0)
-        model = recipe.build_model()
-        config = json.loads(json.dumps(recipe.description()))
+        datasets = recipe.datasets(Digits(), seed=0)
+        model = recipe.build_model(datasets)
+        config = json.loads(json.dumps(recipe.description(datasets)))
         other = torchvision.models.get_model(config["arch"], **config["arch_options"])
     assert [(name, tensor.shape) for name, tensor in other.state_dict().items()] == [
         (name, tensor.shape) for name, tensor in model.state_dict().items()

@@ -190,7 +190,7 @@ def trained(tmp_path: Path, *overrides: str) -> tuple[Any, Path]:
     trainer = trainer_of(*TINY, "steps=3", *overrides)
     fit(trainer)
     trainer.model.eval()
-    trainer.recipe.export(trainer.model, tmp_path / "best")
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
     return trainer, tmp_path / "best"
 
 
@@ -238,12 +238,12 @@ def test_a_pretrained_folder_is_fine_tuned_from_its_weights_with_its_tokenizer(
     assert isinstance(trainer.model, LanguageModel)
     assert isinstance(trainer.model.gpt2.lm_head, LossHead)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert trainer.recipe._tokens.tokenizer.vocab_size == 90
-    assert trainer.recipe._tokens.train[:5].tolist() == [0, 1, 4, 9, 16]
+    assert trainer.datasets.tokens.tokenizer.vocab_size == 90
+    assert trainer.datasets.tokens.train[:5].tolist() == [0, 1, 4, 9, 16]
     first = trainer.evaluate()["loss"]
     fit(trainer)
     assert trainer.evaluate()["loss"] < first
-    assert "pretrained" in trainer.recipe.facts()["size"]
+    assert "pretrained" in trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_tokens_that_the_pretrained_model_does_not_know_start_as_its_average_one
     words(shifted[0], 94)
     trainer = fine_tuned(shifted)
     rows = trainer.model.gpt2.transformer.wte.weight
-    assert trainer.recipe.vocabulary() == trainer.model.gpt2.lm_head.vocabulary == 94
+    assert trainer.datasets.vocabulary == trainer.model.gpt2.lm_head.vocabulary == 94
     assert torch.allclose(rows[90:94], rows[:90].mean(0).expand(4, -1))
     assert trainer.evaluate()["loss"] == pytest.approx(math.log(90), abs=0.5)
 
@@ -298,8 +298,8 @@ def test_token_ids_of_the_pretrained_model_that_its_tokenizer_lacks_stay_in_the_
     words(shifted[0], 80)
     Path(shifted[1]).write_text("w1 w5 w7 " * 400)
     trainer = fine_tuned(shifted)
-    assert trainer.recipe.vocabulary() == 90
-    trainer.recipe.export(trainer.model, tmp_path / "best")
+    assert trainer.datasets.vocabulary == 90
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
     assert fine_tuned((tmp_path / "best", shifted[1])).model.gpt2.lm_head.vocabulary == 90
 
 
@@ -362,8 +362,8 @@ def test_the_last_word_is_generated_text_of_known_tokens_and_repeatable() -> Non
     trainer = trainer_of(*TINY)
     trainer.model.eval()
     with torch.no_grad():
-        word = trainer.recipe.epilogue(trainer.model, torch.device("cpu"))
-        assert word == trainer.recipe.epilogue(trainer.model, torch.device("cpu"))
+        word = trainer.recipe.epilogue(trainer.model, trainer.datasets, torch.device("cpu"))
+        assert word == trainer.recipe.epilogue(trainer.model, trainer.datasets, torch.device("cpu"))
     assert word is not None
     written = word.partition("\n")[2]
     assert written.count("<") == 8

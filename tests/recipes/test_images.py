@@ -12,10 +12,11 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from recipes.data.images.arrays import Digits, Idx, ImageFolder
+from recipes.data.images.arrays import Digits, Idx
 from recipes.data.images.augment import ImageNet
+from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import held_out, square
-from recipes.data.images.source import ImageData
+from recipes.data.images.source import ImageDatasets
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -39,7 +40,7 @@ def animals(folder: Path, each: int = 10) -> Path:
     return save(folder, [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(each)])
 
 
-def files_of(data: ImageData) -> tuple[set[str], set[str]]:
+def files_of(data: ImageDatasets) -> tuple[set[str], set[str]]:
     train, valid = ({file.decode() for file in part.files} for part in (data.train, data.valid))
     return train, valid
 

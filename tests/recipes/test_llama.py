@@ -48,7 +48,10 @@ def test_numbers_replace_those_of_the_size_and_the_facts_say_so() -> None:
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 32, 48)
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 2, 128)
     assert config.rope_parameters["rope_theta"] == 500_000
-    assert trainer.recipe.facts()["size"] == "nano, layers 2, width 32, heads 4, kv_heads 2, ffn 48"
+    assert (
+        trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
+        == "nano, layers 2, width 32, heads 4, kv_heads 2, ffn 48"
+    )
     assert trainer.recipe.blocks(trainer.model) == list(trainer.model.llama.model.layers)
 
 
@@ -101,7 +104,7 @@ def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -
 
     trainer = trainer_of(*TINY)
     trainer.model.eval()
-    trainer.recipe.export(trainer.model, tmp_path)
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path)
     reopened: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from recipes.data.images.arrays import Digits
 from recipes.data.synthetic import Synthetic
-from recipes.resnet import ResNet
+from recipes.resnet import Normalise, ResNet
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -23,8 +24,11 @@ GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 def ready(**options: object) -> ResNet:
     recipe = ResNet(**{"arch": "resnet18"} | options)
     recipe.resolve(CPU, Digits())
-    recipe.datasets(Digits(), seed=0)
     return recipe
+
+
+def built(recipe: ResNet) -> Any:
+    return recipe.build_model(recipe.datasets(Digits(), seed=0))
 
 
 def some_digits(count: int) -> Batch:
@@ -37,6 +41,8 @@ class Stub(nn.Module):
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
         self.logits = logits
+        data = Digits().images(32)
+        self.normalise = Normalise(data.mean, data.std)
 
     def forward(self, images: Tensor) -> Tensor:
         self.images = images
@@ -89,14 +95,14 @@ def test_the_options_come_through_omegaconf() -> None:
 
 def test_the_head_fits_the_data_or_the_number_asked_for() -> None:
     recipe = ready()
-    assert recipe.build_model().fc.out_features == 10
+    assert built(recipe).fc.out_features == 10
     assert (recipe.classes, recipe.image_size) == (
         "auto",
         "auto",
     )  # as typed: a resumed run is compared by it
-    assert ready(classes=12).build_model().fc.out_features == 12
+    assert built(ready(classes=12)).fc.out_features == 12
     with pytest.raises(UserError, match=r"recipe\.classes=9, but the data has 10 classes"):
-        ready(classes=9)
+        built(ready(classes=9))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ def test_the_head_fits_the_data_or_the_number_asked_for() -> None:
 )
 def test_images_too_small_for_an_architecture_are_refused_with_a_size_that_fits(arch: str, size: int) -> None:
     with pytest.raises(UserError, match=rf"recipe\.arch={arch} .* 32 × 32; use recipe\.image_size={size}$"):
-        ready(arch=arch)
+        built(ready(arch=arch))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,7 @@ def test_images_too_small_for_an_architecture_are_refused_with_a_size_that_fits(
 )
 def test_architectures_with_constructors_of_their_own_train(arch: str, size: int) -> None:
     recipe = ready(arch=arch, image_size=size)
-    model = recipe.build_model()
+    model = built(recipe)
     batch = Digits().images(size).train.batch([SampleId(index, 1) for index in range(2)])
     output = recipe.loss(model, batch)
     output.loss_sum.backward()
@@ -124,7 +130,7 @@ def test_architectures_with_constructors_of_their_own_train(arch: str, size: int
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_vision_transformer_computes_in_16_bits(dtype: torch.dtype) -> None:
     recipe = ready(arch="vit_b_32")
-    model = recipe.build_model()
+    model = built(recipe)
     seen: list[torch.dtype] = []
     blocks = recipe.blocks(model)
     assert len(blocks) == 12
@@ -140,7 +146,7 @@ def test_a_vision_transformer_computes_in_16_bits(dtype: torch.dtype) -> None:
 
 def test_checking_the_size_leaves_the_random_numbers_alone() -> None:
     state = torch.get_rng_state()
-    ready(arch="resnet50")
+    ready(arch="resnet50").datasets(Digits(), seed=0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -148,7 +154,7 @@ def test_checking_the_size_leaves_the_random_numbers_alone() -> None:
 def test_weights_and_images_are_in_the_layout_asked_for(channels_last: bool) -> None:
     recipe = ready(channels_last=channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    assert recipe.build_model().conv1.weight.is_contiguous(memory_format=layout)
+    assert built(recipe).conv1.weight.is_contiguous(memory_format=layout)
     stub = Stub(torch.zeros(4, 10))
     recipe.loss(stub, some_digits(4))
     assert stub.images.is_contiguous(memory_format=layout)
@@ -202,8 +208,9 @@ def test_exported_weights_open_in_torchvision(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     recipe = ready()
-    model = recipe.build_model().eval()
-    recipe.export(model, tmp_path)
+    datasets = recipe.datasets(Digits(), seed=0)
+    model = recipe.build_model(datasets).eval()
+    recipe.export(model, datasets, tmp_path)
     other = torchvision.models.resnet18(num_classes=10).eval()
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     images = torch.randn(2, 3, 32, 32)
@@ -213,7 +220,7 @@ def test_exported_weights_open_in_torchvision(tmp_path: Path) -> None:
 def test_a_few_steps_learn_some_digits() -> None:
     recipe = ready()
     torch.manual_seed(0)
-    model = recipe.build_model().train()
+    model = built(recipe).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = some_digits(6)
     losses = []
@@ -226,4 +233,8 @@ def test_a_few_steps_learn_some_digits() -> None:
         losses.append(output.loss_sum.item() / 6)
     assert losses[0] > 2.0
     assert losses[-1] < 0.3
-    assert recipe.facts() == {"size": "resnet18", "image_size": 32, "classes": 10}
+    assert recipe.facts(model, recipe.datasets(Digits(), seed=0)) == {
+        "size": "resnet18",
+        "image_size": 32,
+        "classes": 10,
+    }

@@ -21,12 +21,13 @@ TINY = ["recipe=t5", "recipe.context=24", "data=synthetic", "data.vocab_size=90"
 def test_published_sizes_have_their_parameters(size: str, parameters: int) -> None:
     config = compose("recipe=t5", f"recipe.size={size}", "data=synthetic", "data.vocab_size=32000")
     config.resolve(CPU)
-    data = config.recipe.datasets(config.data, seed=0).train
+    datasets = config.recipe.datasets(config.data, seed=0)
+    data: Any = datasets.train
     assert (data.window, data.noise, data.spans) == (568, 85, 28)
     batch = data.batch([SampleId(0, 1)])
     assert (batch["inputs"].shape, batch["labels"].shape) == ((1, 512), (1, 114))
     with torch.device("meta"):
-        model = config.recipe.build_model()
+        model = config.recipe.build_model(datasets)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert len(config.recipe.blocks(model)) == (12 if size == "small" else 24)
@@ -139,13 +140,13 @@ def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -
 
     trainer = trainer_of(*TINY)
     trainer.model.eval()
-    trainer.recipe.export(trainer.model, tmp_path)
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path)
     reopened: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
         logits = trainer.model(input_ids=tokens, decoder_input_ids=tokens).logits
         reopened_logits = reopened(input_ids=tokens, decoder_input_ids=tokens).logits
-    assert torch.allclose(reopened_logits, logits[..., : trainer.recipe._gaps.vocabulary], atol=1e-6)
+    assert torch.allclose(reopened_logits, logits[..., : trainer.datasets.vocabulary], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Dataset(Protocol):
 
 @dataclass
 class Datasets:
-    """The training and the validation data of a run."""
+    """The training and the validation data of a run. A recipe's subclass adds what else the data decides."""
 
     train: Dataset
     valid: Dataset

@@ -125,7 +125,7 @@ class DDP(SeveralProcesses):
     def wrap(
         self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
     ) -> nn.Module:
-        ddp: Any = nn.parallel.DistributedDataParallel
+        ddp: Any = _Replica
         newer = "forward_sync_buffers"  # in torch 2.15
         replica: nn.parallel.DistributedDataParallel = ddp(
             model,
@@ -141,6 +141,16 @@ class DDP(SeveralProcesses):
     def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
         assert isinstance(replica, nn.parallel.DistributedDataParallel)
         return nullcontext() if last else replica.no_sync()
+
+
+class _Replica(nn.parallel.DistributedDataParallel):
+    """DDP that shows the attributes of its model: a recipe's loss looks them up."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which are strings here

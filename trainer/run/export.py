@@ -8,7 +8,6 @@ from torch import nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.restore import load
-from trainer.recipe import Recipe
 from trainer.run.folder import RunFolder
 from trainer.run.terminal import Terminal
 from trainer.tracking.mlflow.servable import forget_servable, try_servable
@@ -43,29 +42,28 @@ def export_best(
         instead = "" if step is None else f" (those of step {step} are exported)"
         missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
     exported = step is not None
-    if exported and (problem := _write(model, trainer.recipe, folder)):
+    if exported and (problem := _write(model, trainer, folder)):
         missing.append(problem)
         exported = False
     model.eval()
     try:
         with torch.no_grad(), config.precision.autocast(trainer.device):
             if exported and step is not None and config.tracking.mlflow:
-                valid = trainer.datasets.valid
-                problem = try_servable(folder.path, trainer.recipe, model, trainer.device, valid, step)
+                problem = try_servable(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
                 if problem:
                     terminal.warn(problem)
-            return config.recipe.epilogue(model.to(trainer.device), trainer.device), missing
+            return config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device), missing
     except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
         terminal.warn("the finished model as a whole does not fit on the device; its sample is left out")
         return None, missing
 
 
-def _write(model: nn.Module, recipe: Recipe, folder: RunFolder) -> str | None:
+def _write(model: nn.Module, trainer: Trainer, folder: RunFolder) -> str | None:
     """Write ``best/``; return what went wrong."""
     forget_servable(folder.path)  # it has the step of the weights that are replaced
     best = folder.path / "best"
     try:
-        recipe.export(model, best)
+        trainer.recipe.export(model, trainer.datasets, best)
     except (OSError, SafetensorError) as error:
         return f"the best weights could not be exported to {best} ({error})"
     return None

@@ -96,7 +96,7 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
     """
     try:
         with torch.device("meta"):
-            shapes = [parameter.shape for parameter in recipe.build_model().parameters()]
+            shapes = [parameter.shape for parameter in recipe.build_model(datasets).parameters()]
         sample = datasets.train.batch([SampleId(0, None)]).values()
     except Exception:  # it computes while it is built, or is broken, and then the trainer says how
         return None

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from trainer.config.schema import Config, Plan
-from trainer.data.contract import Batch
+from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
@@ -54,7 +54,7 @@ def forecast(config: Config) -> Ledger:
     config.compile.mode = "off"
     taken = min(2, plan.batching.accumulation)
     try:
-        # The recipe may hold tensors of its own, made with the data: the mode takes their shapes.
+        # The model may hold tensors that are neither weights nor buffers: the mode takes their shapes.
         with FakeTensorMode(allow_non_fake_inputs=True):
             trainer = FakeTrainer(config, plan, hardware)
             microbatches = [trainer.microbatch() for _ in range(taken)]
@@ -138,13 +138,13 @@ def copies_on_device(config: Config) -> bool:
     return on_host and config.checkpoint.enabled and config.checkpoint.background
 
 
-def meta_model(recipe: Recipe) -> nn.Module:
+def meta_model(recipe: Recipe, datasets: Datasets) -> nn.Module:
     """Return the model without its weights where it can be built so, on the meta device."""
     try:
         with torch.device("meta"):
-            return recipe.build_model()
+            return recipe.build_model(datasets)
     except (NotImplementedError, RuntimeError):  # one that computes while it is built
-        return recipe.build_model()
+        return recipe.build_model(datasets)
 
 
 class UpdateAlways(Update):
@@ -186,7 +186,7 @@ class FakeTrainer(Trainer):
     def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
         with unset_fake_temporarily():
             datasets = config.recipe.datasets(config.data, config.seed)
-            model = meta_model(config.recipe)
+            model = meta_model(config.recipe, datasets)
         super().__init__(config, plan, hardware, datasets=datasets, model=_fake_model(model, hardware.device))
         if isinstance(self.masters, StochasticWeights):
             self.masters.hold_nothing()

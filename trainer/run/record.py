@@ -65,7 +65,8 @@ def open_tracker(
         "processes": str(trainer.world.size),
         "mlflow.source.name": "scripts/train.py",
     }
-    tags |= {name: str(value) for name, value in config.recipe.facts().items()}
+    facts = config.recipe.facts(trainer.model, trainer.datasets)
+    tags |= {name: str(value) for name, value in facts.items()}
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
     return Tracker(

@@ -16,7 +16,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     """Return the start block: what trains, on what, in which precision, how the batch is made up, where it goes."""
     config, plan, hardware = trainer.config, trainer.plan, trainer.hardware
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts().items())
+    facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts(trainer.model, trainer.datasets).items())
     batching = plan.batching
     effective = manifest["effective"]
     precision = f"asked for {config.precision.mode}; products run in {effective['matmul_dtype']}"

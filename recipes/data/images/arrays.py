@@ -1,4 +1,4 @@
-"""Image data in memory, ``data=digits`` and ``data=idx``; and by name, the rest of what gives images."""
+"""Image data in memory: ``data=digits`` and ``data=idx``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import numpy as np
 import torch
 
 from recipes.data.images.augment import Augment
-from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
     ArrayImages,
     check_fraction,
     check_path,
@@ -23,10 +20,8 @@ from recipes.data.images.pixels import (
     held_out,
     scale,
 )
-from recipes.data.images.source import ImageData, ImageSource
+from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.errors import UserError
-
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Digits", "Idx", "ImageFolder"]
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 
@@ -42,7 +37,7 @@ class Digits(ImageSource):
     def __post_init__(self) -> None:
         check_fraction(self.valid_fraction)
 
-    def images(self, image_size: int | None) -> ImageData:
+    def images(self, image_size: int | None) -> ImageDatasets:
         """Return the digits, scaled up once to ``image_size`` (32 unless told otherwise)."""
         from sklearn.datasets import load_digits
 
@@ -76,7 +71,7 @@ class Idx(ImageSource):
         if (self.images_file is None) != (self.labels_file is None):
             raise UserError("data.images_file and data.labels_file belong together: give both or neither")
 
-    def images(self, image_size: int | None) -> ImageData:
+    def images(self, image_size: int | None) -> ImageDatasets:
         """Read the files; in their own size, or scaled as they are asked for.
 
         Raises:
@@ -155,7 +150,7 @@ def _image_data(
     valid_labels: np.ndarray,
     size: int,
     augment: Augment,
-) -> ImageData:
+) -> ImageDatasets:
     classes = [str(label) for label in range(max(train_labels.max(), valid_labels.max()) + 1)]
     counts = f"{len(train_labels):,} training and {len(valid_labels):,} validation images"
     description = f"{kind}: {counts}, {len(classes)} classes, {size} × {size}"
@@ -164,4 +159,6 @@ def _image_data(
         ArrayImages(train_images, train_labels, size, augment),
         ArrayImages(valid_images, valid_labels, size, augment),
     )
-    return ImageData(train, valid, classes, size, description, mean, std, augment=augment)
+    return ImageDatasets(
+        train, valid, description, classes=classes, image_size=size, mean=mean, std=std, augment=augment
+    )

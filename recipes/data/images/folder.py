@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from recipes.data.images.augment import Augment
-from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD, check_fraction, check_path, square
-from recipes.data.images.source import ImageData, ImageSource
+from recipes.data.images.pixels import check_fraction, check_path, square
+from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 
@@ -46,7 +46,7 @@ class ImageFolder(ImageSource):
         check_fraction(self.valid_fraction)
         check_path(self.path, WANTED)
 
-    def images(self, image_size: int | None) -> ImageData:
+    def images(self, image_size: int | None) -> ImageDatasets:
         """Find the images, and check that they open; squares of 224 pixels unless told otherwise.
 
         Raises:
@@ -71,9 +71,7 @@ class ImageFolder(ImageSource):
             raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
         text = f"{len(train_set):,} training and {len(valid_set):,} validation images, {len(classes)} classes"
         description = f"imagefolder: {text}, {size} × {size}"
-        return ImageData(
-            train_set, valid_set, classes, size, description, IMAGENET_MEAN, IMAGENET_STD, decodes=True, augment=augment
-        )
+        return ImageDatasets(train_set, valid_set, description, True, classes=classes, image_size=size, augment=augment)
 
     def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
         """Leave out what cannot be decoded, or refuse what is no image at all."""

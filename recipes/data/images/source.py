@@ -5,24 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from recipes.data.images.augment import Augment, AutomaticAugment
-from trainer.data.contract import Dataset
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
+from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.recipe import DataSource
 
 
-@dataclass
-class ImageData:
+@dataclass(kw_only=True)
+class ImageDatasets(Datasets):
     """Labelled images. Batches hold ``image`` (uint8, B × 3 × H × W) and ``label`` (int64, B)."""
 
-    train: Dataset
-    valid: Dataset
     classes: list[str]
     image_size: int
-    description: str
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    """Height and width, in pixels."""
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
     """Of the three channels, after division by 255; the recipe normalises on the device."""
-    decodes: bool = False
     augment: Augment = field(default_factory=Augment)
     """What is done to the images as they are fetched, and which part of them is evaluated."""
 
@@ -44,7 +42,7 @@ class ImageSource(DataSource):
         if self.augment.kind not in (Augment.kind, AutomaticAugment.kind):
             raise UserError(f"augment={self.augment.kind} has no effect: this recipe reads no images; leave it out")
 
-    def images(self, image_size: int | None) -> ImageData:
+    def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images as squares of ``image_size`` pixels (None: the source's own natural size).
 
         Raises:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from trainer.data.contract import Datasets
 from trainer.recipe import DataSource
 
 
@@ -38,6 +39,17 @@ class TokenData:
     valid: np.ndarray
     tokenizer: Tokenizer
     description: str
+
+
+@dataclass(kw_only=True)
+class TextDatasets(Datasets):
+    """Samples cut from a tokenised corpus, for a model of so many token ids."""
+
+    tokens: TokenData
+    vocabulary: int
+    """Number of token ids that the model knows: the tokenizer's, and those added to them."""
+    special: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Tokens that the recipe adds to the tokenizer's, by role: text and id, in the order of the ids."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.bignet import BigNet
+from recipes.data.synthetic import Synthetic
 from recipes.gpt2 import GPT2
 from recipes.gpt2_model import Shape, new_gpt2
 from recipes.language_model import LanguageModel
@@ -204,7 +205,7 @@ def test_blocks_need_less_memory_than_selective_and_that_less_than_none(dropout:
 def test_bignets_blocks_save_memory() -> None:
     def case() -> Case:
         recipe = BigNet(layers=18, width=16)
-        model = recipe.build_model()
+        model = recipe.build_model(Synthetic().vectors(16))
         blocks = recipe.blocks(model)
         assert [len(list(block.parameters())) // 2 for block in blocks] == [4, 4, 4, 4, 2]
         return model, blocks, lambda: (torch.randn(512, 16),)

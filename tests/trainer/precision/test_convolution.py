@@ -28,7 +28,7 @@ from trainer.recipe import LossOutput
 class TwoDamaged(SmallConvNet):
     """Its second and third convolution see images of 2 × 2 and 1 × 1, beside whose border some taps lie."""
 
-    def build_model(self) -> nn.Module:
+    def build_model(self, datasets: Any) -> nn.Module:
         model = nn.Sequential(
             nn.Conv2d(3, 8, 3, stride=6, padding=1, bias=False),
             nn.BatchNorm2d(8),
@@ -166,7 +166,7 @@ def test_nothing_is_tried_in_fp32_or_where_onednn_has_no_part(
 
 def test_the_search_leaves_no_trace_in_the_model_and_the_generators(calls: list[Any]) -> None:
     torch.manual_seed(0)
-    model = TwoDamaged().build_model().train()
+    model = TwoDamaged().build_model(None).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generator = torch.get_rng_state()
 
@@ -231,7 +231,7 @@ def test_it_trains_compiled_and_recomputed(recomputed: str, compiled: bool, call
 
 
 def test_compute_in_fp32_alone_changes_no_weight_and_no_name() -> None:
-    model = TwoDamaged().build_model()
+    model = TwoDamaged().build_model(None)
     names = list(model.state_dict())
     compute_in_fp32(model, DAMAGED, torch.bfloat16)
     assert list(model.state_dict()) == names

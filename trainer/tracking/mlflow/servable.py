@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.files import PROJECT, write_json
 from trainer.formats import dtype_name
 from trainer.recipe import Recipe
@@ -39,11 +39,11 @@ _PACKAGES = {
 
 
 def try_servable(
-    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
+    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, datasets: Datasets, step: int
 ) -> str | None:
     """Call ``write_servable``; return a warning if it does not support what the recipe does."""
     try:
-        write_servable(folder, recipe, model, device, valid, step)
+        write_servable(folder, recipe, model, device, datasets, step)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -57,16 +57,16 @@ def forget_servable(folder: Path) -> None:
 
 
 def write_servable(
-    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, valid: Dataset, step: int
+    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, datasets: Datasets, step: int
 ) -> None:
     """Write the folder ``serving``.
 
     Args:
         folder: the run's.
-        recipe: with its options resolved, and its datasets opened.
+        recipe: with its options resolved.
         model: the exported one, in evaluation mode.
         device: where it runs; call this under autocast.
-        valid: the validation samples, of which the example is made.
+        datasets: of the validation samples the example is made.
         step: the optimizer step of the weights.
 
     """
@@ -75,11 +75,11 @@ def write_servable(
     target.mkdir()
     facts: dict[str, Any] = {"step": step, "predictor": recipe.predictor}
     if recipe.predictor == "forward":
-        samples = [SampleId(index, None) for index in range(min(EXAMPLE_ROWS, len(valid)))]
-        batch = {name: tensor.to(device) for name, tensor in valid.batch(samples).items()}
-        facts |= _forward_facts(target, recipe, model.to(device), batch)
+        samples = [SampleId(index, None) for index in range(min(EXAMPLE_ROWS, len(datasets.valid)))]
+        batch = {name: tensor.to(device) for name, tensor in datasets.valid.batch(samples).items()}
+        facts |= _forward_facts(target, recipe, datasets, model.to(device), batch)
     else:
-        example = recipe.example(valid)
+        example = recipe.example(datasets)
         if isinstance(example, np.ndarray):
             save_file({"input": torch.from_numpy(example)}, target / "example.safetensors")
         else:
@@ -93,7 +93,7 @@ def _requirements(packages: tuple[str, ...] | list[str]) -> list[str]:
     return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in packages]
 
 
-def _forward_facts(target: Path, recipe: Recipe, model: nn.Module, batch: Batch) -> dict[str, Any]:
+def _forward_facts(target: Path, recipe: Recipe, datasets: Datasets, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Record the model's inputs and outputs for validation samples: the example and the signature."""
     given, output = _watch(recipe, model, batch)
     names = [name for name, value in given.items() if isinstance(value, Tensor)]
@@ -104,7 +104,6 @@ def _forward_facts(target: Path, recipe: Recipe, model: nn.Module, batch: Batch)
     outputs = {"": output} if isinstance(output, Tensor) else dict(output)
     module = sys.modules[type(recipe).__module__]
     packages = _copy_source(target / "code", Path(str(module.__file__)))
-    known = {entry.name for entry in fields(recipe)}
     return {
         "positional": [name for name in names if name not in keyword],
         "named": [name for name in names if name in keyword],
@@ -116,8 +115,8 @@ def _forward_facts(target: Path, recipe: Recipe, model: nn.Module, batch: Batch)
         "recipe": {
             "module": module.__name__,
             "class": type(recipe).__name__,
-            "options": {name: getattr(recipe, name) for name in known},
-            "state": {key: value for key, value in vars(recipe).items() if key not in known and _is_json(value)},
+            "options": {entry.name: getattr(recipe, entry.name) for entry in fields(recipe)},
+            "datasets": {key: value for key, value in vars(datasets).items() if _is_json(value)},
         },
         "requirements": _requirements(packages),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,7 @@ class Forward(PythonModel):
         facts = json.loads(Path(context.artifacts["serving"], "serving.json").read_text(encoding="utf-8"))
         of = facts["recipe"]
         recipe = getattr(import_module(of["module"]), of["class"])(**of["options"])
-        vars(recipe).update(of["state"])
-        self.model = recipe.build_model().eval()
+        self.model = recipe.build_model(SimpleNamespace(**of["datasets"])).eval()
         load_model(self.model, Path(context.artifacts["best"], "model.safetensors"), device="cpu")
         self.model.float()
         self.positional, self.named = facts["positional"], facts["named"]
