@@ -189,7 +189,8 @@ def _trainer(hardware: Hardware, overrides: list[str]) -> tuple[Any, Config]:
     from trainer.trainer import Trainer
 
     config = compose(overrides)
-    return Trainer.from_config(config, hardware), config
+    trainer = Trainer.from_config(config, hardware)
+    return trainer, trainer.config
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:

@@ -99,10 +99,9 @@ class Bert(SizedTextRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""
-        assert isinstance(self.context, int)
-        tokens = open_tokens(check_text(data, self.name), None, self.context)
+        tokens = open_tokens(check_text(data, self.name), None, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
-        train, valid = (Quotations(part, self.context, known) for part in (tokens.train, tokens.valid))
+        train, valid = (Quotations(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
         description = f"{tokens.description}, questions about passages of {train.room} tokens"
         special = {
             "cls_token": ("[CLS]", train.cls),
@@ -115,7 +114,6 @@ class Bert(SizedTextRecipe):
         """Return transformers' BERT with random weights in fp32, three token ids added for [CLS], [SEP] and padding."""
         from transformers import BertConfig, BertForQuestionAnswering
 
-        assert isinstance(self.context, int)
         shape = SHAPES[self.size]
         config = BertConfig(
             vocab_size=datasets.vocabulary,
@@ -125,7 +123,7 @@ class Bert(SizedTextRecipe):
             intermediate_size=4 * shape.width,
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
-            max_position_embeddings=max(512, self.context),
+            max_position_embeddings=max(512, self.tokens_per_sample),
             **{f"{role}_id": id for role, (_, id) in datasets.special.items()},
             attn_implementation=self.attention,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch.nn.functional as F
 from torch import nn
@@ -35,11 +35,11 @@ class BigNet(Recipe):
         if not self.loss_weight > 0:
             raise UserError(f"recipe.loss_weight={self.loss_weight} must be above 0")
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Refuse data that is not vectors."""
         if not isinstance(data, Synthetic):
             raise UserError(f"recipe=bignet cannot read data={data.kind}; use data=synthetic")
-        return []
+        return self, []
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Batch 512 in one piece, long enough to see the loss fall."""

@@ -46,9 +46,7 @@ class GPT2(LanguageRecipe):
                     f"use recipe.context={longest}, or auto"
                 )
             return []
-        choices = choose_size(self.size, SHAPES, hardware, "mini", "124M")
-        self.size = str(choices[0].value) if choices else self.size
-        return choices
+        return choose_size(self.size, SHAPES, hardware, "mini", "124M")
 
     def smaller(self) -> list[str]:
         """Return the smaller sizes; none of a pretrained model."""

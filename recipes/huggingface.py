@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
@@ -97,15 +97,19 @@ class SizedTextRecipe(Recipe):
         check_dropout(self.dropout)
         whole_tokens(self.context, least=16)
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size and the context."""
         check_text(data, self.name)
         choices = choose_size(self.size, self.shapes, hardware, self.on_cpu, self.on_gpu)
-        self.size = str(choices[0].value) if choices else self.size
-        if isinstance(self.context, str):
-            self.context = self.shapes[self.size].context
-            choices.append(Choice("recipe.context", self.context, f"{self.context_is}, the size's own"))
-        return choices
+        if self.context == "auto":
+            tokens = self.chosen(choices).tokens_per_sample
+            choices.append(Choice("recipe.context", tokens, f"{self.context_is}, the size's own"))
+        return self.chosen(choices), choices
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """``context``, where it is not auto, else the size's own."""
+        return self.shapes[self.size].context if isinstance(self.context, str) else self.context
 
     def smaller(self) -> list[str]:
         """Return the smaller sizes."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -102,35 +102,34 @@ class LanguageRecipe(Recipe):
         if self.attention != "auto":
             return []
         heads, width = self.attention_heads()
-        shape = attention.Shape(micro_batch_size, heads, self._context, width, getattr(self, "dropout", 0.0))
+        shape = attention.Shape(micro_batch_size, heads, self.tokens_per_sample, width, getattr(self, "dropout", 0.0))
         return [attention.choose(shape, dtype, hardware, deterministic)]
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size, the context and the form of the loss."""
         check_text(data, self.name)
         self._check_tokenizer(data)
         choices = self.choose_model(hardware)
-        if isinstance(self.context, str):
-            self.context = self.own_context()
-            choices.append(Choice("recipe.context", self.context, "tokens per sample, the size's own"))
+        if self.context == "auto":
+            tokens = self.chosen(choices).tokens_per_sample
+            choices.append(Choice("recipe.context", tokens, "tokens per sample, the size's own"))
         if self.chunked_loss is True and not torch_can_chunk():
             raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
-        if self.chunked_loss == "auto":
-            self.chunked_loss = hardware.is_gpu and torch_can_chunk()
-        return choices
+        chunked = hardware.is_gpu and torch_can_chunk() if self.chunked_loss == "auto" else self.chunked_loss
+        return replace(self.chosen(choices), chunked_loss=chunked), choices
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""
-        tokens = open_tokens(check_text(data, self.name), self._tokenizer(), self._context)
-        description = f"{tokens.description}, samples of {self._context} tokens"
-        train, valid = (TokenWindows(part, self._context) for part in (tokens.train, tokens.valid))
+        tokens = open_tokens(check_text(data, self.name), self._tokenizer(), self.tokens_per_sample)
+        description = f"{tokens.description}, samples of {self.tokens_per_sample} tokens"
+        train, valid = (TokenWindows(part, self.tokens_per_sample) for part in (tokens.train, tokens.valid))
         vocabulary = max(tokens.tokenizer.vocab_size, self.own_vocabulary())
         return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary)
 
     def build_model(self, datasets: TextDatasets) -> LanguageModel:
         """Build the model with its vocabulary padded."""
         multiple, vocabulary = self.vocabulary_multiple, datasets.vocabulary
-        network = self.network(math.ceil(vocabulary / multiple) * multiple, self._context)
+        network = self.network(math.ceil(vocabulary / multiple) * multiple, self.tokens_per_sample)
         in_fp32 = self.attention == "sdpa_fp32"
         return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, in_fp32)
 
@@ -159,14 +158,14 @@ class LanguageRecipe(Recipe):
 
     def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text."""
-        return datasets.tokens.tokenizer.decode(datasets.tokens.valid[: min(16, self._context // 2)].tolist())
+        return datasets.tokens.tokenizer.decode(datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].tolist())
 
     def epilogue(self, model: LanguageModel, datasets: TextDatasets, device: torch.device) -> str:
         """Show a short sample of generated text."""
         tokenizer = datasets.tokens.tokenizer
-        start = datasets.tokens.valid[: min(16, self._context // 2)].astype(np.int64)
+        start = datasets.tokens.valid[: min(16, self.tokens_per_sample // 2)].astype(np.int64)
         prompt = torch.from_numpy(start)[None].to(device)
-        length = min(_SAMPLE_TOKENS, self._context - prompt.shape[1])
+        length = min(_SAMPLE_TOKENS, self.tokens_per_sample - prompt.shape[1])
         torch.manual_seed(0)
         for _ in range(length):  # a cache would be faster; a hundred tokens do not need one
             hidden = model.network.base_model(prompt, use_cache=False).last_hidden_state[:, -1]
@@ -192,9 +191,9 @@ class LanguageRecipe(Recipe):
         return "eager" if self.attention == "eager" else "sdpa"
 
     @property
-    def _context(self) -> int:
-        assert isinstance(self.context, int)
-        return self.context
+    def tokens_per_sample(self) -> int:
+        """``context``, where it is not auto, else the model's own."""
+        return self.own_context() if isinstance(self.context, str) else self.context
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that the model brings, if it does."""

@@ -66,8 +66,7 @@ class Llama(LanguageRecipe):
     def choose_model(self, hardware: Hardware) -> list[Choice]:
         """Choose the size, and refuse numbers that do not fit each other."""
         choices = choose_size(self.size, SHAPES, hardware, "nano", "1B")
-        self.size = str(choices[0].value) if choices else self.size
-        shape = self._shape
+        shape = self.chosen(choices)._shape
         if shape.width % (2 * shape.heads):
             raise UserError(
                 f"recipe.width={shape.width} must be an even number for each of recipe.heads={shape.heads}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -53,17 +53,17 @@ class ResNet(Recipe):
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the architecture, or check the one asked for."""
         _image_source(data)
         if self.arch != "auto":
             _check_arch(self.arch)
-            return []
+            return self, []
         if hardware.is_gpu:
-            self.arch, why = "resnet50", "the published size; recipe.arch=resnet18 for a smaller one"
+            choice = Choice("recipe.arch", "resnet50", "the published size; recipe.arch=resnet18 for a smaller one")
         else:
-            self.arch, why = "resnet18", "fits a CPU; recipe.arch=resnet50 for the published size"
-        return [Choice("recipe.arch", self.arch, why)]
+            choice = Choice("recipe.arch", "resnet18", "fits a CPU; recipe.arch=resnet50 for the published size")
+        return self.chosen([choice]), [choice]
 
     def smaller(self) -> list[str]:
         """Return ResNet-18."""

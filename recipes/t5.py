@@ -119,10 +119,9 @@ class T5(SizedTextRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and cut spans out."""
-        assert isinstance(self.context, int)
-        tokens = open_tokens(check_text(data, self.name), None, self.context)
+        tokens = open_tokens(check_text(data, self.name), None, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
-        train, valid = (Gaps(part, self.context, known) for part in (tokens.train, tokens.valid))
+        train, valid = (Gaps(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
         cut = f"{train.noise} tokens in {train.spans} spans cut out of each {train.window}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", train.start), "eos_token": ("</s>", train.eos)}

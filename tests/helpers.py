@@ -14,8 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
 
-from trainer.config import schema as config
-from trainer.config.schema import Config
+from trainer.config.schema import Config, build, register
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
@@ -28,9 +27,9 @@ CPU = Hardware(torch.device("cpu"), "a CPU", 2**34, 2)
 
 def compose(*overrides: str) -> Config:
     """The config of a command line, without the command line."""
-    config.register()
+    register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return config.build(hydra_compose("config", list(overrides)))
+        return build(hydra_compose("config", list(overrides)))
 
 
 def trainer_of(*overrides: str, device: str = "cpu") -> Trainer:

@@ -96,7 +96,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
             # As typed: Hydra would look up ${…} within them among its own keys.
             overrides = cast("list[str]", OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
             built = config.build(composed, overrides)
-            sweep.begin(built, overrides)
+            built = sweep.begin(built, overrides)
             sweep.end(train(built, overrides, run_class))
             codes.append(0)
         except (RunError, Interrupted) as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class LossOutput(NamedTuple):
     """Scalars, detached: further sums over the same targets, such as the number of correct top-1 answers."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sizes:
     """How much one optimizer step and one run take, after every ``auto`` is resolved."""
 
@@ -41,8 +42,24 @@ class Choice(NamedTuple):
     why: str
 
 
+class SetOnce:
+    """A config whose fields do not change: ``dataclasses.replace`` makes another one.
+
+    (Hydra cannot compose dataclasses with ``frozen=True``: OmegaConf makes their nodes read-only.)
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self):
+            raise AttributeError(f"{type(self).__name__}.{name} does not change; use dataclasses.replace")
+        super().__setattr__(name, value)
+
+
+NO_OPTION = {"omegaconf_ignore": True}
+"""Metadata of a config's field that users do not set."""
+
+
 @dataclass
-class DataSource:
+class DataSource(SetOnce):
     """The ``data`` config group. What kind of data it can give is told by its subclass."""
 
     kind: ClassVar[str] = ""
@@ -50,7 +67,7 @@ class DataSource:
 
 
 @dataclass
-class Recipe:
+class Recipe(SetOnce):
     """The ``recipe`` config group: model, data, loss and metrics of one family.
 
     Subclasses are dataclasses whose fields are the user's options, and a recipe holds nothing else. What the data
@@ -73,14 +90,22 @@ class Recipe:
     """
 
     measured: ClassVar[tuple[str, ...]] = ()
-    """Fields whose ``auto`` is settled by ``measure``; a resumed run keeps what it had."""
+    """Fields whose ``auto`` is decided by ``measure``; a resumed run keeps what it had."""
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> list[Choice]:
-        """Replace the recipe's own ``auto`` fields by values, and say so; raise UserError for misfits.
+    def chosen(self, choices: Iterable[Choice]) -> Self:
+        """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
+        return replace(self, **{choice.key.removeprefix("recipe."): choice.value for choice in choices})
 
-        Called once, before anything is loaded or written, so it must be quick.
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
+        """Return the recipe without ``auto``, as far as the hardware decides, and what was chosen.
+
+        Called before anything is loaded or written, so it must be quick.
+
+        Raises:
+            UserError: options that do not fit each other, the hardware or the data.
+
         """
-        return []
+        return self, []
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Return what ``steps``, ``batch_size`` and ``micro_batch_size`` become where they say ``auto``."""
@@ -93,7 +118,7 @@ class Recipe:
     def measure(
         self, hardware: Hardware, dtype: torch.dtype | None, micro_batch_size: int, deterministic: bool
     ) -> list[Choice]:
-        """Return what becomes of ``auto`` fields that only a measurement can decide; the fields are set by the caller.
+        """Return what becomes of ``auto`` fields that only a measurement can decide.
 
         Called on rank 0 before the model is built, on a new run; it must take less than a second.
 

@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -86,9 +87,11 @@ class Trainer:
         set_determinism(config.deterministic)
         self.datasets = self._open_datasets() if datasets is None else datasets
         """What it trains on and is evaluated on."""
-        self.choices = config.settle_augment() + self._measure()
+        config, self.choices = self._settled(config)
         """What was chosen once the data was open."""
-        config.loader.resolve(self.datasets.decodes, hardware)
+        self.config, self.recipe = config, config.recipe
+        self.workers = config.loader.processes(self.datasets.decodes, hardware)
+        """Loading processes."""
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self.recipe.build_model(self.datasets).to(self.device) if model is None else model
@@ -135,19 +138,18 @@ class Trainer:
 
         """
         hardware = hardware or detect(config.device)
-        plan, _ = config.resolve(hardware, world)
+        config, plan, _ = config.resolve(hardware, world)
         return cls(config, plan, hardware, world)
 
     def _open_datasets(self) -> Datasets:
         return self.world.first_then_others(lambda: self.recipe.datasets(self.config.data, self.config.seed))
 
-    def _measure(self) -> list[Choice]:
-        """Settle what the recipe leaves to a measurement, on all ranks as rank 0 measures it."""
-        half, size = self.config.precision.half, self.plan.batching.micro_batch_size
-        choices = self.world.on_first(lambda: self.recipe.measure(self.hardware, half, size, self.config.deterministic))
-        for choice in choices:
-            setattr(self.recipe, choice.key.removeprefix("recipe."), choice.value)
-        return choices
+    def _settled(self, config: Config) -> tuple[Config, list[Choice]]:
+        """Return the config with what the open data and the recipe's measurements decide, as on rank 0."""
+        config, choices = config.with_data(self.datasets, self.hardware)
+        half, size = config.precision.half, self.plan.batching.micro_batch_size
+        measured = self.world.on_first(lambda: config.recipe.measure(self.hardware, half, size, config.deterministic))
+        return replace(config, recipe=config.recipe.chosen(measured)), choices + measured
 
     def _mend_convolutions(self) -> list[str]:
         """Let convolutions that are not reliable in the run's format compute in fp32; return their names.
@@ -222,6 +224,7 @@ class Trainer:
             self.plan.batching,
             self.step,
             self.plan.steps - self.step,
+            self.workers,
             self.hardware,
         )
 
@@ -303,7 +306,9 @@ class Trainer:
         samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)
         own = samples[self.world.rank :: ranks]
         others = samples[:1] * (math.ceil(len(samples) / ranks) - len(own))
-        return len(own), self.config.loader.loader(dataset, own + others, self.hardware)  # kept: so are its workers
+        return len(own), self.config.loader.loader(
+            dataset, own + others, self.workers, self.hardware
+        )  # kept: so are its workers
 
     def _set_lr(self) -> float:
         lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)

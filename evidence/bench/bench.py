@@ -158,8 +158,7 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
     for framework in FRAMEWORKS:
         if missing[framework.name] is None:
             (fits if framework.whole_fit else others)[framework.name] = framework.block(workload, folder)
-    assert config.run_name is not None
-    run_folder = RunFolder.create(config.output_dir, config.run_name)
+    run_folder = RunFolder.create(config.output_dir, trainer.plan.run_name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
     run.turns = turns = Turns(job.steps, job.rounds, repeats, others, fits)
     with threads(job.threads):

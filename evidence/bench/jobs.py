@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +38,7 @@ class Job:
         register()
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = build(compose("config", [*self.overrides, *further]))
-        if self.recipe is not None:
-            config.recipe = self.recipe()
-        return config
+        return config if self.recipe is None else replace(config, recipe=self.recipe())
 
     def line(self, *further: str) -> str:
         """Return the command that trains this, for the report."""

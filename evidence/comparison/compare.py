@@ -120,7 +120,7 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
             composed = compose(overrides)
             if composed.parallel.kind != "single":
                 raise UserError("arms run on one device; drop parallel=…")
-            plan, _ = composed.resolve(detect(composed.device))
+            plan = composed.resolve(detect(composed.device)).plan
             if plan.steps <= composed.log_every:
                 raise UserError(
                     f"steps={plan.steps} leaves no step to measure the speed of: those up to log_every="

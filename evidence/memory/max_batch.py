@@ -73,8 +73,8 @@ def largest_micro_batch(
         raise UserError("micro_batch_size is what this command finds; leave it out")
     limit_bytes = int(budget_bytes * (1 - margin))
     config = compose(overrides)
-    config.resolve(detect(config.device))
-    batch_size = int(config.batch_size)
+    config, plan, _ = config.resolve(detect(config.device))
+    batch_size = plan.batching.batch_size
     samples = len(config.recipe.datasets(config.data, config.seed).train)
     common = [override for override in overrides if _key(override) not in _KEYS]
 

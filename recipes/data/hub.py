@@ -99,7 +99,7 @@ class Hub(TokenizedText, ImageSource):
             raise UserError(f"data.name={self.name} has too few images of each class to set some aside")
         size = image_size or min(*train_set.image(0).size, 224)
         train_set.image_size = valid_set.image_size = size
-        train_set.augment = valid_set.augment = augment = self.choose_augment(train_set.shorter_side())
+        train_set.augment = valid_set.augment = augment = self.augment.choose(train_set.shorter_side())
         counts = f"{len(train_set):,} training and {len(valid_set):,} validation images ({origin})"
         text = f"{self.name}: {counts}, {len(classes)} classes, {size} × {size}"
         return ImageDatasets(train_set, valid_set, text, True, classes=classes, image_size=size, augment=augment)

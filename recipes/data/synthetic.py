@@ -69,7 +69,7 @@ class Synthetic(TextSource, ImageSource):
         An epoch repeats a pool of 256 images, so a batch costs one copy.
         """
         size = image_size or 224
-        augment = self.choose_augment(None)
+        augment = self.augment.choose(None)
         pattern = np.random.default_rng(0).integers(0, 128, (self.classes, 3, PATTERN_CELLS, PATTERN_CELLS), np.uint8)
         cells = np.arange(size) * PATTERN_CELLS // size
 

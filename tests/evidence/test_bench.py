@@ -157,7 +157,7 @@ def test_only_lightning_2_5_is_ever_imported(
 def test_the_jobs_are_commands_that_resolve(gpu: Hardware) -> None:
     for hardware in (detect("cpu"), gpu):
         for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
-            plan, _ = job.config("precision=bf16", "clip=norm").resolve(hardware)
+            plan = job.config("precision=bf16", "clip=norm").resolve(hardware).plan
             assert plan.batching.accumulation == 1, "one microbatch, as the bare loop has it"
     assert gpt2_job(detect("cpu")).line("precision=bf16").startswith("python scripts/train.py recipe=gpt2 ")
 

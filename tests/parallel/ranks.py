@@ -52,9 +52,9 @@ class Gradients(ClipNorm):
     after: list[Tensor] = field(default_factory=list)
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        self.before = [whole(parameter.grad) for parameter in parameters]
+        self.before[:] = [whole(parameter.grad) for parameter in parameters]
         super().apply(parameters, norm)
-        self.after = [whole(parameter.grad) for parameter in parameters]
+        self.after[:] = [whole(parameter.grad) for parameter in parameters]
 
 
 def whole(tensor: Any) -> Tensor:
@@ -253,12 +253,12 @@ def halves(mode: str) -> dict[str, Any]:
 def accumulation(mode: str) -> dict[str, Any]:
     """The gradient of 128 samples, one a microbatch, that the masters of 16-bit weights get."""
     config = compose(*BIGNET, "device=cpu", "batch_size=128", "micro_batch_size=1", f"parallel={mode}")
-    config.precision, config.clip = Precision("bf16_master"), Gradients()
-    trainer = trainer_of(config)
+    clip = Gradients()
+    trainer = trainer_of(replace(config, precision=Precision("bf16_master"), clip=clip))
     trainer.model.train()
     trainer.train_step(next(trainer.batches()))
     return {
-        "gradient": torch.cat([tensor.flatten() for tensor in config.clip.before]).tolist(),
+        "gradient": torch.cat([tensor.flatten() for tensor in clip.before]).tolist(),
         "cleared": all(parameter.grad is None for parameter in trainer.model.parameters()),
     }
 

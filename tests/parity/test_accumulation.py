@@ -58,7 +58,7 @@ class Copy(Clip):
     gradients: list[Tensor] = field(default_factory=list)
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        self.gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        self.gradients[:] = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
 
 def gradient_and_loss(micro_batch_size: int) -> tuple[Tensor, float]:

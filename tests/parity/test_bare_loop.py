@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -94,8 +94,7 @@ def gpt2_config(mode: str, clip: str, accumulation: int) -> Config:
         "scaler.interval=4",
         "schedule.warmup_steps=2",
     )
-    config.clip = CLIPS[clip]()
-    return config
+    return replace(config, clip=CLIPS[clip]())
 
 
 def conv_config(mode: str, clip: str, accumulation: int) -> Config:
@@ -174,8 +173,7 @@ def test_gpt2_with_adamw_is_bitwise_the_bare_loop(mode: str, clip: str, accumula
 @pytest.mark.parametrize("clip", ["none", "norm"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_targets_that_are_no_power_of_two_are_no_exception(mode: str, clip: str) -> None:
-    config = gpt2_config(mode, clip, 4)
-    config.batch_size = 6  # 96 targets in three microbatches
+    config = replace(gpt2_config(mode, clip, 4), batch_size=6)  # 96 targets in three microbatches
     skipped = compare(config, gpt2_loss, mode, clip)
     assert skipped.count(False) >= 4
 
@@ -195,9 +193,9 @@ def test_a_convnet_with_sgd_is_bitwise_the_bare_loop(mode: str, clip: str, accum
 def test_the_step_takes_no_more_memory_than_the_bare_loop(mode: str, accumulation: int, size: str) -> None:
     config = gpt2_config(mode, "norm", accumulation)
     assert isinstance(config.recipe, GPT2)
-    config.recipe.size = size
+    config = replace(config, recipe=replace(config.recipe, size=size))
     if size == "wide":
-        config.batch_size, config.micro_batch_size = 4, 4 // accumulation
+        config = replace(config, batch_size=4, micro_batch_size=4 // accumulation)
     trainer = start(config)
     bare = bare_of(trainer, gpt2_loss, mode, "norm")
     peaks = []

@@ -173,11 +173,11 @@ def test_every_rank_takes_what_rank_0_measured(measured: dict[str, float]) -> No
         def on_first(self, work: Any) -> Any:
             return [Choice("recipe.attention", "sdpa_fp32", "")]
 
-    config = compose(*MODELS["gpt2"], "precision=bf16", "device=cpu")
-    plan, _ = config.resolve(detect("cpu"))
+    config, plan, _ = compose(*MODELS["gpt2"], "precision=bf16", "device=cpu").resolve(detect("cpu"))
+    assert config.recipe.attention == "auto"
     trainer = Trainer.__new__(Trainer)
-    trainer.world, trainer.config, trainer.recipe, trainer.plan = Second(), config, config.recipe, plan
-    trainer.hardware = detect("cpu")
-    trainer._measure()
-    assert config.recipe.attention == "sdpa_fp32"
+    trainer.world, trainer.plan, trainer.hardware = Second(), plan, detect("cpu")
+    trainer.datasets = config.recipe.datasets(config.data, 0)
+    settled, _ = trainer._settled(config)
+    assert settled.recipe.attention == "sdpa_fp32"
     assert measured["calls"] == 0

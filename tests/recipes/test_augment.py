@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from recipes.data.images.pixels import square
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.synthetic import Synthetic
 from recipes.data.text.source import TextSource
-from tests.helpers import compose
-from trainer.config.schema import flatten
-from trainer.data.contract import Dataset, SampleId
+from tests.helpers import CPU, compose
+from trainer.config.schema import Config, flatten
+from trainer.data.contract import Dataset, Datasets, SampleId
 from trainer.data.loader import DataOrder
 from trainer.errors import UserError
+from trainer.recipe import Choice
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -36,8 +38,7 @@ def cut(image: Image.Image, size: int, augment: Augment, seed: int | None) -> np
 
 
 def opened(source: ImageSource, augment: Augment, size: int | None = None) -> ImageDatasets:
-    source.augment = augment
-    return source.images(size)
+    return replace(source, augment=augment).images(size)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +90,8 @@ def test_every_source_tells_auto_the_size_of_its_images_as_they_are_stored(tmp_p
         (tmp_path / name).mkdir()
         folder = str(write_folder(tmp_path / name, height, width))
         assert opened(ImageFolder(path=folder), auto, 224).augment == chosen
-        source = Hub(name=folder, cache_dir=str(tmp_path / "cache"))
-        data = opened(source, auto, 32)
-        assert data.augment == source.augment == data.train.augment == data.valid.augment == chosen
+        data = opened(Hub(name=folder, cache_dir=str(tmp_path / "cache")), auto, 32)
+        assert data.augment == data.train.augment == data.valid.augment == chosen
 
 
 def test_one_odd_image_does_not_decide_for_all(tmp_path: Path) -> None:
@@ -293,23 +293,27 @@ def test_areas_that_no_image_has_are_refused(options: dict[str, float]) -> None:
 
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
-    config = compose("recipe=resnet", "recipe.arch=resnet18", "augment=light", "augment.shift=0.25")
-    assert config.recipe.datasets(config.data, 0).train.augment == Light(0.25)
-    assert config.settle_augment() == []
-    config = compose("recipe=resnet", "recipe.arch=resnet18")
-    assert flatten(config)["augment"] == "auto"
-    config.recipe.datasets(config.data, 0)
-    ((key, value, why),) = config.settle_augment()
+    def opened(*overrides: str) -> tuple[Datasets, Config, list[Choice]]:
+        config = compose(*overrides).resolve(CPU).config
+        datasets = config.recipe.datasets(config.data, 0)
+        return datasets, *config.with_data(datasets, CPU)
+
+    datasets, config, choices = opened("recipe=resnet", "augment=light", "augment.shift=0.25")
+    assert datasets.train.augment == config.augment == config.data.augment == Light(0.25)
+    assert choices == []
+    assert flatten(compose("recipe=resnet"))["augment"] == "auto"
+    _, config, [(key, value, why)] = opened("recipe=resnet")
     assert (key, value, flatten(config)["augment"]) == ("augment", "none", "none")
     assert "augment=light" in why
-    config = compose("recipe=gpt2", "data=synthetic")  # nothing to say about text
-    assert (config.settle_augment(), flatten(config)["augment"]) == ([], "none")
+    assert not any(key.startswith("data.augment") for key in flatten(config))
+    _, config, choices = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
+    assert (choices, flatten(config)["augment"]) == ([], "none")
 
 
 @pytest.mark.parametrize("data", ["data=python_docs", "data=synthetic"])
 def test_augmenting_text_is_refused(data: str) -> None:
     def opened_as_text() -> None:
-        source = compose("recipe=gpt2", data, "augment=light").data
+        source = compose("recipe=gpt2", data, "augment=light").resolve(CPU).config.data
         assert isinstance(source, TextSource)
         source.tokens(None)
 
@@ -319,8 +323,7 @@ def test_augmenting_text_is_refused(data: str) -> None:
 
 def test_a_record_gives_the_choice_back_and_an_older_one_what_was_done_then() -> None:
     for augment in (Augment(), Light(0.25, flip=True), ImageNet(evaluated=1.0)):
-        config = compose("recipe=resnet")
-        config.set_augment(augment)
+        config = compose("recipe=resnet").with_augment(augment)
         assert from_record(recorded(flatten(config), reads_images=True)) == augment
     for data, reads_images, then in (
         ("imagefolder", True, ImageNet()),

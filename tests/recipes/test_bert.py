@@ -21,7 +21,7 @@ TINY = ["recipe=bert", "recipe.context=24", "data=synthetic", "data.vocab_size=9
 @pytest.mark.parametrize(("size", "parameters"), [("base", 108_893_186), ("large", 334_094_338)])
 def test_published_sizes_have_their_parameters(size: str, parameters: int) -> None:
     config = compose("recipe=bert", f"recipe.size={size}", "data=synthetic", "data.vocab_size=30519")
-    config.resolve(CPU)
+    config = config.resolve(CPU).config
     datasets = config.recipe.datasets(config.data, seed=0)
     with torch.device("meta"):
         model = config.recipe.build_model(datasets)
@@ -34,7 +34,7 @@ def test_published_sizes_have_their_parameters(size: str, parameters: int) -> No
 def test_auto_is_nano_on_a_cpu_and_base_on_a_gpu() -> None:
     for hardware, size, context in ((CPU, "nano", 64), (GPU, "base", 384)):
         config = compose("recipe=bert", "data=synthetic")
-        choices = config.recipe.resolve(hardware, config.data)
+        _, choices = config.recipe.resolve(hardware, config.data)
         found = [(choice.key, choice.value) for choice in choices]
         assert found == [("recipe.size", size), ("recipe.context", context)]
 

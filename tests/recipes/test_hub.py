@@ -208,8 +208,7 @@ def test_an_image_folder(pictures: Path) -> None:
 
 
 def test_only_the_samples_seed_moves_the_crop(pictures: Path) -> None:
-    source = Hub(name=str(pictures))
-    source.augment = ImageNet()
+    source = Hub(name=str(pictures), augment=ImageNet())
     train = source.images(24).train
     one, two, other = (train.batch([SampleId(3, seed)])["image"][0] for seed in (5, 5, 6))
     among_others = pickle.loads(pickle.dumps(train)).batch([SampleId(7, 1), SampleId(3, 5), SampleId(3, 5)])

@@ -139,8 +139,7 @@ def test_a_class_called_train_is_not_a_split(tmp_path: Path) -> None:
 
 
 def test_a_folder_batch_holds_the_crops_of_its_files(tmp_path: Path) -> None:
-    source = ImageFolder(path=str(animals(tmp_path)))
-    source.augment = ImageNet()
+    source = ImageFolder(path=str(animals(tmp_path)), augment=ImageNet())
     data = source.images(16)
     samples = [SampleId(12, 3), SampleId(0, None)]
     dataset = pickle.loads(pickle.dumps(data.train))  # as a worker process gets it

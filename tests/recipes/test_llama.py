@@ -34,7 +34,7 @@ def test_published_sizes_have_their_parameters(size: str, layers: int | None, pa
 def test_auto_is_nano_on_a_cpu_and_1b_on_a_gpu() -> None:
     for hardware, size, context in ((CPU, "nano", 64), (GPU, "1B", 8192)):
         config = compose("recipe=llama", "data=synthetic")
-        choices = config.recipe.resolve(hardware, config.data)
+        _, choices = config.recipe.resolve(hardware, config.data)
         found = [(choice.key, choice.value) for choice in choices]
         assert found == [
             ("recipe.size", size),

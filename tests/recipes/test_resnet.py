@@ -22,9 +22,7 @@ GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 
 
 def ready(**options: object) -> ResNet:
-    recipe = ResNet(**{"arch": "resnet18"} | options)
-    recipe.resolve(CPU, Digits())
-    return recipe
+    return ResNet(**{"arch": "resnet18"} | options).resolve(CPU, Digits())[0]
 
 
 def built(recipe: ResNet) -> Any:
@@ -50,14 +48,12 @@ class Stub(nn.Module):
 
 
 def test_auto_chooses_what_the_device_can_carry_and_says_how_to_change_it() -> None:
-    recipe = ResNet()
-    [choice] = recipe.resolve(CPU, Digits())
+    recipe, [choice] = ResNet().resolve(CPU, Digits())
     assert (choice.key, choice.value, recipe.arch) == ("recipe.arch", "resnet18", "resnet18")
     assert "recipe.arch=resnet50" in choice.why
-    recipe = ResNet()
-    recipe.resolve(GPU, Digits())
+    recipe, _ = ResNet().resolve(GPU, Digits())
     assert (recipe.arch, recipe.sizes(GPU).batch_size) == ("resnet50", 256)
-    assert ready(arch="convnext_tiny").resolve(CPU, Digits()) == []
+    assert ready(arch="convnext_tiny").resolve(CPU, Digits())[1] == []
 
 
 def test_an_unknown_architecture_is_refused_with_the_nearest_name() -> None:

@@ -20,7 +20,7 @@ TINY = ["recipe=t5", "recipe.context=24", "data=synthetic", "data.vocab_size=90"
 @pytest.mark.parametrize(("size", "parameters"), [("small", 60_506_624), ("base", 222_903_552)])
 def test_published_sizes_have_their_parameters(size: str, parameters: int) -> None:
     config = compose("recipe=t5", f"recipe.size={size}", "data=synthetic", "data.vocab_size=32000")
-    config.resolve(CPU)
+    config = config.resolve(CPU).config
     datasets = config.recipe.datasets(config.data, seed=0)
     data: Any = datasets.train
     assert (data.window, data.noise, data.spans) == (568, 85, 28)
@@ -37,7 +37,7 @@ def test_published_sizes_have_their_parameters(size: str, parameters: int) -> No
 def test_auto_is_nano_on_a_cpu_and_small_on_a_gpu() -> None:
     for hardware, size, context in ((CPU, "nano", 64), (GPU, "small", 512)):
         config = compose("recipe=t5", "data=synthetic")
-        choices = config.recipe.resolve(hardware, config.data)
+        _, choices = config.recipe.resolve(hardware, config.data)
         found = [(choice.key, choice.value) for choice in choices]
         assert found == [("recipe.size", size), ("recipe.context", context)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 from trainer.config import schema as config
@@ -69,19 +68,19 @@ def _unknown(key: str, owner: str, value: str = "") -> str:
     """Say which choice of the group has this option, if any, or what is nearest to it; ``value`` was typed."""
     group, _, option = key.partition(".")
     classes = config.groups().get(group, {})
-    holders = [name for name, cls in classes.items() if any(entry.name == option for entry in dataclasses.fields(cls))]
+    holders = [name for name, cls in classes.items() if any(entry.name == option for entry in config.options(cls))]
     if holders:
         here = next((name for name, cls in classes.items() if cls.__name__ == owner), None)
         which = f"{group}={here}" if here else f"this {group}"
         return f"{key} is not an option of {which}; it belongs to {', '.join(f'{group}={name}' for name in holders)}"
     if classes:
-        options = [entry.name for cls in classes.values() for entry in dataclasses.fields(cls)]
+        options = [entry.name for cls in classes.values() for entry in config.options(cls)]
         near = nearest(option, options, f"{group}.")
     elif (better := meant(key)) != key:
         # Under the same name in a group the value is right, too; other trainers' names may want another one.
         near = f"; did you mean '{better}{f'={value}' if better.endswith(f'.{key}') and value else ''}'?"
     else:
-        near = nearest(key, [*(entry.name for entry in dataclasses.fields(config.Config)), "experiment"])
+        near = nearest(key, [*(entry.name for entry in config.options(config.Config)), "experiment"])
     return f"{key} is not a key of the config{near}; --cfg job shows all of them"
 
 
@@ -114,7 +113,7 @@ def meant(key: str) -> str:
 
     That is an option of a group by the option's name alone, or the name that other trainers have for it.
     """
-    if key in {entry.name for entry in dataclasses.fields(config.Config)}:
+    if key in {entry.name for entry in config.options(config.Config)}:
         return key
     head, dot, rest = key.partition(".")
     if head in _OTHER_NAMES:
@@ -123,12 +122,12 @@ def meant(key: str) -> str:
     holders = [
         group
         for group, classes in config.groups().items()
-        if any(key == entry.name for cls in classes.values() for entry in dataclasses.fields(cls))
+        if any(key == entry.name for cls in classes.values() for entry in config.options(cls))
     ]
     return f"{min(holders, key=_PREFERRED.index)}.{key}" if holders else key
 
 
-_PREFERRED = ("optimizer", "schedule", "recipe", "data", *config.Config.__dataclass_fields__)
+_PREFERRED = ("optimizer", "schedule", "recipe", "data", *(entry.name for entry in config.options(config.Config)))
 """Of several groups with an option of one name, the first is meant."""
 
 
@@ -136,9 +135,7 @@ def is_text(key: str) -> bool:
     """Whether the value of a key is text whatever it looks like, such as a path."""
     group, dot, option = key.partition(".")
     owners = config.groups().get(group, {}).values() if dot else [config.Config]
-    return any(
-        entry.name == (option or key) and entry.type in _TEXT for cls in owners for entry in dataclasses.fields(cls)
-    )
+    return any(entry.name == (option or key) and entry.type in _TEXT for cls in owners for entry in config.options(cls))
 
 
 _TEXT = ("str", "str | None")

@@ -6,8 +6,8 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -16,6 +16,7 @@ import recipes
 from recipes.data.images.augment import CHOICES, REASONS, Augment, AutomaticAugment
 from recipes.data.images.source import ImageSource
 from trainer.checkpoint.store import Checkpoint
+from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
@@ -29,7 +30,7 @@ from trainer.parallel.wrap import DDP, FSDP, Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
 from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
-from trainer.recipe import Choice, DataSource, Recipe
+from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe, SetOnce
 from trainer.tracking.tracker import Tracking
 
 _GROUPS: dict[str, dict[str, type]] = {
@@ -52,8 +53,8 @@ _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_s
 
 
 @dataclass
-class Config:
-    """Everything that decides a run. ``auto`` fields hold numbers after ``resolve``."""
+class Config(SetOnce):
+    """Everything that decides a run. It does not change: ``resolve`` returns another one."""
 
     recipe: Recipe
     data: DataSource
@@ -82,6 +83,8 @@ class Config:
     resume: str | None = None
     output_dir: str = "outputs"
     run_name: str | None = None
+    dropped: tuple[Choice, ...] = field(default=(), metadata=NO_OPTION)
+    """Options of the optimizer's YAML that its class does not have."""
 
     def __post_init__(self) -> None:
         for key in _AUTO_FIELDS:
@@ -96,39 +99,32 @@ class Config:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.scaler.check(self.precision.mode)
         self.parallel.check(self.precision)
-        self.set_augment(self.augment)
-        self.dropped: list[Choice] = []
+        if not isinstance(self.data, ImageSource) and self.augment.kind not in (Augment.kind, AutomaticAugment.kind):
+            kind, data = self.augment.kind, self.data.kind
+            raise UserError(f"augment={kind} has no effect: data={data} has no images; leave it out")
 
-    def set_augment(self, augment: Augment) -> None:
-        """Have the images augmented in this way.
+    def with_augment(self, augment: Augment) -> Config:
+        """Return the config with images augmented in this way."""
+        data = replace(self.data, augment=augment) if isinstance(self.data, ImageSource) else self.data
+        return replace(self, augment=augment, data=data)
 
-        Raises:
-            UserError: the data has no images.
-
-        """
-        self.augment = augment
-        if isinstance(self.data, ImageSource):
-            self.data.augment = augment
-        elif augment.kind not in (Augment.kind, AutomaticAugment.kind):
-            raise UserError(f"augment={augment.kind} has no effect: data={self.data.kind} has no images; leave it out")
-
-    def settle_augment(self) -> list[Choice]:
-        """Replace ``augment=auto`` by what the images, which are open now, made of it; say so if there are any."""
+    def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Config, list[Choice]]:
+        """Return the config without the ``auto`` that only the open data decides, and what is worth saying of it."""
+        workers = self.loader.processes(datasets.decodes, hardware)
+        config = replace(self, loader=replace(self.loader, workers=workers))
         if self.augment.kind != AutomaticAugment.kind:
-            return []
-        settled = self.data.augment if isinstance(self.data, ImageSource) else self.augment
-        if settled.kind == AutomaticAugment.kind:  # no images were opened
-            self.augment = Augment()
-            return []
-        self.augment = settled
-        return [Choice("augment", settled.kind, REASONS[settled.kind])]
+            return config, []
+        augment = getattr(datasets.train, "augment", None)  # of images only
+        if augment is None:
+            return config.with_augment(Augment()), []
+        return config.with_augment(augment), [Choice("augment", augment.kind, REASONS[augment.kind])]
 
     def default_name(self) -> str:
         """Return the name of a run that was given none."""
         return f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
 
-    def resolve(self, hardware: Hardware, world: World | None = None) -> tuple[Plan, list[Choice]]:
-        """Replace every ``auto`` by a number, check what depends on the hardware, and say what was chosen.
+    def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved:
+        """Return the config without the ``auto`` that the hardware decides, and check what depends on the hardware.
 
         Args:
             hardware: of this process.
@@ -139,14 +135,14 @@ class Config:
 
         """
         self.precision.check(hardware)
-        choices = [*self.dropped, *self.recipe.resolve(hardware, self.data)]
-        sizes = self.recipe.sizes(hardware)
+        recipe, chosen = self.recipe.resolve(hardware, self.data)
+        choices = [*self.dropped, *chosen]
+        sizes = recipe.sizes(hardware)
 
         def number(key: str, auto: int, why: str) -> int:
             value = getattr(self, key)
             if isinstance(value, int):
                 return value
-            setattr(self, key, auto)
             choices.append(Choice(key, auto, why))
             return auto
 
@@ -162,28 +158,66 @@ class Config:
         most = min(batch_size, sizes.micro_batch_size)
         fitting = max((s for s in range(1, most + 1) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, suits)
+        eval_every = number("eval_every", max(steps // 10, min(steps, 25)), "ten evaluations a run, or fewer")
         plan = Plan(
+            self.run_name or self.default_name(),
             steps,
             Batching(batch_size, micro_batch_size, world.size, world.rank),
-            eval_every=number("eval_every", max(steps // 10, min(steps, 25)), "ten evaluations a run, or fewer"),
+            eval_every,
             eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
+            save_every=self.checkpoint.interval(eval_every),
         )
-        self.run_name = self.run_name or self.default_name()
-        if "/" in self.run_name or self.run_name in (".", ".."):
-            raise UserError(f"run_name={self.run_name} must be the name of a folder, without a slash")
+        if "/" in plan.run_name or plan.run_name in (".", ".."):
+            raise UserError(f"run_name={plan.run_name} must be the name of a folder, without a slash")
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
-        return plan, choices
+        return Resolved(self._with(recipe, plan), plan, choices)
+
+    def _with(self, recipe: Recipe, plan: Plan) -> Config:
+        return replace(
+            self.with_augment(self.augment),
+            recipe=recipe,
+            run_name=plan.run_name,
+            steps=plan.steps,
+            batch_size=plan.batching.batch_size,
+            micro_batch_size=plan.batching.micro_batch_size,
+            eval_every=plan.eval_every,
+            eval_samples=plan.eval_samples,
+        )
 
 
 @dataclass(frozen=True)
 class Plan:
     """The numbers of a run, resolved."""
 
+    run_name: str
     steps: int
+    """Optimizer steps of the whole run."""
     batching: Batching
     eval_every: int
+    """Optimizer steps between two evaluations."""
     eval_samples: int
+    """Of the validation data, at most."""
+    save_every: int
+    """Optimizer steps between two checkpoints."""
+
+
+class Resolved(NamedTuple):
+    """What becomes of a config on some hardware."""
+
+    config: Config
+    """The same with values in the place of ``auto``, as it is recorded."""
+    plan: Plan
+    """The numbers among them, and those that follow."""
+    choices: list[Choice]
+    """What was chosen, to be shown."""
+
+    def with_micro_batch_size(self, size: int, why: str) -> Resolved:
+        """Return it with another micro_batch_size."""
+        key = "micro_batch_size"
+        others = [choice for choice in self.choices if choice.key != key]
+        plan = replace(self.plan, batching=replace(self.plan.batching, micro_batch_size=size))
+        return Resolved(replace(self.config, micro_batch_size=size), plan, [*others, Choice(key, size, why)])
 
 
 def groups() -> dict[str, dict[str, type]]:
@@ -234,8 +268,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     dropped = _drop_options(composed, overrides)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    config.dropped = dropped
-    return config
+    return replace(config, dropped=tuple(dropped))
 
 
 def _drop_options(composed: DictConfig, overrides: Sequence[str]) -> list[Choice]:
@@ -259,7 +292,7 @@ def _drop_options(composed: DictConfig, overrides: Sequence[str]) -> list[Choice
 
 def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:
     # OmegaConf accepts a key added with + and drops it silently when it makes the object.
-    fields = {entry.name for entry in dataclasses.fields(cls)}
+    fields = {entry.name for entry in options(cls)}
     for key in map(str, node):
         if key not in fields:
             near = nearest(key, fields, prefix)
@@ -271,10 +304,15 @@ def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:
                 _refuse_unknown(child, child_type, f"{prefix}{key}.")
 
 
+def options(config: Any) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a config, or of its class, that users set."""
+    return [entry for entry in dataclasses.fields(config) if entry.metadata != NO_OPTION]
+
+
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the config as one level of dotted keys and plain values, for records and comparison."""
     flat: dict[str, Any] = {}
-    for entry in dataclasses.fields(config):
+    for entry in options(config):
         value = getattr(config, entry.name)
         if dataclasses.is_dataclass(value):
             kind = getattr(value, "kind", None) or getattr(value, "name", None)

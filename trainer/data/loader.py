@@ -177,27 +177,27 @@ class Loader:
         if isinstance(self.workers, int) and self.workers < 0:
             raise UserError(f"loader.workers={self.workers} must not be negative; 0 loads in the main process")
 
-    def resolve(self, decodes: bool, hardware: Hardware) -> int:
-        """Replace ``workers=auto`` and return the number."""
+    def processes(self, decodes: bool, hardware: Hardware) -> int:
+        """Return ``workers``, where it is not auto, else one per core for data that is decoded as it is fetched."""
         if isinstance(self.workers, str):
-            self.workers = min(16, hardware.cpu_cores) if decodes else 0
+            return min(16, hardware.cpu_cores) if decodes else 0
         return self.workers
 
-    def _options(self, hardware: Hardware) -> dict[str, object]:
+    def _options(self, workers: int, hardware: Hardware) -> dict[str, object]:
         return {}
 
     def loader(
         self,
         dataset: Dataset,
         samples: Sequence[list[SampleId]] | Iterator[list[SampleId]],
+        workers: int,
         hardware: Hardware,
     ) -> DataLoader[Batch]:
-        """Return a DataLoader that yields one microbatch per list of samples."""
-        assert isinstance(self.workers, int), "resolve() comes first"
-        options = self._options(hardware)
-        if self.workers:
+        """Return a DataLoader that yields one microbatch per list of samples, from so many loading processes."""
+        options = self._options(workers, hardware)
+        if workers:
             options |= {
-                "num_workers": self.workers,
+                "num_workers": workers,
                 "multiprocessing_context": _forkserver(),
                 "worker_init_fn": _end_with_the_run,
             }
@@ -216,10 +216,11 @@ class Loader:
         batching: Batching,
         first_step: int,
         count: int,
+        workers: int,
         hardware: Hardware,
     ) -> Iterator[list[Batch]]:
         """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
-        microbatches = checked(self.loader(dataset, batching.microbatches(order, first_step, count), hardware))
+        microbatches = checked(self.loader(dataset, batching.microbatches(order, first_step, count), workers, hardware))
         while step := list(islice(microbatches, batching.accumulation)):
             yield step
 
@@ -237,9 +238,9 @@ class PinnedLoader(Loader):
         if self.prefetch < 1:
             raise UserError(f"loader.prefetch={self.prefetch} must be at least 1")
 
-    def _options(self, hardware: Hardware) -> dict[str, object]:
+    def _options(self, workers: int, hardware: Hardware) -> dict[str, object]:
         options: dict[str, object] = {"pin_memory": hardware.device.type == "cuda"}
-        if self.workers:
+        if workers:
             options |= {"persistent_workers": True, "prefetch_factor": self.prefetch}
         return options
 
@@ -260,10 +261,11 @@ class OnDeviceLoader(Loader):
         batching: Batching,
         first_step: int,
         count: int,
+        workers: int,
         hardware: Hardware,
     ) -> Iterator[list[Batch]]:
         """Yield the same microbatches ``count`` times."""
-        first = next(super().steps(dataset, order, batching, 0, 1, hardware))
+        first = next(super().steps(dataset, order, batching, 0, 1, workers, hardware))
         yield from repeat([_Copied(batch, hardware.device) for batch in first], count)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -10,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from trainer.config.schema import Config, Plan
+from trainer.config.schema import Config, Plan, Resolved
 from trainer.data.contract import Datasets, SampleId
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.profiling.ledger import MIB, STEADY
-from trainer.recipe import Choice, Recipe
+from trainer.recipe import Recipe
 from trainer.run.folder import RunFolder
 from trainer.run.forecast import forecast, required_bytes
 from trainer.run.shortage import USABLE, advice
@@ -28,19 +27,16 @@ log = logging.getLogger("mantissa")
 
 
 def fit_plan(
-    asked: Config, config: Config, plan: Plan, choices: list[Choice], hardware: Hardware, world: World,
-    datasets: Datasets, overrides: Sequence[str],
-) -> tuple[Plan, list[Choice]]:  # fmt: skip
-    """Return a plan that is forecast to fit into the free memory, and the choices with the one that was made for it.
+    config: Config, resolved: Resolved, hardware: Hardware, world: World, datasets: Datasets, overrides: Sequence[str]
+) -> Resolved:
+    """Return the resolved config with a microbatch that is forecast to fit into the free memory.
 
     A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
     ``micro_batch_size`` that was typed stays as it is, with a warning.
 
     Args:
-        asked: the config before it was resolved; is not changed.
-        config: the resolved one, whose recipe has opened ``datasets``; takes the number that is chosen.
-        plan: resolved.
-        choices: so far.
+        config: as composed.
+        resolved: what it became.
         hardware: of this process.
         world: the processes that train together; all get the same plan.
         datasets: to train on.
@@ -56,36 +52,30 @@ def fit_plan(
     free = -world.largest(-free)
 
     def look() -> tuple[int, str]:
-        size = plan.batching.micro_batch_size
-        rough = rough_bytes(config.recipe, datasets, size)
+        size = resolved.plan.batching.micro_batch_size
+        rough = rough_bytes(resolved.config.recipe, datasets, size)
         if rough is None or rough < free / 2:
             return size, ""
         log.info("this may need most of the free memory (%d MiB): forecasting a step of training", free / MIB)
-        return _Search(asked, plan, int(USABLE * free)).choose(overrides)
+        return _Search(config, resolved.plan, int(USABLE * free)).choose(overrides)
 
     size, why = world.on_first(look)
-    return _changed(config, plan, choices, size, why) if why else (plan, choices)
+    return resolved.with_micro_batch_size(size, why) if why else resolved
 
 
-def earlier_plan(folder: RunFolder, config: Config, plan: Plan, choices: list[Choice]) -> tuple[Plan, list[Choice]]:
-    """Return the plan with the microbatch that the run in ``folder`` was begun with, whatever memory is free now.
+def earlier_plan(folder: RunFolder, resolved: Resolved) -> Resolved:
+    """Return it with the microbatch that the run in ``folder`` was begun with, whatever memory is free now.
 
-    With another number of processes, which it cannot be dealt out to, the plan stays as it is.
+    With another number of processes, among which it cannot be divided, it stays as it is.
     """
     try:
         size = int(json.loads((folder.path / "config.json").read_text())[KEY])
     except (OSError, ValueError, KeyError, TypeError):  # it is refused with a sentence when it is compared
-        return plan, choices
-    batching = plan.batching
+        return resolved
+    batching = resolved.plan.batching
     if size < 1 or size == batching.micro_batch_size or batching.batch_size % (size * batching.ranks):
-        return plan, choices
-    return _changed(config, plan, choices, size, "as when the run was begun")
-
-
-def _changed(config: Config, plan: Plan, choices: list[Choice], size: int, why: str) -> tuple[Plan, list[Choice]]:
-    config.micro_batch_size = size
-    others = [choice for choice in choices if choice.key != KEY]
-    return replace(plan, batching=replace(plan.batching, micro_batch_size=size)), [*others, Choice(KEY, size, why)]
+        return resolved
+    return resolved.with_micro_batch_size(size, "as when the run was begun")
 
 
 def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:
@@ -109,14 +99,14 @@ class _Search:
     """The search for a microbatch that fits, by a few forecasts.
 
     Args:
-        asked: the config before it was resolved.
+        config: as composed.
         plan: what it became.
         usable: bytes.
 
     """
 
-    def __init__(self, asked: Config, plan: Plan, usable: int) -> None:
-        self.asked, self.batching, self.usable = asked, plan.batching, usable
+    def __init__(self, config: Config, plan: Plan, usable: int) -> None:
+        self.config, self.batching, self.usable = config, plan.batching, usable
         self.steady = 0
         """Bytes of weights, gradients and optimizer state at the last forecast's peak, whatever the microbatch is."""
 
@@ -127,7 +117,7 @@ class _Search:
             OutOfMemory: see ``fit_plan``.
 
         """
-        size, typed = self.batching.micro_batch_size, self.asked.micro_batch_size != "auto"
+        size, typed = self.batching.micro_batch_size, self.config.micro_batch_size != "auto"
         try:
             need = self.need(size)
             fitting = size if need <= self.usable else self.largest(size, need)
@@ -150,13 +140,13 @@ class _Search:
 
     def need(self, size: int) -> int:
         """Return the bytes that one rank needs with microbatches of ``size``."""
-        config = copy.deepcopy(self.asked)
         ranks = self.batching.ranks
-        config.parallel = Parallel()  # a rank's forward and backward passes are those of a single process
-        config.batch_size, config.micro_batch_size = self.batching.batch_size // ranks, size
+        per_rank = self.batching.batch_size // ranks
+        # A rank's forward and backward passes are those of a single process.
+        config = replace(self.config, parallel=Parallel(), batch_size=per_rank, micro_batch_size=size)
         ledger = forecast(config)
         self.steady = sum(ledger.at_peak[name] for name in STEADY)
-        if isinstance(self.asked.parallel, FSDP):
+        if isinstance(self.config.parallel, FSDP):
             ledger.peak_bytes -= self.steady - self.steady // ranks
             self.steady //= ranks
         return required_bytes(config, ledger)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware, detect
 from trainer.optim.masters import StochasticWeights
 from trainer.optim.update import Update
+from trainer.parallel.compile import Compile
 from trainer.profiling.ledger import CATEGORIES, MIB, Ledger, MemoryLedger
 from trainer.recipe import Recipe
 from trainer.trainer import Trainer
@@ -38,7 +39,7 @@ def forecast(config: Config) -> Ledger:
     forecast for the shape of their first ones.
 
     Args:
-        config: as composed; its ``auto`` fields are resolved in place, and torch.compile is switched off.
+        config: as composed.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this.
@@ -50,8 +51,7 @@ def forecast(config: Config) -> Ledger:
             f"parallel={config.parallel.kind}: memory is forecast and measured for one process; leave it out"
         )
     hardware = detect(config.device)
-    plan, _ = config.resolve(hardware)
-    config.compile.mode = "off"
+    config, plan, _ = replace(config, compile=Compile()).resolve(hardware)
     taken = min(2, plan.batching.accumulation)
     try:
         # The model may hold tensors that are neither weights nor buffers: the mode takes their shapes.

@@ -178,8 +178,7 @@ class Run:
         if last or step % self.plan.eval_every == 0:
             with self.monitor.paused():
                 score, improved = self._evaluate(step)
-        every = self.config.checkpoint.every
-        due = last or step % (self.plan.eval_every if isinstance(every, str) else every) == 0
+        due = last or step % self.plan.save_every == 0
         if self.config.checkpoint.enabled and (due or improved or stop or save):
             with self.monitor.paused():
                 self._save(score)

@@ -41,7 +41,7 @@ def _first_words(error: BaseException) -> str:
 def _advice(overrides: Sequence[str]) -> str:
     typed = _Need("as typed", overrides)
     usable = min(USABLE * available_bytes(detect(typed.config.device).device), USABLE * typed.bytes)
-    remedies = [_smaller(typed, overrides, usable)] if typed.micro_batch_size > 1 else []
+    remedies = [_smaller(typed, overrides, usable)] if typed.batching.micro_batch_size > 1 else []
     if typed.config.activation_checkpointing.mode == "none":
         remedies.append("activation_checkpointing=blocks")
     if typed.config.precision.mode in ("fp32", "tf32"):
@@ -72,8 +72,8 @@ def advice(overrides: Sequence[str], usable: float) -> str:
         more += ["activation_checkpointing=blocks"] if typed.activation_checkpointing.mode == "none" else []
         precisions = ["bf16_master", "bf16_sr"] if typed.precision.mode in ("fp32", "tf32", "bf16", "fp16") else []
         options = [" ".join(["micro_batch_size=1", *more, f"precision={mode}"]) for mode in precisions]
-        typed.resolve(detect(typed.device))
-        for candidates in (options, [f"{smaller} micro_batch_size=1" for smaller in typed.recipe.smaller()]):
+        recipe = typed.resolve(detect(typed.device)).config.recipe
+        for candidates in (options, [f"{smaller} micro_batch_size=1" for smaller in recipe.smaller()]):
             found += next(([label] for label in candidates if _fits(label, overrides, usable)), [])
     except RunError:  # several processes, for which there is no forecast
         pass
@@ -97,14 +97,7 @@ class _Need:
         self.config = compose([*(each for each in overrides if each.partition("=")[0] not in changed), *more])
         self.ledger = forecast(self.config)
         self.bytes = required_bytes(self.config, self.ledger)
-
-    @property
-    def micro_batch_size(self) -> int:
-        return int(self.config.micro_batch_size)
-
-    @property
-    def batch_size(self) -> int:
-        return int(self.config.batch_size)
+        self.batching = self.config.resolve(detect(self.config.device)).plan.batching
 
 
 def _need(remedy: str, overrides: Sequence[str]) -> _Need | None:
@@ -116,8 +109,8 @@ def _need(remedy: str, overrides: Sequence[str]) -> _Need | None:
 
 def _smaller(typed: _Need, overrides: Sequence[str], usable: float) -> str:
     """Return the largest microbatch that a straight line through two forecasts says will fit, the batch unchanged."""
-    sizes = [size for size in range(1, typed.micro_batch_size) if typed.batch_size % size == 0]
+    sizes = [size for size in range(1, typed.batching.micro_batch_size) if typed.batching.batch_size % size == 0]
     half = _Need(f"micro_batch_size={sizes[-1]}", overrides)
-    slope = (typed.bytes - half.bytes) / (typed.micro_batch_size - sizes[-1])
+    slope = (typed.bytes - half.bytes) / (typed.batching.micro_batch_size - sizes[-1])
     fitting = [size for size in sizes if half.bytes - slope * (sizes[-1] - size) <= usable]
     return f"micro_batch_size={max(fitting, default=1)}"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.data.images import augment
-from recipes.data.images.augment import Augment, AutomaticAugment
+from recipes.data.images.augment import AutomaticAugment
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.restore import Saved
-from trainer.config.schema import Config, flatten
+from trainer.config.schema import Config, Resolved, flatten
+from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import in_use
 from trainer.hardware import detect
@@ -30,7 +31,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
     """Train what the config describes and return the summary that is also in summary.json.
 
     Args:
-        config: as composed; its ``auto`` fields are resolved in place.
+        config: as composed.
         overrides: the command line's overrides, for what would fit where memory does not suffice.
         run_class: what trains; another one for those who measure.
 
@@ -42,27 +43,23 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
 
     """
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack:
-        asked = copy.deepcopy(config)
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.first)
         hardware = detect(config.device)
         try:
-            plan, choices = config.resolve(hardware, world)
+            resolved = config.resolve(hardware, world)
         except UserError as error:
             error.shared = True
             raise
-        assert config.run_name is not None
-        named = partial(earlier_folder, config.resume, config.output_dir, config.run_name, config.tracking.uri)
+        plan = resolved.plan
+        named = partial(earlier_folder, config.resume, config.output_dir, plan.run_name, config.tracking.uri)
         folder = world.on_first(named)
         saved = None
         if folder is not None:
-            if config.augment.kind == AutomaticAugment.kind:
-                config.set_augment(world.on_first(partial(_earlier_augment, folder, config)))
-            for name, value in world.on_first(partial(_measured_earlier, folder, config)).items():
-                setattr(config.recipe, name, value)
-            if asked.micro_batch_size == "auto":
-                plan, choices = earlier_plan(folder, config, plan, choices)
-            saved = Saved(world.on_first(partial(_taken_up, folder, config, stack)))
+            if config.micro_batch_size == "auto":
+                resolved = earlier_plan(folder, resolved)
+            resolved = resolved._replace(config=world.on_first(partial(_as_before, folder, resolved.config)))
+            saved = Saved(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
             # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
                 terminal.note(
@@ -71,42 +68,41 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return world.on_first(folder.summary)
         terminal.note("opening the data …")
-        datasets = world.first_then_others(lambda: config.recipe.datasets(config.data, config.seed))
+        datasets = world.first_then_others(partial(_open_datasets, resolved.config))
         if folder is None:
-            plan, choices = fit_plan(asked, config, plan, choices, hardware, world, datasets, overrides or [])
+            resolved = fit_plan(config, resolved, hardware, world, datasets, overrides or [])
         terminal.note("building the model …")
-        trainer = Trainer(config, plan, hardware, world, datasets)
+        trainer = Trainer(resolved.config, resolved.plan, hardware, world, datasets)
         stack.callback(trainer.close)
         if folder is None:
-            folder = world.on_first(partial(_begun, config, stack))
-        return run_class(trainer, folder, saved, terminal, signals, choices + trainer.choices).train()
+            folder = world.on_first(partial(_begun, resolved, stack))
+        return run_class(trainer, folder, saved, terminal, signals, resolved.choices + trainer.choices).train()
 
 
 def _is_finished(folder: RunFolder) -> bool:
     return final_status(folder.path) == "FINISHED"
 
 
-def _begun(config: Config, stack: ExitStack) -> RunFolder:
-    folder = RunFolder.create(config.output_dir, str(config.run_name))
+def _open_datasets(config: Config) -> Datasets:
+    return config.recipe.datasets(config.data, config.seed)
+
+
+def _begun(resolved: Resolved, stack: ExitStack) -> RunFolder:
+    folder = RunFolder.create(resolved.config.output_dir, resolved.plan.run_name)
     stack.enter_context(in_use(folder.path))
     return folder
 
 
-def _earlier_augment(folder: RunFolder, config: Config) -> Augment:
-    """Return what ``augment=auto`` means when this run is resumed: what it meant before."""
-    before = folder.config()
-    if (before.get("recipe"), before.get("data")) != (config.recipe.name, config.data.kind):
-        return config.augment  # another run, as check_same will say
-    return augment.from_record(augment.recorded(before, config.recipe.unit == "images"))
-
-
-def _measured_earlier(folder: RunFolder, config: Config) -> dict[str, Any]:
-    """Return what the recipe's ``auto`` fields became when the run was begun, where a measurement decides them."""
-    before = folder.config()
-    if before.get("recipe") != config.recipe.name:
-        return {}  # another run, as check_same will say
-    left = [name for name in config.recipe.measured if getattr(config.recipe, name) == "auto"]
-    return {name: before[f"recipe.{name}"] for name in left if f"recipe.{name}" in before}
+def _as_before(folder: RunFolder, config: Config) -> Config:
+    """Return the config with what ``auto`` became when the run was begun, where data or a measurement decides it."""
+    before, recipe = folder.config(), config.recipe
+    if before.get("recipe") != recipe.name:
+        return config  # another run, as check_same will say
+    left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
+    config = replace(config, recipe=replace(recipe, **{name: before[f"recipe.{name}"] for name in left}))
+    if config.augment.kind != AutomaticAugment.kind or before.get("data") != config.data.kind:
+        return config
+    return config.with_augment(augment.from_record(augment.recorded(before, recipe.unit == "images")))
 
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:

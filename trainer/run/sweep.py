@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -81,12 +81,13 @@ class Sweep:
     """What is swept, see ``swept_keys``."""
     rows: list[_Row] = field(default_factory=list)
 
-    def begin(self, config: Config, overrides: Sequence[str]) -> None:
-        """Give the run its name. A sweep of ``run_name`` names its runs itself."""
+    def begin(self, config: Config, overrides: Sequence[str]) -> Config:
+        """Return the config with the run's name. A sweep of ``run_name`` names its runs itself."""
         values = swept_values(self.keys, overrides)
         if values and "run_name" not in values:
-            config.run_name = name_of(config, values)
+            config = replace(config, run_name=name_of(config, values))
         self.rows.append(_Row(config.run_name or config.default_name(), values))
+        return config
 
     def end(self, summary: dict[str, Any]) -> None:
         """Take note of what the run came to."""

@@ -47,7 +47,7 @@ class Digits(ImageSource):
         images = scale(pixels, size).numpy()
         labels = digits.target.astype(np.int64)
         valid = held_out(labels, self.valid_fraction)
-        augment = self.choose_augment(8)
+        augment = self.augment.choose(8)
         return _image_data("digits", images[~valid], labels[~valid], images[valid], labels[valid], size, augment)
 
 
@@ -91,7 +91,7 @@ class Idx(ImageSource):
         if len(np.unique(labels)) < 2:
             raise UserError(f"data.path={self.path} has images of one class only; two are needed")
         size = image_size or max(images.shape[2:])
-        augment = self.choose_augment(min(images.shape[2:]))
+        augment = self.augment.choose(min(images.shape[2:]))
         return _image_data("idx", images, labels, valid_images, valid_labels, size, augment)
 
     def _files(self) -> list[tuple[Path, Path]]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.recipe import SetOnce
 
 SMALL = 64
 """Pixels. Images with a shorter side below this are not cropped unless the user asks for it: they hold little else
@@ -29,7 +30,7 @@ class View(NamedTuple):
 
 
 @dataclass
-class Augment:
+class Augment(SetOnce):
     """The ``augment`` config group; this base is ``augment=none``: the whole image, in training and in evaluation.
 
     A choice is a pure function of the sample's seed. It does not know the pixels: ``pixels.py`` cuts them.

@@ -65,7 +65,7 @@ class ImageFolder(ImageSource):
         if unknown := sorted(set(valid) - set(classes)):
             raise UserError(f"{valid_folder} has the class {unknown[0]}, which {train_folder} has not")
         size = image_size or 224
-        augment = self.choose_augment(_shorter_side([file for files in train.values() for file in files]))
+        augment = self.augment.choose(_shorter_side([file for files in train.values() for file in files]))
         train_set, valid_set = (FolderImages(part, classes, size, augment) for part in (train, valid))
         if not len(valid_set):
             raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")

@@ -8,7 +8,7 @@ from recipes.data.images.augment import Augment, AutomaticAugment
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.recipe import DataSource
+from trainer.recipe import NO_OPTION, DataSource
 
 
 @dataclass(kw_only=True)
@@ -29,13 +29,8 @@ class ImageDatasets(Datasets):
 class ImageSource(DataSource):
     """Data that can be read as labelled images."""
 
-    augment = Augment()  # no annotation, so no field: it is an option of the root, which sets it here
-    """The ``augment`` group; what ``auto`` means is known once the images are open."""
-
-    def choose_augment(self, shorter_side: int | None) -> Augment:
-        """Settle ``augment`` for images of this size (see ``Augment.choose``), and return it."""
-        self.augment = self.augment.choose(shorter_side)
-        return self.augment
+    augment: Augment = field(default_factory=Augment, kw_only=True, metadata=NO_OPTION)
+    """The ``augment`` group of the root, which sets it here; what ``auto`` means is known once the images are open."""
 
     def refuse_augment(self) -> None:
         """Raise UserError if images were to be augmented: the data is read as something else."""

@@ -69,7 +69,7 @@ def test_only_text_is_quoted(override: str) -> None:
 def test_options_of_the_yaml_go_with_its_class() -> None:
     config = compose(["optimizer.name=Adafactor", "+optimizer.options.d=2.0"])
     assert config.optimizer.options == {"d": 2.0}
-    _, choices = config.resolve(detect("cpu"))
+    choices = config.resolve(detect("cpu")).choices
     (choice,) = [choice for choice in choices if choice.key == "optimizer.options"]
     assert "Adafactor has no betas" in choice.why
     config = compose(["optimizer=sgd", "optimizer.name=AdamW"])

@@ -55,7 +55,7 @@ def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str
     own_data = [f"data.path={CONF}"] if "data: text" in text or "data: imagefolder" in text else []
     composed = compose(f"experiment={experiment}", *own_data, "steps=3", "seed=5")
     assert (composed.steps, composed.seed) == (3, 5)
-    plan, _ = composed.resolve(H100)
+    plan = composed.resolve(H100).plan
     assert plan.steps == 3
 
 
@@ -105,10 +105,11 @@ def test_overrides_arrive_with_their_types() -> None:
     assert isinstance(composed.scaler, AutoScaler)
 
 
-def test_no_two_configs_share_state() -> None:
+def test_resolving_changes_nothing_and_no_two_configs_share_state() -> None:
     one, other = compose("recipe=gpt2"), compose("recipe=gpt2")
-    one.resolve(CPU)
-    assert other.steps == "auto"
+    before = flatten(one)
+    assert one.resolve(CPU).config.recipe.size == "mini"
+    assert flatten(one) == flatten(other) == before
     one.optimizer.options["eps"] = 1.0
     assert "eps" not in other.optimizer.options
 
@@ -148,8 +149,7 @@ def compose_quietly(*overrides: str) -> Config:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "gpu"])
 def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware) -> None:
-    composed = compose(f"recipe={recipe}")
-    plan, chosen = composed.resolve(hardware)
+    composed, plan, chosen = compose(f"recipe={recipe}").resolve(hardware)
     for key in ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples"):
         assert isinstance(getattr(composed, key), int)
         assert key in [choice.key for choice in chosen]
@@ -161,7 +161,7 @@ def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware)
 
 def test_what_was_typed_is_kept() -> None:
     composed = compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3")
-    plan, chosen = composed.resolve(CPU)
+    composed, plan, chosen = composed.resolve(CPU)
     assert (plan.steps, plan.batching.batch_size, plan.eval_every) == (40, 6, 7)
     assert plan.batching.micro_batch_size == 6
     assert {choice.key for choice in chosen} >= {"micro_batch_size", "eval_samples"}
@@ -172,13 +172,13 @@ def test_what_was_typed_is_kept() -> None:
 @pytest.mark.parametrize("batch_size", [1, 7, 17, 100, 481])
 def test_an_auto_microbatch_divides_any_batch(batch_size: int) -> None:
     for hardware in (CPU, H100):
-        plan, _ = compose("recipe=gpt2", f"batch_size={batch_size}").resolve(hardware)
+        plan = compose("recipe=gpt2", f"batch_size={batch_size}").resolve(hardware).plan
         assert batch_size % plan.batching.micro_batch_size == 0
 
 
 @pytest.mark.parametrize(("steps", "eval_every"), [(1, 1), (2, 2), (20, 20), (25, 25), (300, 30), (2000, 200)])
 def test_auto_evaluation_comes_ten_times_a_run_or_less_often(steps: int, eval_every: int) -> None:
-    plan, _ = compose("recipe=bignet", f"steps={steps}").resolve(CPU)
+    plan = compose("recipe=bignet", f"steps={steps}").resolve(CPU).plan
     assert plan.eval_every == eval_every
 
 

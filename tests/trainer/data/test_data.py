@@ -55,7 +55,9 @@ class Buggy(Echo):
 
 
 def stream(loader: Loader, batching: Batching, first: int = 0, count: int = 9, seed: int = 0) -> list[list[Batch]]:
-    return list(loader.steps(Echo(), DataOrder(LENGTH, seed), batching, first, count, CPU))
+    return list(
+        loader.steps(Echo(), DataOrder(LENGTH, seed), batching, first, count, loader.processes(False, CPU), CPU)
+    )
 
 
 def flat(steps: list[list[Batch]]) -> dict[str, list[int]]:
@@ -138,14 +140,14 @@ def test_no_steps_left_gives_none() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_reports_a_mistake_is_heard_as_it_is(workers: int) -> None:
-    steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
+    steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, workers, CPU)
     with pytest.raises(UserError, match=r"^data.path=photos: photos/cat.jpg cannot be read; remove it$"):
         list(steps)
 
 
 def test_workers_end_with_the_mistake_they_reported() -> None:
     """Not when Python next looks for cycles, where each would be waited for in vain."""
-    steps = PinnedLoader(1).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
+    steps = PinnedLoader(1).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, 1, CPU)
     gc.collect()
     gc.disable()
     try:
@@ -159,7 +161,7 @@ def test_workers_end_with_the_mistake_they_reported() -> None:
 
 def test_a_bug_in_a_dataset_is_not_swallowed() -> None:
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        list(Loader(0).steps(Buggy(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 3, CPU))
+        list(Loader(0).steps(Buggy(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 3, 0, CPU))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -184,11 +186,11 @@ def test_on_device_loader_repeats_the_first_step() -> None:
 def test_on_device_loader_leaves_the_counting_to_the_host(recipe: str) -> None:
     """Some targets are counted by their values: on a device that would wait for it in every step (meta has none)."""
     config = compose(f"recipe={recipe}", "recipe.context=64", "data=synthetic", "data.vocab_size=300")
-    config.recipe.resolve(CPU, config.data)
+    config = config.resolve(CPU).config
     data = config.recipe.datasets(config.data, 0).train
     elsewhere = replace(CPU, device=torch.device("meta"))
-    first, *others = OnDeviceLoader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 5, 3, elsewhere)
-    expected = next(Loader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 0, 1, CPU))
+    first, *others = OnDeviceLoader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 5, 3, 0, elsewhere)
+    expected = next(Loader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 0, 1, 0, CPU))
     counts = [config.recipe.count_targets(batch) for batch in first]
     assert counts == [config.recipe.count_targets(batch) for batch in expected]
     copies = [to_device(batch, elsewhere.device) for batch in first]
@@ -199,9 +201,9 @@ def test_on_device_loader_leaves_the_counting_to_the_host(recipe: str) -> None:
 
 
 def test_auto_workers_are_for_data_that_decodes() -> None:
-    assert Loader().resolve(False, CPU) == 0
-    assert Loader().resolve(True, CPU) == CPU.cpu_cores
-    assert Loader(3).resolve(False, CPU) == 3
+    assert Loader().processes(False, CPU) == 0
+    assert Loader().processes(True, CPU) == CPU.cpu_cores
+    assert Loader(3).processes(False, CPU) == 3
 
 
 def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> None:

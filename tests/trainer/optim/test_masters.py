@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,7 @@ class Seen(Clip):
     gradients: list[Tensor] = field(default_factory=list)
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        self.gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        self.gradients[:] = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("mode", ["bf16_master", "bf16_sr", "fp16_master"])
@@ -414,10 +414,8 @@ def test_a_checkpoint_whose_running_statistics_are_16_bit_is_taken_up(tmp_path: 
 
 def ledger_of(mode: str, microbatches: int) -> tuple[Ledger, int]:
     config = compose("recipe=bignet", "recipe.layers=12", "recipe.width=96", "data.samples=64", "device=cpu", "steps=3")
-    config.batch_size, config.micro_batch_size = 4, 4 // microbatches
-    config.optimizer = Optimizer("AdamW")
-    config.precision = Precision(mode)
-    trainer = start(config)
+    sizes = {"batch_size": 4, "micro_batch_size": 4 // microbatches}
+    trainer = start(replace(config, optimizer=Optimizer("AdamW"), precision=Precision(mode), **sizes))
     first, second = [step for step, _ in zip(trainer.batches(), range(2), strict=False)]
     trainer.train_step(first)
     with MemoryLedger(trainer.model, trainer.optimizer) as ledger:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def test_a_runs_layers_are_found_by_their_shapes_named_and_remembered(calls: lis
 
 def test_layers_that_the_user_took_out_are_left_to_precision_fp32_modules(calls: list[Any]) -> None:
     taken = config("bf16")
-    taken.precision = Precision("bf16", fp32_modules=["2"])
+    taken = replace(taken, precision=Precision("bf16", fp32_modules=["2"]))
     assert start(taken).conv_in_fp32 == ["4"]
 
 

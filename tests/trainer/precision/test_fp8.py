@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -71,7 +73,7 @@ def test_a_llama_trains_with_emulated_products(scaling: str, monkeypatch: pytest
     losses = []
     for mode in ("bf16", "fp8"):
         config = compose(*LLAMA)
-        config.precision = Precision(mode, ["*.v_proj"] if mode == "fp8" else [])
+        config = replace(config, precision=Precision(mode, ["*.v_proj"] if mode == "fp8" else []))
         trainer = start(config)
         records = fit(trainer)
         losses.append(torch.stack([record.loss for record in records]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 
@@ -30,13 +29,11 @@ def fitted(
     for module in (fit, shortage):
         monkeypatch.setattr(module, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
-    asked = copy.deepcopy(config)
     hardware = detect("cpu")
-    plan, choices = config.resolve(hardware, world)
-    datasets = config.recipe.datasets(config.data, 0)
-    plan, choices = fit_plan(asked, config, plan, choices, hardware, world or World(), datasets, overrides)
-    assert config.micro_batch_size == plan.batching.micro_batch_size
-    assert asked.device == config.device
+    resolved = config.resolve(hardware, world)
+    datasets = resolved.config.recipe.datasets(resolved.config.data, 0)
+    fitting, plan, choices = fit_plan(config, resolved, hardware, world or World(), datasets, overrides)
+    assert fitting.micro_batch_size == plan.batching.micro_batch_size
     return plan, [choice for choice in choices if choice.key == "micro_batch_size"]
 
 
@@ -70,8 +67,7 @@ def test_ordinary_starts_are_not_forecast(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_large_models_large_images_and_large_vocabularies_are() -> None:
     def rough(*overrides: str) -> float:
-        config = compose(*overrides, "device=cpu")
-        plan, _ = config.resolve(detect("cpu"))
+        config, plan, _ = compose(*overrides, "device=cpu").resolve(detect("cpu"))
         datasets = config.recipe.datasets(config.data, 0)
         return (rough_bytes(config.recipe, datasets, plan.batching.micro_batch_size) or 0) / 2**30
 
@@ -148,10 +144,9 @@ def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
-    config = compose(*BIGNET)
-    plan, choices = config.resolve(detect("cpu"))
+    resolved = compose(*BIGNET).resolve(detect("cpu"))
     for recorded, expected in (('{"micro_batch_size": 32}', 32), ('{"micro_batch_size": 3}', 512), ("{", 512)):
         (tmp_path / "config.json").write_text(recorded)
-        kept, explained = earlier_plan(RunFolder(tmp_path), copy.deepcopy(config), plan, choices)
-        assert kept.batching.micro_batch_size == expected
+        config, kept, explained = earlier_plan(RunFolder(tmp_path), resolved)
+        assert config.micro_batch_size == kept.batching.micro_batch_size == expected
         assert [choice.value for choice in explained if choice.key == "micro_batch_size"] == [expected]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
@@ -81,8 +83,7 @@ class Whimsical(BigNet):
 
 
 def test_a_model_that_looks_at_values_is_told() -> None:
-    config = compose(*BIGNET, "device=cpu")
-    config.recipe = Whimsical(layers=6, width=128)
+    config = replace(compose(*BIGNET, "device=cpu"), recipe=Whimsical(layers=6, width=128))
     with pytest.raises(RunError, match="profiler=memory"):
         forecast(config)
 

@@ -44,8 +44,7 @@ def test_long_names_stay_short_and_apart() -> None:
 def test_a_sweep_of_names_keeps_them() -> None:
     sweep = Sweep(["run_name", "seed"])
     config = compose("recipe=bignet", "run_name=mine")
-    sweep.begin(config, ["run_name=mine", "seed=3"])
-    assert config.run_name == "mine"
+    assert sweep.begin(config, ["run_name=mine", "seed=3"]).run_name == "mine"
 
 
 def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> None:
