@@ -19,9 +19,9 @@ FORMS = ("auto", "sdpa", "sdpa_fp32", "eager")
 """auto: what is measured to be faster; sdpa: torch's fused kernels; sdpa_fp32: these with queries, keys and values cast
 to fp32; eager: a product, a softmax and a product, which keep scores of T × T (and so are never chosen by auto)."""
 CLEARLY = 0.9
-"""sdpa_fp32 is chosen where it takes less than this share of sdpa's time: a draw is no reason to differ."""
+"""sdpa_fp32 is chosen where it takes less than this fraction of sdpa's time: equal speed is no reason to change."""
 _SCORES = 2**19
-"""Of so many the timing is made; attention's time is proportional to their number."""
+"""Scores (samples × heads × tokens²) in a timed call; the time is proportional to their number."""
 _ROUNDS, _BUDGET_S = 7, 0.5
 _CAUSAL, _CAUSAL_FP32 = "sdpa_causal", "sdpa_fp32_causal"
 

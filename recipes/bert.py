@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.huggingface import SizedTextRecipe, check_text
+from recipes.huggingface import SizedTextRecipe, text_source
 from recipes.language import open_tokens
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.hardware import Hardware
@@ -99,7 +99,7 @@ class Bert(SizedTextRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""
-        tokens = open_tokens(check_text(data, self.name), None, self.tokens_per_sample)
+        tokens = open_tokens(text_source(data, self.name), None, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
         train, valid = (Quotations(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
         description = f"{tokens.description}, questions about passages of {train.room} tokens"

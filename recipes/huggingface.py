@@ -1,4 +1,4 @@
-"""What the recipes of transformers' models have in common: a named size, a form of attention, a folder to export."""
+"""What the recipes of transformers' models share: a named size, the kind of attention, a folder to export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTENTION = ("sdpa", "eager")
 
 
 def choose_size(size: str, known: Iterable[str], hardware: Hardware, on_cpu: str, on_gpu: str) -> list[Choice]:
-    """Return what ``recipe.size=auto`` becomes, or nothing for a size that was typed.
+    """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
 
     Raises:
         UserError: a size that is not ``known``.
@@ -28,8 +28,9 @@ def choose_size(size: str, known: Iterable[str], hardware: Hardware, on_cpu: str
     """
     known = list(known)
     if size == "auto":
-        suits = f"suits {'a GPU' if hardware.is_gpu else 'this CPU'}"
-        return [Choice("recipe.size", on_gpu if hardware.is_gpu else on_cpu, suits)]
+        if hardware.is_gpu:
+            return [Choice("recipe.size", on_gpu, "GPU default")]
+        return [Choice("recipe.size", on_cpu, "CPU default")]
     if size not in known:
         raise UserError(f"recipe.size={size} is unknown{nearest(size, known)} ({', '.join(known)})")
     return []
@@ -42,7 +43,7 @@ def smaller_sizes(size: str, known: Iterable[str]) -> list[str]:
     return [f"recipe.size={name}" for name in reversed(below)]
 
 
-def check_text(data: DataSource, recipe: str) -> TextSource:
+def text_source(data: DataSource, recipe: str) -> TextSource:
     """Return ``data``, or refuse what cannot be read as text."""
     if not isinstance(data, TextSource):
         raise UserError(f"recipe={recipe} cannot read data={data.kind}; use data=python_docs, text, hub or synthetic")
@@ -50,18 +51,18 @@ def check_text(data: DataSource, recipe: str) -> TextSource:
 
 
 def check_attention(attention: str, known: tuple[str, ...] = ATTENTION) -> None:
-    """Refuse a form of attention that is not ``known``."""
+    """Refuse a kind of attention that is not ``known``."""
     if attention not in known:
         raise UserError(f"recipe.attention={attention} is unknown; use recipe.attention={'|'.join(known)}")
 
 
 def check_dropout(dropout: float) -> None:
-    """Refuse what is no share."""
+    """Refuse a probability that is not in [0, 1)."""
     if not 0 <= dropout < 1:
         raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
 
 
-def whole_tokens(context: int | str, least: int) -> None:
+def check_context(context: int | str, least: int) -> None:
     """Refuse a number of tokens that is neither auto nor a whole number of at least ``least``."""
     if isinstance(context, str):
         if context != "auto":
@@ -74,7 +75,7 @@ def whole_tokens(context: int | str, least: int) -> None:
 class SizedTextRecipe(Recipe):
     """A model of a named size on any text: the options, and what becomes of ``auto``.
 
-    A subclass says which sizes there are, which of them suits what, and what its context counts.
+    A subclass names its sizes, the defaults among them, and what its context counts.
     """
 
     unit: ClassVar[str] = "samples"
@@ -95,11 +96,11 @@ class SizedTextRecipe(Recipe):
     def __post_init__(self) -> None:
         check_attention(self.attention)
         check_dropout(self.dropout)
-        whole_tokens(self.context, least=16)
+        check_context(self.context, least=16)
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size and the context."""
-        check_text(data, self.name)
+        text_source(data, self.name)
         choices = choose_size(self.size, self.shapes, hardware, self.on_cpu, self.on_gpu)
         if self.context == "auto":
             tokens = self.chosen(choices).tokens_per_sample

@@ -17,7 +17,7 @@ from recipes.attention import FORMS
 from recipes.data.text.source import TextDatasets, TextSource, TokenData
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
-from recipes.huggingface import check_attention, check_text, whole_tokens
+from recipes.huggingface import check_attention, check_context, text_source
 from recipes.language_model import LanguageModel, torch_can_chunk
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
@@ -69,7 +69,7 @@ class LanguageRecipe(Recipe):
 
     def __post_init__(self) -> None:
         check_attention(self.attention, FORMS)
-        whole_tokens(self.context, least=2)
+        check_context(self.context, least=2)
         if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
             raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
         if self.vocabulary_multiple < 1:
@@ -107,7 +107,7 @@ class LanguageRecipe(Recipe):
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size, the context and the form of the loss."""
-        check_text(data, self.name)
+        text_source(data, self.name)
         self._check_tokenizer(data)
         choices = self.choose_model(hardware)
         if self.context == "auto":
@@ -120,7 +120,7 @@ class LanguageRecipe(Recipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""
-        tokens = open_tokens(check_text(data, self.name), self._tokenizer(), self.tokens_per_sample)
+        tokens = open_tokens(text_source(data, self.name), self._tokenizer(), self.tokens_per_sample)
         description = f"{tokens.description}, samples of {self.tokens_per_sample} tokens"
         train, valid = (TokenWindows(part, self.tokens_per_sample) for part in (tokens.train, tokens.valid))
         vocabulary = max(tokens.tokenizer.vocab_size, self.own_vocabulary())

@@ -18,7 +18,7 @@ from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
 
 USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 _BLOCKS = {
-    *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseBlock"),  # ResNet and its kin, RegNet, DenseNet
+    *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseBlock"),  # ResNet and variants, RegNet, DenseNet
     *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitLayer", "CNBlock"),
     *("MBConv", "FusedMBConv", "InvertedResidual", "_InvertedResidual", "Fire"),
     *("Inception", "InceptionA", "InceptionB", "InceptionC", "InceptionD", "InceptionE"),
@@ -54,15 +54,15 @@ class ResNet(Recipe):
             raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
-        """Choose the architecture, or check the one asked for."""
+        """Choose the architecture, or check the requested one."""
         _image_source(data)
         if self.arch != "auto":
             _check_arch(self.arch)
             return self, []
         if hardware.is_gpu:
-            choice = Choice("recipe.arch", "resnet50", "the published size; recipe.arch=resnet18 for a smaller one")
+            choice = Choice("recipe.arch", "resnet50", "GPU default; recipe.arch=resnet18 for a smaller one")
         else:
-            choice = Choice("recipe.arch", "resnet18", "fits a CPU; recipe.arch=resnet50 for the published size")
+            choice = Choice("recipe.arch", "resnet18", "CPU default; recipe.arch=resnet50 for the published size")
         return self.chosen([choice]), [choice]
 
     def smaller(self) -> list[str]:
@@ -77,7 +77,7 @@ class ResNet(Recipe):
 
     def datasets(self, data: DataSource, seed: int) -> ImageDatasets:
         """Open the images, and check that the head and the architecture can take them."""
-        # The options stay as typed: a resumed run is compared by them.
+        # The options stay as the user set them: a resumed run is compared by them.
         datasets = _image_source(data).images(self.image_size if isinstance(self.image_size, int) else None)
         found, outputs = len(datasets.classes), self._outputs(datasets)
         if found > outputs:

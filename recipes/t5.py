@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.huggingface import SizedTextRecipe, check_text
+from recipes.huggingface import SizedTextRecipe, text_source
 from recipes.language import open_tokens
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
@@ -47,7 +47,7 @@ SHAPES = {
 }
 
 
-class Gaps(Dataset):
+class SpanCorruption(Dataset):
     """Windows of a text with spans cut out: T5's own objective.
 
     In the input a sentinel stands for each span; the target is each sentinel and the span it stands for. Both end with
@@ -119,9 +119,9 @@ class T5(SizedTextRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and cut spans out."""
-        tokens = open_tokens(check_text(data, self.name), None, self.tokens_per_sample)
+        tokens = open_tokens(text_source(data, self.name), None, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
-        train, valid = (Gaps(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
+        train, valid = (SpanCorruption(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
         cut = f"{train.noise} tokens in {train.spans} spans cut out of each {train.window}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", train.start), "eos_token": ("</s>", train.eos)}

@@ -60,10 +60,10 @@ NO_OPTION = {"omegaconf_ignore": True}
 
 @dataclass
 class DataSource(SetOnce):
-    """The ``data`` config group. What kind of data it can give is told by its subclass."""
+    """The ``data`` config group. Its subclasses are kinds of data: text, images."""
 
     kind: ClassVar[str] = ""
-    """As typed in ``data=``. (Not ``name``, which is an option of ``data=hub``.)"""
+    """The choice ``data=<kind>``. (Not ``name``, which is an option of ``data=hub``.)"""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Recipe(SetOnce):
     """
 
     name: ClassVar[str] = ""
-    """As typed in ``recipe=``; also the MLflow experiment."""
+    """The choice ``recipe=<name>``; also the MLflow experiment."""
     unit: ClassVar[str] = "samples"
     """What throughput counts: ``tokens``, ``images``, ``samples``."""
     best_metric: ClassVar[str] = "valid/loss"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from recipes.data.hub_load import (
+    chosen_split,
     class_names,
     class_numbers,
     column,
@@ -21,7 +22,6 @@ from recipes.data.hub_load import (
     load,
     local_path,
     may_be_class,
-    part,
 )
 from recipes.data.images.augment import Augment
 from recipes.data.images.pixels import held_out, square
@@ -87,7 +87,7 @@ class Hub(TokenizedText, ImageSource):
 
         """
         splits = self._load()
-        train = part(splits, self.name, "train_split", self.train_split)
+        train = chosen_split(splits, self.name, "train_split", self.train_split)
         declared = any(map(is_class, train.features.values()))
         label = column(train, self.name, "label_column", self.label_column, is_class if declared else may_be_class)
         classes = class_names(train, label)
@@ -115,7 +115,7 @@ class Hub(TokenizedText, ImageSource):
     ) -> tuple[HubImages, HubImages, str]:
         """Return what to train on, what to validate on, and where that comes from."""
         for name in self._valid_splits(splits):
-            valid = part(splits, self.name, "valid_split", name)
+            valid = chosen_split(splits, self.name, "valid_split", name)
             try:
                 valid_labels = class_numbers(valid, label, classes, f"data.valid_split={name}")
             except UserError:
@@ -133,7 +133,7 @@ class Hub(TokenizedText, ImageSource):
         return load(self.name, self.subset, self.cache_dir)
 
     def _corpus(self, splits: Mapping[str, Any], key: str, choice: str) -> Corpus:
-        dataset = part(splits, self.name, key, choice)
+        dataset = chosen_split(splits, self.name, key, choice)
         name = column(dataset, self.name, "text_column", self.text_column, is_text)
         texts = dataset.select_columns([name])
 
@@ -153,7 +153,7 @@ class Hub(TokenizedText, ImageSource):
 
 
 class HubImages:
-    """Some rows of a dataset, decoded when asked for."""
+    """Some rows of a dataset, decoded when they are fetched."""
 
     def __init__(self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray) -> None:
         self.where = where

@@ -66,7 +66,7 @@ def load(name: str, subset: str | None, cache_dir: str) -> Mapping[str, Any]:
     return splits
 
 
-def part(splits: Mapping[str, Any], name: str, key: str, choice: str) -> Any:
+def chosen_split(splits: Mapping[str, Any], name: str, key: str, choice: str) -> Any:
     """Return the split that ``key`` names. Raises UserError if it is not there, or empty."""
     if choice not in splits:
         raise UserError(f"data.{key}={choice}: {name} has the splits {', '.join(splits)}")
@@ -93,7 +93,7 @@ def column(dataset: Any, name: str, key: str, choice: str | None, fits: Callable
     if not fitting:
         raise UserError(f"data.name={name} has no column of type {wanted}; its columns are {every}")
     if len(fitting) > 1:
-        raise UserError(f"data.name={name} has several columns that may hold it: type data.{key}={'|'.join(fitting)}")
+        raise UserError(f"data.name={name} has several columns of type {wanted}; set data.{key}={'|'.join(fitting)}")
     return fitting[0]
 
 

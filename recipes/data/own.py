@@ -9,7 +9,7 @@ from trainer.recipe import DataSource
 
 
 @dataclass
-class Own(DataSource):
+class OwnData(DataSource):
     """Nothing to choose: the recipe's ``datasets`` opens what it needs."""
 
     kind: ClassVar[str] = "own"

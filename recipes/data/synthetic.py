@@ -1,4 +1,4 @@
-"""``data=synthetic``: made-up data for every recipe, which costs next to nothing and can be learnt."""
+"""``data=synthetic``: generated data for every recipe, which costs next to nothing and can be learnt."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Synthetic(TextSource, ImageSource):
         return TokenData(draw(0, TRAIN_TOKENS), draw(1, VALID_TOKENS), words, description)
 
     def images(self, image_size: int | None) -> ImageDatasets:
-        """Return noise over a coarse pattern that tells the class; 224 pixels square unless told otherwise.
+        """Return noise over a coarse pattern that depends on the class; by default 224 × 224 pixels.
 
         An epoch repeats a pool of 256 images, so a batch costs one copy.
         """

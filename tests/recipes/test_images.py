@@ -155,7 +155,7 @@ def test_a_folder_batch_holds_the_crops_of_its_files(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ([], r"no images in .*\.jpg, .*\.png"),
-        (["loose.png"], "side by side; needed is a folder with one folder of images per class"),
+        (["loose.png"], "holds the images directly; data.path must be a folder with one folder of images per class"),
         (["cat/a.png", "cat/b.png"], r"one class only \(cat\)"),
         (["cat/a.png", "dog/b.png"], "one image per class"),
         (["train/cat/a.png", "train/dog/b.png", "val/cow/c.png"], "the class cow, which"),

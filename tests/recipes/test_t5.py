@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.t5 import IGNORED, Gaps
+from recipes.t5 import IGNORED, SpanCorruption
 from tests.helpers import CPU, compose, fit, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
@@ -45,7 +45,7 @@ def test_auto_is_nano_on_a_cpu_and_small_on_a_gpu() -> None:
 @pytest.mark.parametrize("context", [16, 23, 64, 500])
 def test_what_is_cut_out_of_the_input_is_the_target(context: int) -> None:
     text = np.random.default_rng(0).integers(0, 90, 2400).astype(np.uint16)
-    data = Gaps(text, context, 90)
+    data = SpanCorruption(text, context, 90)
     windows = {tuple(text[first : first + data.window].tolist()) for first in range(2400 - data.window + 1)}
     batch = data.batch([SampleId(index % len(data), index * 7919) for index in range(30)])
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
@@ -69,7 +69,7 @@ def test_what_is_cut_out_of_the_input_is_the_target(context: int) -> None:
 
 
 def test_samples_depend_on_their_seed_alone_and_evaluation_covers_the_text() -> None:
-    data = Gaps(np.arange(1000, dtype=np.uint16), 64, 1000)
+    data = SpanCorruption(np.arange(1000, dtype=np.uint16), 64, 1000)
     some, again = data.batch([SampleId(3, 5), SampleId(4, 5)]), data.batch([SampleId(4, 5)])
     assert all(torch.equal(some[key][1:], again[key]) for key in some)
     assert not torch.equal(data.batch([SampleId(4, 6)])["inputs"], again["inputs"])

@@ -296,8 +296,8 @@ def test_a_missing_path_is_told_at_once(path: str) -> None:
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"\xef\xbb\xbf", "leaves nothing"),
-        (b"a", "leaves nothing for training"),
+        (b"\xef\xbb\xbf", "no text is left"),
+        (b"a", "no text is left for training"),
         (b"fine until\x00here", "zero byte at offset 10"),
         ("fine until é".encode("latin-1"), "offset 11"),
         ("text".encode("utf-16"), "zero byte at offset 3"),

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.explain import explain, is_text, meant
+from trainer.config.explain import explain, intended_key, is_text
 from trainer.config.schema import Config, build, register
 from trainer.errors import UserError
 from trainer.files import PROJECT
@@ -108,7 +108,7 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
             following = "".join(arguments[number + 1 : number + 2])
             value = typed if equals else following if following[:1] != "-" and "=" not in following else ""
             raise UserError(
-                f"{argument}: write {meant(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
+                f"{argument}: write {intended_key(key.strip('-').replace('-', '_'))}={value or '…'}, without dashes"
             )
         choices = sorted(path.stem for path in (CONF / key).glob("*.yaml")) if key else []
         if choices and _NO_NAME.fullmatch(typed):

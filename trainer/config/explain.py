@@ -1,4 +1,4 @@
-"""Errors of Hydra and OmegaConf as one sentence that names the key and what to type instead."""
+"""Errors of Hydra and OmegaConf as one sentence that names the key and what to set instead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explain(error: BaseException) -> str:
         choices = [name for name in found[3].split() if not name.endswith("_schema")]
         return f"{group}={typed} is not a choice{nearest(typed, choices)} ({', '.join(choices)})"
     if key and re.search(r"Key '[^']+' is not in struct", text):
-        return f"{key} is not set yet; type +{key}=… to add it"
+        return f"{key} is not in the config; add it with +{key}=…"
     if found := re.search(r"Key '[^']+' not in '(\w+)'", text):
         return _unknown(key or "", found[1], value)
     if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
@@ -49,7 +49,7 @@ def explain(error: BaseException) -> str:
         return f"{found[1]} has several values; add -m to run one after the other"
     if found := re.search(r"Multiple values for (\S+)\.|An item is already at '(.*)'", text):
         there = found[1] or found[2]
-        return f"{there} has a value already; type {there}=… without the +"
+        return f"{there} already has a value; set it with {there}=…, without the +"
     overrides: list[str] = re.findall(r"Error merging override (.*)", text)
     typed = overrides[0] if overrides else key or ""
     for words, wanted in _WANTED:
@@ -76,7 +76,7 @@ def _unknown(key: str, owner: str, value: str = "") -> str:
     if classes:
         options = [entry.name for cls in classes.values() for entry in config.options(cls)]
         near = nearest(option, options, f"{group}.")
-    elif (better := meant(key)) != key:
+    elif (better := intended_key(key)) != key:
         # Under the same name in a group the value is right, too; other trainers' names may want another one.
         near = f"; did you mean '{better}{f'={value}' if better.endswith(f'.{key}') and value else ''}'?"
     else:
@@ -108,7 +108,7 @@ _OTHER_NAMES = {
 """What other trainers call a key, and what it is here; a dot at the end: the name follows."""
 
 
-def meant(key: str) -> str:
+def intended_key(key: str) -> str:
     """Return the key that somebody meant who typed ``lr`` or ``model.size``, or ``key`` itself.
 
     That is an option of a group by the option's name alone, or the name that other trainers have for it.

@@ -54,7 +54,7 @@ _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_s
 
 @dataclass
 class Config(SetOnce):
-    """Everything that decides a run. It does not change: ``resolve`` returns another one."""
+    """All options of a run. It does not change: ``resolve`` returns another one."""
 
     recipe: Recipe
     data: DataSource
@@ -146,19 +146,19 @@ class Config(SetOnce):
             choices.append(Choice(key, auto, why))
             return auto
 
-        suits = f"suits {'a GPU' if hardware.is_gpu else 'this CPU'}"
-        steps = number("steps", sizes.steps, suits)
+        default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
+        steps = number("steps", sizes.steps, default)
         if self.schedule.warmup(steps) >= max(2, steps):
             raise UserError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} leaves nothing of steps={steps}; "
+                f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={steps}; "
                 "use schedule.warmup_steps=auto or a longer run"
             )
-        batch_size = number("batch_size", sizes.batch_size, suits)
+        batch_size = number("batch_size", sizes.batch_size, default)
         world = world or World()
         most = min(batch_size, sizes.micro_batch_size)
         fitting = max((s for s in range(1, most + 1) if batch_size % (s * world.size) == 0), default=1)
-        micro_batch_size = number("micro_batch_size", fitting, suits)
-        eval_every = number("eval_every", max(steps // 10, min(steps, 25)), "ten evaluations a run, or fewer")
+        micro_batch_size = number("micro_batch_size", fitting, default)
+        eval_every = number("eval_every", max(steps // 10, min(steps, 25)), "at most ten evaluations per run")
         plan = Plan(
             self.run_name or self.default_name(),
             steps,
@@ -264,7 +264,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     """
     _refuse_unknown(composed, Config, "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise UserError(f"{missing[0]} has no value; type {missing[0]}=…")
+        raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
     dropped = _drop_options(composed, overrides)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
@@ -272,7 +272,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
 
 
 def _drop_options(composed: DictConfig, overrides: Sequence[str]) -> list[Choice]:
-    """Remove the optimizer's options that were not typed and that the class which was typed does not have."""
+    """Remove the options of the optimizer's YAML that the class named on the command line does not have."""
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     if "optimizer.name" not in typed or "optimizer.options" in typed:
         return []

@@ -38,7 +38,7 @@ class Digits(ImageSource):
         check_fraction(self.valid_fraction)
 
     def images(self, image_size: int | None) -> ImageDatasets:
-        """Return the digits, scaled up once to ``image_size`` (32 unless told otherwise)."""
+        """Return the digits, scaled up once to ``image_size`` (by default 32)."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -57,7 +57,7 @@ class Idx(ImageSource):
 
     kind: ClassVar[str] = "idx"
     path: str = ""
-    """The folder of ``train-images-idx3-ubyte`` and its kin."""
+    """The folder of ``train-images-idx3-ubyte`` and the other files, with MNIST's names."""
     images_file: str | None = None
     """The images within ``path``, where they have another name; a part of them is kept for validation."""
     labels_file: str | None = None
@@ -72,7 +72,7 @@ class Idx(ImageSource):
             raise UserError("data.images_file and data.labels_file belong together: give both or neither")
 
     def images(self, image_size: int | None) -> ImageDatasets:
-        """Read the files; in their own size, or scaled as they are asked for.
+        """Read the files; in their own size, or scaled when they are fetched.
 
         Raises:
             UserError: no such files, a file of another format, fewer than two classes.
@@ -124,7 +124,10 @@ def _read_pair(images_file: Path, labels_file: Path) -> tuple[np.ndarray, np.nda
 
 
 def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
-    """Read a file of bytes: magic number and dimensions as big-endian 32-bit words, then the data."""
+    """Read a file of bytes: magic number and dimensions as big-endian 32-bit words, then the data.
+
+    (torchvision's reader takes no compressed file, and says nothing about what is wrong with one.)
+    """
     try:
         content = path.read_bytes()
         if content.startswith(b"\x1f\x8b"):

@@ -42,7 +42,7 @@ class Augment(SetOnce):
         """Return what is done to images of this size (see ``AutomaticAugment``): this very choice.
 
         Args:
-            shorter_side: of a typical image as it is stored, in pixels; None: the images are made up.
+            shorter_side: of a typical image as it is stored, in pixels; None: the images are synthetic.
 
         """
         return self
@@ -66,7 +66,7 @@ class Augment(SetOnce):
 
 @dataclass
 class Light(Augment):
-    """``augment=light``: training shifts the image a little, and mirrors it if asked; evaluation takes it whole."""
+    """``augment=light``: training shifts the image a little, with ``flip`` mirrors it; evaluation takes it whole."""
 
     kind: ClassVar[str] = "light"
     shift: float = 0.125
@@ -137,7 +137,7 @@ class ImageNet(Augment):
 
 @dataclass
 class AutomaticAugment(Augment):
-    """``augment=auto``: ``none`` for images below 64 pixels and made-up ones, ``imagenet`` for all others."""
+    """``augment=auto``: ``none`` for images below 64 pixels and synthetic ones, ``imagenet`` for all others."""
 
     kind: ClassVar[str] = "auto"
 
@@ -153,9 +153,9 @@ class AutomaticAugment(Augment):
 CHOICES: dict[str, type[Augment]] = {cls.kind: cls for cls in (AutomaticAugment, Augment, Light, ImageNet)}
 
 REASONS = {
-    Augment.kind: f"images below {SMALL} pixels, or made up, stay whole; augment=light shifts them in training",
+    Augment.kind: f"images below {SMALL} pixels or synthetic, are not cropped; augment=light shifts them in training",
     ImageNet.kind: f"images of {SMALL} pixels or more: random crops of 8 to 100 %, flips, evaluation on the middle "
-    "87.5 %; augment=none keeps them whole",
+    "87.5 %; augment=none turns this off",
 }
 """What the user is shown about what ``auto`` became."""
 

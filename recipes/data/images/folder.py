@@ -47,23 +47,23 @@ class ImageFolder(ImageSource):
         check_path(self.path, WANTED)
 
     def images(self, image_size: int | None) -> ImageDatasets:
-        """Find the images, and check that they open; squares of 224 pixels unless told otherwise.
+        """Find the images, and check that they open; squares of 224 pixels by default.
 
         Raises:
             UserError: no images, fewer than two classes, a file that is no image.
 
         """
         train_folder, valid_folder = _split_folders(Path(self.path).expanduser())
-        train = self._readable(_find(train_folder))
+        train = self._readable(_images_by_class(train_folder))
         classes = sorted(train)
         if len(classes) < 2:
             raise UserError(f"data.path={self.path} has images of one class only ({classes[0]}); two are needed")
         if valid_folder:
-            valid = self._readable(_find(valid_folder))
+            valid = self._readable(_images_by_class(valid_folder))
         else:
             train, valid = _split(train, self.valid_fraction)
         if unknown := sorted(set(valid) - set(classes)):
-            raise UserError(f"{valid_folder} has the class {unknown[0]}, which {train_folder} has not")
+            raise UserError(f"{valid_folder} has the class {unknown[0]}, which {train_folder} does not have")
         size = image_size or 224
         augment = self.augment.choose(_shorter_side([file for files in train.values() for file in files]))
         train_set, valid_set = (FolderImages(part, classes, size, augment) for part in (train, valid))
@@ -92,7 +92,7 @@ class ImageFolder(ImageSource):
 
 
 class FolderImages:
-    """A dataset of image files, decoded when asked for."""
+    """A dataset of image files, decoded when they are fetched."""
 
     def __init__(self, files: dict[str, list[str]], classes: list[str], image_size: int, augment: Augment) -> None:
         # One array of bytes, not a list of strings: worker processes share it without copying.
@@ -190,8 +190,12 @@ def _split_folders(root: Path) -> tuple[Path, Path | None]:
     return train, next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def _find(root: Path) -> dict[str, list[str]]:
-    """Return each class folder's images, sorted; a class folder may have folders of its own."""
+def _images_by_class(root: Path) -> dict[str, list[str]]:
+    """Return each class folder's images, sorted; a class folder may have folders of its own.
+
+    (torchvision's make_dataset sorts nested folders in another order, which would change the samples of existing runs,
+    and takes hidden files for images.)
+    """
     classes = {}
     for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
         walk = os.walk(folder, followlinks=True)
@@ -200,8 +204,10 @@ def _find(root: Path) -> dict[str, list[str]]:
             classes[folder.name] = files
     if not classes:
         if any(_named_image(entry.name) for entry in root.iterdir()):
-            raise UserError(f"{root} has its images side by side; needed is {WANTED}")
-        raise UserError(f"data.path: no images in {root} (looked for {', '.join(EXTENSIONS)}); needed is {WANTED}")
+            raise UserError(f"{root} holds the images directly; data.path must be {WANTED}")
+        raise UserError(
+            f"data.path: no images in {root} (looked for {', '.join(EXTENSIONS)}); data.path must be {WANTED}"
+        )
     return classes
 
 

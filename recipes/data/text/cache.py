@@ -31,20 +31,20 @@ _BEFORE_LINE_END = re.compile(r"(?=\n\S)")
 log = logging.getLogger("mantissa")
 
 
-class Plan(NamedTuple):
+class TokenizerPlan(NamedTuple):
     """How the tokenizer of a corpus comes about."""
 
     identity: Any
     """JSON of what its ids depend on beside the text."""
     task: str
-    """What is told while the user waits, such as ``training a BPE of 4096``."""
+    """What the log says while the user waits, such as ``training a BPE of 4096``."""
     make: Callable[[], CorpusTokenizer]
     load: Callable[[Path], CorpusTokenizer]
     """Opens the folder that the tokenizer's ``save`` wrote to."""
 
 
 def open_or_build(
-    cache_dir: str, name: str, train: Split, valid: Split, plan: Plan
+    cache_dir: str, name: str, train: Split, valid: Split, plan: TokenizerPlan
 ) -> tuple[np.ndarray, np.ndarray, CorpusTokenizer]:
     """Return the token ids of both splits as memory maps, and the tokenizer.
 
@@ -85,7 +85,7 @@ def _lock(path: Path, cache_dir: str) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, splits: dict[str, Split], plan: Plan) -> None:
+def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
@@ -99,9 +99,7 @@ def _build(folder: Path, splits: dict[str, Split], plan: Plan) -> None:
                     ids.astype(dtype).tofile(file)
                 if not file.tell():
                     share = "training" if part == "train" else "validation"
-                    raise UserError(
-                        f"the text leaves nothing for {share}: give more text, or another data.valid_fraction"
-                    )
+                    raise UserError(f"no text is left for {share}; use a longer text or another data.valid_fraction")
         files = {path.name: _check(path) for path in sorted(partial.iterdir())}
         (partial / "meta.json").write_text(json.dumps({"dtype": dtype.name, "files": files}))
         for path in partial.iterdir():

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from recipes.data.text.cache import Plan, open_or_build
+from recipes.data.text.cache import TokenizerPlan, open_or_build
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextSource, TokenData
 from recipes.data.text.split import Corpus, Split, split
@@ -23,7 +23,7 @@ from trainer.errors import UserError
 
 @dataclass
 class TokenizedText(TextSource):
-    """What every source of text shares: how it is tokenised, split and cached. Subclasses tell ``splits``."""
+    """What every source of text shares: how it is tokenised, split and cached. Subclasses define ``splits``."""
 
     tokenizer: str = OWN_BPE
     """bpe (trained on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
@@ -61,20 +61,20 @@ class TokenizedText(TextSource):
         counts = f"{_short(len(train_ids))} tokens and {_short(len(valid_ids))} for validation ({valid.origin})"
         return TokenData(train_ids, valid_ids, opened, f"{self.title()}: {counts}, {opened.label}")
 
-    def _plan(self, override: str | None, train: Split, valid: Split) -> Plan:
+    def _plan(self, override: str | None, train: Split, valid: Split) -> TokenizerPlan:
         if override is None and self.tokenizer == OWN_BPE:
             from tokenizers import __version__
 
             identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
-            return Plan(identity, task, lambda: BytePairs.train(train, self.vocab_size), BytePairs.load)
+            return TokenizerPlan(identity, task, lambda: BytePairs.train(train, self.vocab_size), BytePairs.load)
         if override is None and self.tokenizer == "chars":
             task = "collecting its characters"
-            return Plan("chars", task, lambda: Characters.collect(chain(train, valid)), Characters.load)
+            return TokenizerPlan("chars", task, lambda: Characters.collect(chain(train, valid)), Characters.load)
         if override is None and self.tokenizer == "bytes":
-            return Plan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
+            return TokenizerPlan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
         name = override or self.tokenizer
         opened = Pretrained.open(name, f"recipe.pretrained={name}" if override else f"data.tokenizer={name}")
-        return Plan(opened.identity(), f"encoding with {opened.label}", lambda: opened, lambda folder: opened)
+        return TokenizerPlan(opened.identity(), f"encoding with {opened.label}", lambda: opened, lambda folder: opened)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Tokenizers that transformers opens, and whether the Hugging Face hub can be asked for one."""
+"""Tokenizers that transformers opens, and whether the Hugging Face hub can be reached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pretrained:
         """Open a folder, or a hub id: from the local cache if it is there, else from the network.
 
         Raises:
-            UserError: beginning with ``key``, what the user typed: there is no such tokenizer, or no network.
+            UserError: beginning with ``key``, the option that the user set: there is no such tokenizer, or no network.
 
         """
         from transformers import AutoTokenizer
@@ -105,7 +105,7 @@ def hub_reachable(timeout_s: float = 8) -> bool:
         try:
             urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=timeout_s).close()
         except (HTTPError, HTTPException):
-            pass  # an unfriendly answer is an answer
+            pass  # an error status is an answer, too
         except OSError as error:
             if not isinstance(getattr(error, "reason", None), ssl.SSLError):
                 return  # with certificates of its own, the hub's client may still succeed

@@ -54,7 +54,7 @@ def test_auto_shrinks_to_the_largest_divisor_that_fits_and_says_why(monkeypatch:
 def test_what_fits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     free = need_mib(*BIGNET) / USABLE * 1.01
     plan, [choice] = fitted(monkeypatch, free, *BIGNET)
-    assert (plan.batching.micro_batch_size, choice.why) == (512, "suits this CPU")
+    assert (plan.batching.micro_batch_size, choice.why) == (512, "CPU default")
 
 
 def test_ordinary_starts_are_not_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fit, "forecast", fails)
     plan, [choice] = fitted(monkeypatch, 1, *BIGNET)
-    assert (plan.batching.micro_batch_size, choice.why) == (512, "suits this CPU")
+    assert (plan.batching.micro_batch_size, choice.why) == (512, "CPU default")
 
 
 def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
