@@ -59,10 +59,6 @@ class Checkpoint:
     save_on_signal: list[str] = field(default_factory=list)
     """Signals, such as USR1, after which the step is finished, a checkpoint saved, and training goes on."""
 
-    def interval(self, eval_every: int) -> int:
-        """Return the optimizer steps between two checkpoints."""
-        return eval_every if isinstance(self.every, str) else self.every
-
     def __post_init__(self) -> None:
         if isinstance(self.every, str) and self.every != "auto":
             raise UserError(f"checkpoint.every={self.every} must be a whole number of steps, or auto")

@@ -138,13 +138,15 @@ class Config(SetOnce):
         recipe, chosen = self.recipe.resolve(hardware, self.data)
         choices = [*self.dropped, *chosen]
         sizes = recipe.sizes(hardware)
+        numbers: dict[str, Any] = {}
 
         def number(key: str, auto: int, why: str) -> int:
-            value = getattr(self, key)
-            if isinstance(value, int):
-                return value
-            choices.append(Choice(key, auto, why))
-            return auto
+            typed = getattr(self, key)
+            if typed == "auto":
+                choices.append(Choice(key, auto, why))
+            value: int = auto if typed == "auto" else typed
+            numbers[key] = value
+            return value
 
         default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
         steps = number("steps", sizes.steps, default)
@@ -159,31 +161,21 @@ class Config(SetOnce):
         fitting = max((s for s in range(1, most + 1) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, default)
         eval_every = number("eval_every", max(steps // 10, min(steps, 25)), "at most ten evaluations per run")
+        every = self.checkpoint.every
         plan = Plan(
             self.run_name or self.default_name(),
             steps,
             Batching(batch_size, micro_batch_size, world.size, world.rank),
             eval_every,
             eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
-            save_every=self.checkpoint.interval(eval_every),
+            save_every=eval_every if isinstance(every, str) else every,
         )
         if "/" in plan.run_name or plan.run_name in (".", ".."):
             raise UserError(f"run_name={plan.run_name} must be the name of a folder, without a slash")
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
-        return Resolved(self._with(recipe, plan), plan, choices)
-
-    def _with(self, recipe: Recipe, plan: Plan) -> Config:
-        return replace(
-            self.with_augment(self.augment),
-            recipe=recipe,
-            run_name=plan.run_name,
-            steps=plan.steps,
-            batch_size=plan.batching.batch_size,
-            micro_batch_size=plan.batching.micro_batch_size,
-            eval_every=plan.eval_every,
-            eval_samples=plan.eval_samples,
-        )
+        config = replace(self.with_augment(self.augment), recipe=recipe, run_name=plan.run_name, **numbers)
+        return Resolved(config, plan, choices)
 
 
 @dataclass(frozen=True)
