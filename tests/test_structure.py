@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -97,6 +97,19 @@ def test_a_script_holds_no_logic(path: Path) -> None:
     defined = [node for node in ast.walk(content) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)]
     assert [node.name for node in defined if not isinstance(node, ast.Lambda)] in ([], ["main"])
     assert sum(isinstance(node, ast.stmt) for node in ast.walk(content)) <= 12
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_files_and_functions_are_short() -> None:
+    for name, file in sources(*PACKAGES, "scripts").items():
+        text = file.read_text(encoding="utf-8")
+        assert text.count("\n") <= 350, f"{name}: split it, it has more than one idea"
+        for node in functions(ast.parse(text)):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
 
 
 def test_the_core_can_be_read_in_an_afternoon() -> None:

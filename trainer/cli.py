@@ -167,7 +167,7 @@ def _report_of_rank(error: Exception) -> int:
     """Name the rank that failed. One that only lost its connection to it gets no traceback: it would hide the cause."""
     rank = os.environ["RANK"]
     if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _GONE):
-        print(f"rank {rank}: lost contact with another rank, whose own message says why", file=sys.stderr, flush=True)
+        print(f"rank {rank}: lost connection to another rank; see its error", file=sys.stderr, flush=True)
         return 1
     traceback.print_exception(error)
     print(f"rank {rank}: error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainer.checkpoint.generators import random_state, set_random_state
 from trainer.checkpoint.restore import Saved
-from trainer.checkpoint.store import training_state
+from trainer.checkpoint.state import training_state
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import DataOrder, checked, evaluation_samples, to_device
@@ -190,7 +190,7 @@ class Trainer:
         return attention.taken(self.model, forward, self.config.parallel.kind != "fsdp")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the training, see ``checkpoint.store.training_state``."""
+        """Return what a checkpoint holds of the training, see ``checkpoint.state.training_state``."""
         self.synchronise_buffers()
         scale = self.loss_scale.state_dict()
         rng = random_state(self.device)

@@ -135,7 +135,7 @@ def test_recipes_run_in_every_precision_a_cpu_has(
     assert manifest["effective"]["matmul_dtype"] == dtype
     assert manifest["effective"]["fp32_in_mkldnn_matmul"] == "ieee"
     assert manifest["support"] in ("native", "emulated")
-    assert f"asked for {precision}; products run in {dtype}" in done.out
+    assert f"requested {precision}; matmuls run in {dtype}" in done.out
     assert ("no fp16 instructions" in done.out) == (manifest["support"] == "emulated" and precision == "fp16")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2]
@@ -210,7 +210,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[.
         "gpt2-bf16-s0\n",
         "gpt2 (size nano), 836k parameters",
         "synthetic: 1,048,576 tokens",
-        "asked for bf16; products run in bfloat16",
+        "requested bf16; matmuls run in bfloat16",
         "4 samples a step = 2 × 2; 30 steps",
         "AdamW, lr 0.001, schedule cosine, clip norm, scaler auto, compile off",
         "outputs/gpt2-bf16-s0",

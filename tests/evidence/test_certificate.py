@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from evidence.certificate.differences import differences_between, ulps
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.generators import random_state
+from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Contents
 from trainer.parallel.world import World
 
@@ -30,7 +31,7 @@ def run(folder: Path, change_line: Change = lambda lines: None, change_state: Ch
     progress = {"loss_scale": {"scale": 4.0}}
     rng = random_state(torch.device("cpu"))
     change_state({"model": model, "optimizer": optimizer, "progress": progress, "rng": rng})
-    state = checkpoint.training_state(3, model, optimizer, None, {}, rng)
+    state = training_state(3, model, optimizer, None, {}, rng)
     checkpoint.write(folder / "checkpoints", Contents.of(state, progress, World()), None, World())
     lines = [
         {"step": step, "samples": [[[step, 7]]], "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False}

@@ -24,7 +24,8 @@ from tests.helpers import NoData, compose, fit, same_bits
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.restore import load
-from trainer.checkpoint.store import MASTER, Contents
+from trainer.checkpoint.state import MASTER
+from trainer.checkpoint.store import Contents
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError

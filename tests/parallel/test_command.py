@@ -231,7 +231,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert "saved, as a signal asked" in out
-    assert "lost contact" not in err
+    assert "lost connection" not in err
     told = re.search(r"stopped by SIGTERM after step (\d+), saved. Resume with:\n  (.*)", err)
     assert told, err
     assert err.count("stopped by SIGTERM") == 1

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.check import check_counters, check_generators, check_options, check_progress, expected_state
 from trainer.checkpoint.schema import Manifest, Refused, State, read_manifest, read_state
-from trainer.checkpoint.store import MASTER, find, parameter_names, untie
+from trainer.checkpoint.state import MASTER, parameter_names, untie
+from trainer.checkpoint.store import find
 from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.wrap import is_cut, own_part, own_rows

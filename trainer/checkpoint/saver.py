@@ -59,7 +59,7 @@ class Saver:
         """Save the state of the training and return how long it had to wait, in seconds.
 
         Args:
-            training: see ``checkpoint.store.training_state``.
+            training: see ``checkpoint.state.training_state``.
             progress: JSON types; what else the run needs to continue.
             score: what the weights were judged by at this step, if they were; the lowest is kept as the best.
 

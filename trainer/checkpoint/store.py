@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.checkpoint.schema import (
     FORMAT,
@@ -33,14 +32,12 @@ from trainer.checkpoint.schema import (
     read_manifest,
     sha256,
 )
+from trainer.checkpoint.state import untie
 from trainer.errors import UserError
 from trainer.files import flush, make_folder, write_json
-from trainer.optim.masters import MasterWeights
 from trainer.parallel.world import World
 from trainer.parallel.wrap import is_cut, own_part
 
-MASTER = "master_weight"
-"""The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""
 SPARE_BYTES = 1 << 20
 """Left free beside a checkpoint's tensors, for the JSON files and the metric log."""
 
@@ -93,7 +90,7 @@ class Contents:
         """Collect this rank's part, mostly without copying.
 
         Args:
-            training: see ``training_state``; tied weights are saved once.
+            training: see ``state.training_state``; tied weights are saved once.
             progress: JSON types; what else the run needs to continue.
             world: the processes that save together.
 
@@ -113,33 +110,6 @@ class Contents:
     def bytes(self) -> int:
         """The size of the tensors."""
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
-
-
-def training_state(
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    masters: MasterWeights | None,
-    loss_scale: dict[str, Any],
-    rng: dict[str, Tensor],
-) -> dict[str, Any]:
-    """Return what a checkpoint holds of the training. The tensors are the live ones, not copies.
-
-    Args:
-        step: optimizer steps done.
-        model: its state dict, under ``model``.
-        optimizer: its tensors under ``optimizer``, by ``<parameter>.<key>``; the rest, as JSON types, under
-            ``optimizer_options``.
-        masters: what the optimizer changes in the place of the model's weights; with the optimizer's tensors.
-        loss_scale: its state dict.
-        rng: the states of this rank's generators, see ``trainer.checkpoint.generators``.
-
-    """
-    tensors, options = _optimizer_tensors(masters or model, optimizer)
-    if masters is not None:
-        tensors |= {f"{name}.{MASTER}": master.detach() for name, master in masters.held()}
-    state = {"step": step, "model": model.state_dict(), "optimizer": tensors, "optimizer_options": options}
-    return state | {"loss_scale": loss_scale, "rng": rng}
 
 
 def write(folder: Path, contents: Contents, score: float | None, world: World) -> Path:
@@ -309,45 +279,3 @@ def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return this rank's rows of what is cut, and on rank 0 also what is not."""
     mine = {name: tensor for name, tensor in tensors.items() if world.first or is_cut(tensor)}
     return {name: own_part(tensor).contiguous() for name, tensor in mine.items()}
-
-
-def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split a state dict into tensors that share no memory, and the aliases of those that do."""
-    unique: dict[str, Tensor] = {}
-    ties: dict[str, str] = {}
-    owner: dict[tuple[Any, ...], str] = {}
-    for name, whole in state.items():
-        tensor = own_part(whole)
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in owner:
-            ties[name] = owner[key]
-        else:
-            owner[key] = name
-            unique[name] = whole.detach()
-    return unique, ties
-
-
-def _optimizer_tensors(
-    model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split an optimizer's state into tensors named ``parameter.key``, and JSON types."""
-    names = parameter_names(model, optimizer)
-    state = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for index, entry in state["state"].items():
-        for key, value in entry.items():
-            if isinstance(value, Tensor):
-                tensors[f"{names[index]}.{key}"] = value.detach()
-            else:
-                scalars.setdefault(names[index], {})[key] = value
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
-    # So that one whose state was lost is told from one that never had any.
-    stateless = [name for index, name in enumerate(names) if not state["state"].get(index)]
-    return tensors, {"names": names, "groups": groups, "scalars": scalars, "stateless": stateless}
-
-
-def parameter_names(model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters in its own order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -19,7 +19,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts(trainer.model, trainer.datasets).items())
     batching = plan.batching
     effective = manifest["effective"]
-    precision = f"asked for {config.precision.mode}; products run in {effective['matmul_dtype']}"
+    precision = f"requested {config.precision.mode}; matmuls run in {effective['matmul_dtype']}"
     if config.precision.mode in ("fp32", "tf32") and hardware.is_gpu:
         precision += (
             f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"

@@ -97,14 +97,17 @@ class Run:
         self.manifest = precision_manifest(trainer)
         self.tracker: Tracker | None = None
         if self.world.first:
-            options = write_config(folder, self.config)
-            self._show_start(choices)
-            folder.write("precision.json", self.manifest)
-            folder.mark_launch()
-            resume_step = saved.step if saved else None
-            self.tracker = open_tracker(trainer, folder.path, options, self.manifest, self.git, resume_step)
+            self.tracker = self._begin(saved.step if saved else None, choices)
         profiler = self.config.profiler if self.world.first else Profiler()
         self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device)
+
+    def _begin(self, resume_step: int | None, choices: list[Choice]) -> Tracker:
+        """Write down what this run is, show it, and open its metric log."""
+        options = write_config(self.folder, self.config)
+        self._show_start(choices)
+        self.folder.write("precision.json", self.manifest)
+        self.folder.mark_launch()
+        return open_tracker(self.trainer, self.folder.path, options, self.manifest, self.git, resume_step)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step and return the summary, which is also in summary.json.

@@ -22,7 +22,8 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.generators import random_state, set_random_state
 from trainer.checkpoint.restore import load
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.store import Checkpoint, Contents, training_state
+from trainer.checkpoint.state import training_state
+from trainer.checkpoint.store import Checkpoint, Contents
 from trainer.errors import NonFiniteError, UserError
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.world import World

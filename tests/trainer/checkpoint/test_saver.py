@@ -16,7 +16,8 @@ from trainer.checkpoint import saver
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.restore import load
 from trainer.checkpoint.saver import Saver, infinite_buffers
-from trainer.checkpoint.store import Checkpoint, Contents, training_state
+from trainer.checkpoint.state import training_state
+from trainer.checkpoint.store import Checkpoint, Contents
 from trainer.errors import NonFiniteError, UserError
 from trainer.parallel.world import World
 

@@ -1,0 +1,83 @@
+"""What a checkpoint holds of the training: weights, optimizer state and generators, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.optim.masters import MasterWeights
+from trainer.parallel.wrap import own_part
+
+MASTER = "master_weight"
+"""The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""
+
+
+def training_state(
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    masters: MasterWeights | None,
+    loss_scale: dict[str, Any],
+    rng: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Return what a checkpoint holds of the training. The tensors are the live ones, not copies.
+
+    Args:
+        step: optimizer steps done.
+        model: its state dict, under ``model``.
+        optimizer: its tensors under ``optimizer``, by ``<parameter>.<key>``; the rest, as JSON types, under
+            ``optimizer_options``.
+        masters: what the optimizer changes in the place of the model's weights; with the optimizer's tensors.
+        loss_scale: its state dict.
+        rng: the states of this rank's generators, see ``trainer.checkpoint.generators``.
+
+    """
+    tensors, options = _optimizer_tensors(masters or model, optimizer)
+    if masters is not None:
+        tensors |= {f"{name}.{MASTER}": master.detach() for name, master in masters.held()}
+    state = {"step": step, "model": model.state_dict(), "optimizer": tensors, "optimizer_options": options}
+    return state | {"loss_scale": loss_scale, "rng": rng}
+
+
+def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split a state dict into tensors that share no memory, and the aliases of those that do."""
+    unique: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    owner: dict[tuple[Any, ...], str] = {}
+    for name, whole in state.items():
+        tensor = own_part(whole)
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in owner:
+            ties[name] = owner[key]
+        else:
+            owner[key] = name
+            unique[name] = whole.detach()
+    return unique, ties
+
+
+def _optimizer_tensors(
+    model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split an optimizer's state into tensors named ``parameter.key``, and JSON types."""
+    names = parameter_names(model, optimizer)
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, entry in state["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                tensors[f"{names[index]}.{key}"] = value.detach()
+            else:
+                scalars.setdefault(names[index], {})[key] = value
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    # So that one whose state was lost is told from one that never had any.
+    stateless = [name for index, name in enumerate(names) if not state["state"].get(index)]
+    return tensors, {"names": names, "groups": groups, "scalars": scalars, "stateless": stateless}
+
+
+def parameter_names(model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters in its own order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
