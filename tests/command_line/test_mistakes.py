@@ -108,7 +108,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "precision=bf16 scaler=dynamic": ("scaler=dynamic with precision=bf16", "scaler=auto", "scaler.force=true"),
     "precision=fp16 scaler=none": ("scaler=none with precision=fp16", "scaler=auto", "scaler.force=true"),
     "precision=fp16_pure scaler=none": ("scaler=none with precision=fp16_pure", "scaler.force=true"),
-    f"{TOKENS} precision=bf16_master precision.fp32_modules=[lm_head]": ("lm_head shares a weight", "name wte too"),
+    f"{TOKENS} precision=bf16_master precision.fp32_modules=[lm_head]": ("lm_head shares a weight", "add wte too"),
     "precision.fp32_modules=[lm_head]": ("no effect with precision=fp32", "precision=bf16"),
     "recipe=gpt2 data=digits": ("recipe=gpt2 cannot read data=digits", "data=python_docs"),
     "recipe=resnet data=text data.path=.": ("recipe=resnet needs images", "data=digits"),
@@ -182,7 +182,7 @@ def test_a_mistake_gets_one_sentence_and_leaves_nothing(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(Trainer, "fit", lambda *_: pytest.fail("training began"))
+    monkeypatch.setattr(Trainer, "train_step", lambda *_: pytest.fail("training began"))
     before = everything(files)
     done = train(*shlex.split(command))
     assert done.code == 2
