@@ -1,4 +1,4 @@
-"""The command line of scripts/train.py: Hydra's, with errors told in one sentence and an exit code for each kind."""
+"""The command line of scripts/train.py: Hydra's, with errors reported in one sentence and an exit code for each kind."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
     """Return the function that Hydra calls once for every run; it adds the run's exit code to ``codes``."""
     interrupted = False
 
-    # Errors stop here: Hydra would print lines of its own. In a sweep the other runs go on after a failed
+    # Errors stop here: Hydra would print lines of its own. In a sweep the other runs continue after a failed
     # one, but a signal means all of them, and ranks of which only some failed would meet in different runs.
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
@@ -146,7 +146,7 @@ def _report(error: RunError | Interrupted) -> int:
     speaks = True
     if launched_processes() > 1:
         rank = os.environ["RANK"]
-        if not dist.is_initialized():  # a mistake in what was typed: every process finds it
+        if not dist.is_initialized():  # a mistake in the command line: every process finds it
             speaks = os.environ["LOCAL_RANK"] == "0"
         elif error.shared:
             speaks = rank == "0"

@@ -25,7 +25,7 @@ class RunError(Exception):
 
 
 class UserError(RunError):
-    """Something the user typed or supplied cannot work: the message names it and says what to do."""
+    """An option or a file of the user cannot work: the message names it and says what to set instead."""
 
     exit_code = 2
 

@@ -147,9 +147,9 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
     Every process of a job may call it, also before they know each other.
 
     Args:
-        resume: as typed, neither null nor auto.
+        resume: the option, neither null nor auto.
         output_dir: where run folders are made.
-        uri: ``tracking.uri``, where one was typed.
+        uri: ``tracking.uri``, where it is set.
 
     Raises:
         UserError: the folder does not exist or holds no checkpoint; or MLflow does not give the run.
@@ -179,7 +179,7 @@ def another_run(folder: Path, different: dict[str, tuple[Any, Any]]) -> UserErro
 
 
 def earlier_folder(resume: str | None, output_dir: str, run_name: str, uri: str | None) -> RunFolder | None:
-    """Return the folder of the run to go on with, if any: ``resume``, or what torchrun's restart interrupted.
+    """Return the folder of the run to resume, if any: ``resume``, or what torchrun's restart interrupted.
 
     Args:
         resume: null, ``auto``, a folder or an address in MLflow.

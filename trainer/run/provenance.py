@@ -36,7 +36,7 @@ def versions() -> dict[str, str | None]:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command line that continues the run in ``folder``, from the folder this one was typed in."""
+    """Return the command line that continues the run in ``folder``, from the current folder."""
     launcher = ["python"]
     if launched_processes():
         launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]

@@ -1,4 +1,4 @@
-"""What a run that ran out of memory is told: the forecast of its step by category, and what would fit."""
+"""The report of a run that ran out of memory: the forecast of its step by category, and what would fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USABLE = 0.9
 
 
 def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
-    """Return what the user is told. Call it when the run is gone: what is free then is what a new one would find.
+    """Return the error to report. Call it when the run is gone: what is free then is what a new one would find.
 
     Args:
         error: what the allocator raised.

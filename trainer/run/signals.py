@@ -78,7 +78,7 @@ class Signals:
         self.stop = number
 
     def take_save(self) -> bool:
-        """Tell whether a checkpoint was asked for since the last call."""
+        """Return whether a checkpoint was requested since the last call."""
         if not self._save:
             return False
         self._save = False  # one more signal until here means the same checkpoint
