@@ -1,4 +1,4 @@
-"""The command line of scripts/train.py: Hydra's, with errors reported in one sentence and an exit code for each kind."""
+"""The command line of scripts/train.py: Hydra's, with errors in one sentence and an exit code for each kind."""
 
 from __future__ import annotations
 
