@@ -154,13 +154,13 @@ def test_a_sweep_begun_again_finds_its_runs_by_their_names(train: Callable[..., 
 def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish_model = run_module.Run._finish_model
+    export_best = run_module.export_best
 
-    def interrupted(run: run_module.Run) -> str | None:
+    def interrupted(*arguments: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return finish_model(run)
+        return export_best(*arguments)
 
-    monkeypatch.setattr(run_module.Run, "_finish_model", interrupted)
+    monkeypatch.setattr(run_module, "export_best", interrupted)
     done = train("-m", *BIGNET, "seed=0,1", "steps=2", "tracking=local")
     assert done.code == 130
     assert done.err == "SIGINT came at the end of the run, which is finished\n"
@@ -172,7 +172,7 @@ def test_a_run_whose_export_fails_is_told_and_can_be_finished(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(run_module.Run, "_finish_model", lambda run: 1 // 0)
+        broken.setattr(run_module, "export_best", lambda *arguments: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             train(*BIGNET, "steps=2", "tracking=local")
     summary = folder / "outputs" / NAMES[2] / "summary.json"
