@@ -3,9 +3,9 @@
 import sys
 
 from evidence.certificate import child as certify_child
-from trainer.run import run
+from trainer import trainer
 
-run.set_random_state = lambda state, device: None
+trainer.set_random_state = lambda state, device: None
 
 if __name__ == "__main__":
     sys.exit(certify_child.main())

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.helpers import compose, same_bits
+from trainer import trainer
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.restore import load
 from trainer.data.contract import Batch
 from trainer.errors import Interrupted
-from trainer.run import run
 from trainer.run.start import train
 from trainer.trainer import StepRecord, Trainer
 
@@ -194,7 +194,7 @@ def test_dropout_makes_this_test_depend_on_the_generators(
     with pytest.raises(Interrupted):
         go(tmp_path, "gpt2", "fp32")
     at_step(-1, kill)
-    monkeypatch.setattr(run, "set_random_state", lambda state, device: torch.manual_seed(5))
+    monkeypatch.setattr(trainer, "set_random_state", lambda state, device: torch.manual_seed(5))
     go(tmp_path, "gpt2", "fp32", "auto")
     assert not same_bits(end_state(tmp_path)[0], end_state(uninterrupted("gpt2", "fp32"))[0])
     assert metrics(tmp_path) != metrics(uninterrupted("gpt2", "fp32"))

@@ -35,7 +35,6 @@ def watched(trainer: Trainer, log_every: int = 1) -> Monitor:
         scaler=trainer.config.scaler,
         recovers=trainer.loss_scale.recovers,
         device=trainer.device,
-        emit=lambda step, metrics: None,
     )
 
 

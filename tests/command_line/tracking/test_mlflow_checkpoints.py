@@ -172,8 +172,9 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
     seen: list[list[str]] = []
     save = Run._save
 
-    def save_and_wait(self: Run, step: int, score: float | None) -> None:
-        save(self, step, score)
+    def save_and_wait(self: Run, score: float | None) -> None:
+        save(self, score)
+        step = self.trainer.step
         self.saver.finish()
         while self.tracker and (
             self.tracker.run_id is None
