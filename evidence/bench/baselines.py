@@ -263,7 +263,7 @@ class Framework:
     name: str
     block: Callable[[Workload, Path], Block]
     whole_fit: bool
-    """Whether a block is a whole fit, of which each repeat has one."""
+    """Whether a block is one whole call of the framework's fit, made once for each repeat."""
     needs: tuple[str, ...]
 
     def missing(self) -> str | None:

@@ -220,5 +220,6 @@ def test_the_options_of_the_tables_of_tasks_compose(page: str) -> None:
         if mine is None:
             together.append(mine := {})
         mine |= options
+    assert together
     for options in together:
-        compose(list(options.values()))
+        assert compose(list(options.values())).recipe.name
