@@ -42,7 +42,7 @@ IMPORTED = (
     "transformers.models.gpt2.modeling_gpt2",
     "trainer.cli",
     "trainer.tracking.plots",
-    "trainer.tracking.mlflow.servable",
+    "trainer.tracking.mlflow.serving",
     "trainer.run.start",
 )
 LARGEST_MESSAGE = 1 << 18
@@ -237,7 +237,7 @@ def main() -> None:
     from tests.composing import compose_quickly
     from trainer.config import compose
     from trainer.tracking import plots
-    from trainer.tracking.mlflow import servable
+    from trainer.tracking.mlflow import serving
     from trainer.tracking.mlflow import store as mlflow_store
 
     compose_quickly()
@@ -248,7 +248,7 @@ def main() -> None:
         log = Path(scratch, "metrics.jsonl")
         log.write_text('{"step": 1, "loss": 2.0, "valid/loss": 2.0, "tokens_per_s": 3.0}\n', encoding="utf-8")
         plots.plot_run(log, log.parent, "fonts are found, and letters drawn")
-    servable._distributions()
+    serving._distributions()
     mlflow_store.import_mlflow("sqlite:///x")
     import mlflow.pyfunc  # noqa: F401
     import sqlalchemy.dialects.sqlite  # noqa: F401

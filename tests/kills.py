@@ -28,9 +28,9 @@ from typing import Any
 from evidence.certificate.certify import COMMON, DEFAULTS
 from evidence.certificate.differences import metrics, ulps
 from tests import forks
-from trainer.checkpoint.restore import load
+from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
-from trainer.tracking.mlflow.record import final_status, is_delivered, read_record
+from trainer.tracking.mlflow.delivery_record import final_status, is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import PROJECT, same_bits
-from trainer.checkpoint.restore import load
+from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps
 from trainer.tracking.mlflow.store import connect
 

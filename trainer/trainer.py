@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trainer.checkpoint.generators import random_state, set_random_state
-from trainer.checkpoint.restore import Saved
+from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.state import training_state
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch, Datasets
@@ -196,7 +196,7 @@ class Trainer:
         rng = random_state(self.device)
         return training_state(self.step, self.model, self.optimizer, self.masters, scale, rng)
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: CheckpointReader) -> None:
         """Continue from a checkpoint.
 
         Raises:

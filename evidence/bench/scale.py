@@ -18,8 +18,8 @@ from torch import nn
 from evidence.bench.baselines import BareLoop, Workload
 from evidence.bench.jobs import Job, gpt2_job
 from evidence.bench.turns import Row, interleave, ratios, stopwatch
-from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoint
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.files import PROJECT
@@ -55,13 +55,13 @@ def saving(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] =
     block = stopwatch(_steps_of(trainer), hardware.device)
     rows = []
     for background in (True, False):
-        saver = Saver(Checkpoint(background=background), folder / str(background), World())
+        writer = CheckpointWriter(Checkpoint(background=background), folder / str(background), World())
         stalls, slowed = [], []
         for repeat in range(repeats + 1):
             alone = block(STEPS)
-            stall = saver.save(trainer.state_dict(), {}, None)
+            stall = writer.save(trainer.state_dict(), {}, None)
             after = block(STEPS)
-            saver.finish()
+            writer.finish()
             if repeat:  # the first repeat allocates host memory and is a warm-up
                 stalls.append(100 * stall / (alone / STEPS))
                 slowed.append(100 * (after + stall - alone) / (alone / STEPS))

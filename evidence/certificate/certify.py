@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.certificate.child import TRACE_FILE
+from evidence.certificate.child import TRACE_FILE, Kill
 from evidence.certificate.differences import Differences, differences_between, trace
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
@@ -132,11 +134,13 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
     defaults = [f"steps={steps}", *COMMON, *DEFAULTS.get(recipe, []), *(FP16 if precision == "fp16" else [])]
     typed = {override.partition("=")[0] for override in overrides}
     job = [*overrides, *(each for each in defaults if each.partition("=")[0] not in typed), f"output_dir={folder}"]
-    _train(child, "none", [*job, "run_name=whole"])
+    _train(child, None, [*job, "run_name=whole"])
+    resumed = [*job, "run_name=killed", "resume=auto"]
     generator = random.Random(options.seed)
-    for plan in _plans(generator, kills, steps, precision):
-        _train(child, plan, [*job, "run_name=killed", "resume=auto"], folder, generator)
-    _train(child, "none", [*job, "run_name=killed", "resume=auto"])
+    for kill in _planned_kills(generator, kills, steps, precision):
+        outside = partial(_kill_from_outside, folder, kill.step, generator.random()) if kill.kind == "outside" else None
+        _train(child, kill, resumed, outside)
+    _train(child, None, resumed)
     # Before the first checkpoint there is nothing to resume: the run then starts again, in another folder.
     last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
     comparison = differences_between(folder / "whole", last, steps)
@@ -162,43 +166,41 @@ def _value(overrides: list[str], key: str) -> str | None:
     return values[-1] if values else None
 
 
-def _plans(generator: random.Random, kills: int, steps: int, precision: str) -> list[str]:
-    """Return ``kind:step:count`` for every kill, in the order of their steps, with every kind equally often."""
+def _planned_kills(generator: random.Random, kills: int, steps: int, precision: str) -> list[Kill]:
+    """Return the kills in the order of their steps, with every kind equally often."""
     kinds = [kind for kind in KINDS_OF_KILL if kind != "skip" or precision == "fp16"]
     chosen = [kinds[number % len(kinds)] for number in range(kills)]
     generator.shuffle(chosen)
     moments = sorted(generator.randrange(FIRST_KILL, steps - 1) for _ in range(kills))
-    counts = {"accumulation": (1, ACCUMULATION - 1), "save": (1, 7)}
+    counts = {"accumulation": (1, ACCUMULATION - 1), "save": (1, 7), "evaluation": (2, 2)}
     return [
-        f"{kind}:{step}:{generator.randint(*counts.get(kind, (0, 0)))}"
+        Kill(kind, step, generator.randint(*counts.get(kind, (0, 0))))
         for kind, step in zip(chosen, moments, strict=True)
     ]
 
 
-def _train(
-    child: str, plan: str, job: list[str], folder: Path | None = None, generator: random.Random | None = None
-) -> None:
-    """Run the job until it ends or is killed as planned.
+_Process = subprocess.Popen[str]
+
+
+def _train(child: str, kill: Kill | None, job: list[str], outside: Callable[[_Process], None] | None = None) -> None:
+    """Run the job until it ends or is killed as planned, by itself or by ``outside``.
 
     Raises:
         RunError: it failed, or ended before it was killed.
 
     """
-    outside = plan.startswith("outside")
-    command = [sys.executable, "-m", child, plan, *job]
+    command = [sys.executable, "-m", child, kill.text() if kill else "none", *job]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if outside:
-        assert folder is not None
-        assert generator is not None
-        _kill_from_outside(process, folder, int(plan.split(":")[1]), generator.random())
+        outside(process)
     output, _ = process.communicate()
     if process.returncode not in (0, -signal.SIGKILL):
         raise RunError(f"a run ended with status {process.returncode}:\n{output[-2000:]}")
-    if process.returncode == 0 and plan != "none":
-        raise RunError(f"the run ended before it could be killed ({plan}); use more steps or fewer kills")
+    if process.returncode == 0 and kill:
+        raise RunError(f"the run ended before it could be killed ({kill.text()}); use more steps or fewer kills")
 
 
-def _kill_from_outside(process: subprocess.Popen[str], folder: Path, step: int, fraction: float) -> None:
+def _kill_from_outside(folder: Path, step: int, fraction: float, process: _Process) -> None:
     """Kill the process a moment after it has trained ``step``, or its first if that is later."""
     known = len(_killed_lines(folder))
 

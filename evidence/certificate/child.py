@@ -1,4 +1,4 @@
-"""A run that writes down what it trains on, and kills itself where it was told to: certify.py starts it.
+"""A run that writes down what it trains on, and kills itself as planned: certify.py starts it.
 
 python -m evidence.certificate.child <kill> <override> …        a kill is kind:step:count, or none
 """
@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from trainer import cli
 from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data.contract import Batch, SampleId
 from trainer.data.loader import DataOrder
-from trainer.files import flush
-from trainer.recipe import LossOutput
+from trainer.optim.update import Update
 from trainer.run.run import Run
 from trainer.run.shortage import out_of_memory
-from trainer.trainer import StepRecord
+from trainer.trainer import StepRecord, Trainer
 
 TRACE_FILE = "trace.jsonl"
 PATIENCE_STEPS = 8
@@ -47,27 +48,77 @@ class TracedOrder(DataOrder):
             yield samples
 
 
+@dataclass(frozen=True)
+class Kill:
+    """When a run kills itself."""
+
+    kind: str
+    """A key of ``certify.KINDS_OF_KILL``."""
+    step: int
+    """From which step on."""
+    count: int
+    """Of ``accumulation``, ``save`` and ``evaluation``: after which microbatch, or file written, it dies; from 1."""
+
+    def text(self) -> str:
+        """Return it as an argument of the command line."""
+        return f"{self.kind}:{self.step}:{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Kill:
+        """Return the kill that ``text`` names."""
+        kind, step, count = text.split(":")
+        return cls(kind, int(step), int(count))
+
+
+class CountingUpdate(Update):
+    """Calls ``after_backward`` after every backward pass."""
+
+    after_backward: Callable[[], None]
+
+    def backward(self, loss: Tensor, exchanged: bool = False) -> None:
+        super().backward(loss, exchanged)
+        self.after_backward()
+
+
+class CountingTrainer(Trainer):
+    """A trainer with ``CountingUpdate``."""
+
+    update_class = CountingUpdate
+    update: CountingUpdate
+
+
+class CountingWriter(CheckpointWriter):
+    """Calls ``after_flush`` after every file that it has flushed to the disk."""
+
+    after_flush: Callable[[], None]
+
+    def flush(self, path: Path) -> None:
+        super().flush(path)
+        self.after_flush()
+
+
 class TracedRun(Run):
     """Appends a line to ``trace.jsonl`` for every optimizer step: what went in, and what came out, to the last bit."""
 
-    kill: ClassVar[tuple[str, int, int] | None] = None
+    trainer_class = CountingTrainer
+    writer_class = CountingWriter
+    trainer: CountingTrainer
+    writer: CountingWriter
+    kill: ClassVar[Kill | None] = None
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         trainer = self.trainer
         self._trace = (self.folder.path / TRACE_FILE).open("a", encoding="utf-8")
         self._line: dict[str, Any] = {}
-        self._backwards = self._evaluated = 0
+        self._backwards = self._evaluated = self._flushes = 0
         trainer.order = self._order = TracedOrder(trainer.order)
-        self._backward, self._loss = trainer.update.backward, trainer.recipe.loss
-        trainer.update.backward = self._traced_backward  # type: ignore[method-assign]
-        trainer.recipe.loss = self._traced_loss  # type: ignore[method-assign]
-        if self.kill is not None and self.kill[0] == "save":
-            checkpoint.flush = self._traced_flush
-        self._flushes = 0
-        if self.trainer.step:
-            self._note({"resumed_after": self.trainer.step})
-        if self.kill is not None and self.kill[0] == "restore" and self.trainer.step:
+        trainer.update.after_backward = self._after_backward
+        self.writer.after_flush = self._after_flush
+        trainer.model.register_forward_pre_hook(self._before_forward)
+        if trainer.step:
+            self._note({"resumed_after": trainer.step})
+        if self.kill is not None and self.kill.kind == "restore" and trainer.step:
             self._die()
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
@@ -84,60 +135,57 @@ class TracedRun(Run):
         self._backwards = 0
         return super().step(microbatches)
 
-    def _traced_backward(self, loss: Tensor, exchanged: bool = False) -> None:
-        self._backward(loss, exchanged)
+    def _after_backward(self) -> None:
         self._backwards += 1
-        if self._due("accumulation") and self._backwards == self.kill[2]:  # type: ignore[index]
+        if self._due("accumulation", self._backwards):
             self._die()
 
-    def _traced_loss(self, model: torch.nn.Module, batch: Batch) -> LossOutput:
+    def _before_forward(self, model: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         self._evaluated = 0 if model.training else self._evaluated + 1
-        if self._evaluated == 2 and self._due("evaluation"):
+        if self._due("evaluation", self._evaluated):
             self._die()
-        return self._loss(model, batch)
 
-    def _traced_flush(self, path: Path) -> None:
-        flush(path)
+    def _after_flush(self) -> None:
         self._flushes += 1
-        if self._flushes >= self.kill[2] and self._due("save"):  # type: ignore[index]
+        if self._due("save", self._flushes):
             self._die()
 
     def log(self, record: StepRecord) -> None:
-        """Write the step's line; die here, before it is evaluated or saved, if told to."""
+        """Write the step's line; die here, before it is evaluated or saved, if that is planned."""
         numbers = {name: float(getattr(record, name)).hex() for name in ("loss", "grad_norm", "loss_scale", "lr")}
         line = {"step": record.step, **self._line, **numbers, "skipped": bool(record.skipped)}
         self._note(line)
         super().log(record)
         if self.kill is None:
             return
-        overdue = record.step >= min(self.kill[1] + PATIENCE_STEPS, self.plan.steps - 1)
-        if overdue and self.kill[0] == "outside":
+        overdue = record.step >= min(self.kill.step + PATIENCE_STEPS, self.plan.steps - 1)
+        if overdue and self.kill.kind == "outside":
             signal.pause()  # so that the job does not end before it is killed
         if self._due("step") or overdue or (self._due("skip") and line["skipped"]):
-            self._die("step" if overdue else self.kill[0])
+            self._die("step" if overdue else self.kill.kind)
 
     def _note(self, line: dict[str, Any]) -> None:
         self._trace.write(json.dumps(line) + "\n")
         self._trace.flush()
 
-    def _due(self, kind: str) -> bool:
-        return self.kill is not None and self.kill[0] == kind and self.trainer.step >= self.kill[1]
+    def _due(self, kind: str, count: int = 0) -> bool:
+        """Whether a kill of this kind, at its ``count``-th event or later, is due."""
+        kill = self.kill
+        return kill is not None and kill.kind == kind and self.trainer.step >= kill.step and count >= kill.count
 
     def _die(self, kind: str | None = None) -> None:
         assert self.kill is not None
         if threading.current_thread() is threading.main_thread() and not checkpoint.steps(self.folder.checkpoints):
-            self.saver.finish()  # a job so fast that its first checkpoint is not written yet would only start again
-        count = self.kill[2]
-        self._note({"killed": kind or self.kill[0], "after_step": self.trainer.step, "count": count})
+            self.writer.finish()  # a job so fast that its first checkpoint is not written yet would only start again
+        kind = kind or self.kill.kind
+        self._note({"killed": kind, "after_step": self.trainer.step, "count": self.kill.count})
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> int:
     """Run the command line that follows the kill."""
-    kill = sys.argv.pop(1)
-    if kill != "none":
-        kind, step, count = kill.split(":")
-        TracedRun.kill = (kind, int(step), int(count))
+    if (kill := sys.argv.pop(1)) != "none":
+        TracedRun.kill = Kill.parse(kill)
     return cli.main(out_of_memory, TracedRun)
 
 

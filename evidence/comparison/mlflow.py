@@ -10,7 +10,7 @@ from evidence.comparison.compare import PLAN_FILE, Result
 from evidence.runs import Outcome
 from trainer.errors import first_line
 from trainer.tracking.mlflow.delivery import TRACKING_FILE
-from trainer.tracking.mlflow.record import read_record
+from trainer.tracking.mlflow.delivery_record import read_record
 from trainer.tracking.mlflow.store import connect, create_run, cut, lasting_uri, valid_key
 from trainer.tracking.mlflow.sync import SyncStatus, send
 from trainer.tracking.ui import comparison_address, curves_address, run_address, server_address

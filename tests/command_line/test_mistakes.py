@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -431,7 +431,7 @@ def no_space(*arguments: object) -> None:
 def test_a_full_disk_costs_the_checkpoints_and_says_so(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "flush", no_space)
+    monkeypatch.setattr(CheckpointWriter, "flush", no_space)
     done = train(*f"{BIGNET} steps=2 eval_every=1".split())
     assert done.code == 1
     assert re.fullmatch(

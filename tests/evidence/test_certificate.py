@@ -15,7 +15,8 @@ from evidence.certificate.differences import differences_between, ulps
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.generators import random_state
 from trainer.checkpoint.state import training_state
-from trainer.checkpoint.store import Contents
+from trainer.checkpoint.store import Snapshot
+from trainer.files import flush
 from trainer.parallel.world import World
 
 Change = Callable[[Any], None]
@@ -32,7 +33,7 @@ def run(folder: Path, change_line: Change = lambda lines: None, change_state: Ch
     rng = random_state(torch.device("cpu"))
     change_state({"model": model, "optimizer": optimizer, "progress": progress, "rng": rng})
     state = training_state(3, model, optimizer, None, {}, rng)
-    checkpoint.write(folder / "checkpoints", Contents.of(state, progress, World()), None, World())
+    checkpoint.write(folder / "checkpoints", Snapshot.of(state, progress, World()), None, World(), flush)
     lines = [
         {"step": step, "samples": [[[step, 7]]], "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False}
         for step in (1, 2, 3)

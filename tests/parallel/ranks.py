@@ -23,17 +23,18 @@ from torch.utils import _pytree as pytree
 from tests.helpers import NoData, compose, fit, same_bits
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.restore import load
+from trainer.checkpoint.reader import load
 from trainer.checkpoint.state import MASTER
-from trainer.checkpoint.store import Contents
+from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
+from trainer.files import flush
 from trainer.hardware import detect
 from trainer.optim.update import ClipNorm
 from trainer.parallel import wrap as parallel
 from trainer.parallel.activation import ActivationCheckpointing
-from trainer.parallel.wrap import DDP, FSDP, Parallel, is_cut, own_part
+from trainer.parallel.wrap import DDP, FSDP, Parallel, is_sharded, local_part
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput
@@ -59,7 +60,7 @@ class Gradients(ClipNorm):
 
 
 def whole(tensor: Any) -> Tensor:
-    full: Tensor = (tensor.full_tensor() if is_cut(tensor) else tensor).detach().clone()
+    full: Tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()
     return full
 
 
@@ -182,7 +183,7 @@ def flag(mode: str) -> dict[str, Any]:
         "the skipped step changed nothing": same_bits(first, second),
         "the next one went on": not same_bits(second["weights"], third["weights"]),
         "as where the host looks": same_bits(states[True], states[False]) and skipped[True] == skipped[False],
-        "cut": any(is_cut(parameter) for parameter in trainer.model.parameters()),
+        "cut": any(is_sharded(parameter) for parameter in trainer.model.parameters()),
     }
 
 
@@ -230,12 +231,12 @@ def halves(mode: str) -> dict[str, Any]:
         losses = [trainer.world.add(record.loss.double()).item() for record in records]
         weights = torch.cat([whole(parameter).flatten() for parameter in trainer.model.parameters()])
         masters = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
-        contents = Contents.of(trainer.state_dict(), {}, trainer.world)
+        snapshot = Snapshot.of(trainer.state_dict(), {}, trainer.world)
         folder = Path(sys.argv[2]) / f"{mode}-{precision}"
-        checkpoint.write(folder, contents, None, trainer.world)
+        checkpoint.write(folder, snapshot, None, trainer.world, flush)
         saved = {name: tensor for name, tensor in load(folder).tensors().items() if name.endswith(MASTER)}
         for _, master in trainer.masters.held() if trainer.masters else ():
-            own_part(master.detach()).zero_()
+            local_part(master.detach()).zero_()
         load(folder).restore(trainer.model, trainer.optimizer, trainer.masters)
         restored = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
         export = trainer.config.parallel.whole(trainer.model, trainer.build_model)

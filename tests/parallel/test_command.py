@@ -19,7 +19,7 @@ import pytest
 
 from tests import forks
 from tests.parallel.conftest import FORKED_TORCHRUN, PROJECT, TORCHRUN, environment, forked_environment
-from trainer.checkpoint.restore import load
+from trainer.checkpoint.reader import load
 
 SCRIPT = str(PROJECT / "scripts" / "train.py")
 GPT2 = (

@@ -14,7 +14,7 @@ import torch
 from tests.helpers import compose, same_bits
 from trainer import trainer
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.restore import load
+from trainer.checkpoint.reader import load
 from trainer.data.contract import Batch
 from trainer.errors import Interrupted
 from trainer.run.start import train

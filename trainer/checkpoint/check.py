@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.generators import random_state, set_random_state
-from trainer.checkpoint.schema import STATE_FILE, Refused, State, is_count, is_finite, is_number
-from trainer.parallel.wrap import own_part
+from trainer.checkpoint.schema import STATE_FILE, InvalidCheckpoint, State, is_count, is_finite, is_number
+from trainer.parallel.wrap import local_part
 from trainer.precision.scaler import DynamicLossScale, LossScale
 
 OPTIMIZER_FILES, RNG_FILES = "optimizer.safetensors", "rng.safetensors"
@@ -28,14 +28,14 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
     """Compare the options of the optimizer's groups with those that the config gave it.
 
     Raises:
-        Refused: names the first one that differs.
+        InvalidCheckpoint: names the first one that differs.
 
     """
     for there, group in zip(state.groups, optimizer.param_groups, strict=True):
         here = {key: value for key, value in group.items() if key != "params"}
         for key, value in there.items():
             if key not in here:
-                raise Refused(f"{STATE_FILE}: {key!r:.80} is no option of {type(optimizer).__name__}")
+                raise InvalidCheckpoint(f"{STATE_FILE}: {key!r:.80} is no option of {type(optimizer).__name__}")
             if key == "lr":  # the schedule's at every step
                 good = is_finite(value) and value >= 0
             elif key in _KERNELS:
@@ -43,7 +43,9 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
             else:
                 good = _same(value, here[key])
             if not good:
-                raise Refused(f"{STATE_FILE}: the optimizer's {key} is {value!r:.80} there and {here[key]!r:.80} here")
+                raise InvalidCheckpoint(
+                    f"{STATE_FILE}: the optimizer's {key} is {value!r:.80} there and {here[key]!r:.80} here"
+                )
 
 
 def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -76,7 +78,7 @@ def check_progress(
         loss_scale: this run's.
 
     Raises:
-        Refused: names the first value that is not possible.
+        InvalidCheckpoint: names the first value that is not possible.
 
     """
     _keys("progress", progress, {"best", "final", "loss_scale", "monitor", "data"})
@@ -96,21 +98,23 @@ def check_counters(counters: list[Tensor], steps: int) -> None:
     """Compare the optimizer's own counts of steps with those that changed weights.
 
     Raises:
-        Refused: one is no count, or none is right (parameters that had no gradients count less).
+        InvalidCheckpoint: one is no count, or none is right (parameters that had no gradients count less).
 
     """
     values = [float(counter) if counter.numel() == 1 else -1 for counter in counters]
     limit = min(steps, _FP32_COUNTS)
     good = all(value in range(limit + 1) for value in values) and (not values or max(values) == limit)
     if not good:
-        raise Refused(f"{OPTIMIZER_FILES}: the optimizer's counts of steps are not those of a run of {steps} updates")
+        raise InvalidCheckpoint(
+            f"{OPTIMIZER_FILES}: the optimizer's counts of steps are not those of a run of {steps} updates"
+        )
 
 
 def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
     """Try the states of a rank's generators, and put back those that were.
 
     Raises:
-        Refused: one of them is missing, unknown, or no state of its generator.
+        InvalidCheckpoint: one of them is missing, unknown, or no state of its generator.
 
     """
     like = random_state(device)
@@ -131,7 +135,7 @@ def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
     try:
         set_random_state(state, device)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise Refused(f"{RNG_FILES}: no state of a generator ({str(error).splitlines()[0]:.80})") from None
+        raise InvalidCheckpoint(f"{RNG_FILES}: no state of a generator ({str(error).splitlines()[0]:.80})") from None
     finally:
         set_random_state(like, device)
 
@@ -141,7 +145,7 @@ def _try_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter
     accepted = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in group.items() if key in accepted and key != "params"}
     shape = range(2, 2 + parameter.ndim)
-    twin = nn.Parameter(torch.zeros(tuple(shape), dtype=parameter.dtype, device=own_part(parameter).device))
+    twin = nn.Parameter(torch.zeros(tuple(shape), dtype=parameter.dtype, device=local_part(parameter).device))
     twin.grad = torch.zeros_like(twin)
     maker: Any = type(optimizer)
     other: torch.optim.Optimizer = maker([twin], **options)
@@ -189,12 +193,12 @@ def _check_loss_scale(state: Any, step: int, like: LossScale) -> None:
 def _keys(name: str, content: Any, expected: set[str]) -> None:
     _require(isinstance(content, dict), f"{name} has no keys")
     for key in sorted(expected ^ content.keys()):
-        raise Refused(f"{STATE_FILE}: {name} {'lacks' if key in expected else 'has an unknown'} {key!r:.80}")
+        raise InvalidCheckpoint(f"{STATE_FILE}: {name} {'lacks' if key in expected else 'has an unknown'} {key!r:.80}")
 
 
 def _require(condition: object, problem: str, file: str = STATE_FILE) -> None:
     if not condition:
-        raise Refused(f"{file}: {problem}")
+        raise InvalidCheckpoint(f"{file}: {problem}")
 
 
 def _same(there: Any, here: Any) -> bool:

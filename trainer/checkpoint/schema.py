@@ -32,7 +32,7 @@ _LARGEST = 2**53
 """Whole numbers up to here are exact as floating-point numbers, too."""
 
 
-class Refused(Exception):
+class InvalidCheckpoint(Exception):
     """A file of a checkpoint does not hold what it should; the message begins with the file's name."""
 
 
@@ -45,7 +45,7 @@ class Manifest:
     sha256: dict[str, str]
     """By the name of the file."""
 
-    def parts(self, kind: str) -> list[str]:
+    def files(self, kind: str) -> list[str]:
         """Return the files of one kind, in the order of the ranks that wrote them."""
         return sorted(name for name in self.sha256 if name.startswith(kind))
 
@@ -75,13 +75,13 @@ def damage(folder: Path, step: int) -> str | None:
         _check_files(folder, manifest)
         for name, expected in sorted(manifest.sha256.items()):
             if sha256(folder / name) != expected:
-                raise Refused(f"{name} does not match its SHA-256")
+                raise InvalidCheckpoint(f"{name} does not match its SHA-256")
             if name.endswith(".safetensors"):
                 _check_header(folder / name, step)
         for file, found in ((MANIFEST_FILE, manifest.step), (STATE_FILE, read_state(folder).step)):
             if found != step:
-                raise Refused(f"{file} is of step {found}")
-    except Refused as refused:
+                raise InvalidCheckpoint(f"{file} is of step {found}")
+    except InvalidCheckpoint as refused:
         return str(refused)
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
@@ -94,7 +94,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def part_name(kind: str, rank: int, ranks: int) -> str:
+def rank_file(kind: str, rank: int, ranks: int) -> str:
     """Return the name of one rank's file."""
     return f"{kind}.safetensors" if ranks == 1 else f"{kind}-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
@@ -103,13 +103,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Return a checkpoint's manifest.
 
     Raises:
-        Refused: it cannot be read, or is of another format.
+        InvalidCheckpoint: it cannot be read, or is of another format.
 
     """
     content = _read(folder / MANIFEST_FILE)
     found = content.get("format")
     if type(found) is int and found != FORMAT:
-        raise Refused(f"{MANIFEST_FILE}: it has format {found:.60g}, this version reads {FORMAT}")
+        raise InvalidCheckpoint(f"{MANIFEST_FILE}: it has format {found:.60g}, this version reads {FORMAT}")
     _keys(content, {"format", "step", "score", "sha256"}, MANIFEST_FILE)
     step, score, hashes = content["step"], content["score"], content["sha256"]
     _require(type(found) is int, MANIFEST_FILE, "format is no whole number")
@@ -122,13 +122,13 @@ def read_manifest(folder: Path) -> Manifest:
         _require(isinstance(value, str) and _SHA256.fullmatch(value), MANIFEST_FILE, f"{name} has no SHA-256")
     manifest = Manifest(step, score, hashes)
     if STATE_FILE not in hashes:
-        raise Refused(f"{STATE_FILE} is missing")
+        raise InvalidCheckpoint(f"{STATE_FILE} is missing")
     for kind in KINDS:
-        parts = manifest.parts(kind)
+        parts = manifest.files(kind)
         ranks = len(parts)
-        expected = [part_name(kind, rank, ranks) for rank in range(ranks)]
+        expected = [rank_file(kind, rank, ranks) for rank in range(ranks)]
         if not parts:
-            raise Refused(f"{kind}.safetensors is missing")
+            raise InvalidCheckpoint(f"{kind}.safetensors is missing")
         _require(parts == expected, MANIFEST_FILE, f"the files of {kind} are not one, or one for each rank")
     return manifest
 
@@ -137,7 +137,7 @@ def read_state(folder: Path) -> State:
     """Return a checkpoint's state, of which ``progress`` has any keys.
 
     Raises:
-        Refused: it cannot be read.
+        InvalidCheckpoint: it cannot be read.
 
     """
     content = _read(folder / STATE_FILE)
@@ -180,14 +180,14 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
     known = {MANIFEST_FILE, *manifest.sha256}
     for name in sorted(path.name for path in folder.iterdir()):
         if name not in known:
-            raise Refused(f"{name} is not in the manifest; move it out of the checkpoint")
+            raise InvalidCheckpoint(f"{name} is not in the manifest; move it out of the checkpoint")
     for name in sorted(known):
         try:
             mode = (folder / name).lstat().st_mode
         except FileNotFoundError:
-            raise Refused(f"{name} is missing") from None
+            raise InvalidCheckpoint(f"{name} is missing") from None
         if not stat.S_ISREG(mode):
-            raise Refused(f"{name} is not a regular file")
+            raise InvalidCheckpoint(f"{name} is not a regular file")
 
 
 def _check_header(path: Path, step: int) -> None:
@@ -195,9 +195,9 @@ def _check_header(path: Path, step: int) -> None:
         with safe_open(path, "pt") as file:
             noted = (file.metadata() or {}).get("step", str(step))  # earlier versions did not note it
     except SafetensorError:
-        raise Refused(f"{path.name} is no safetensors file") from None
+        raise InvalidCheckpoint(f"{path.name} is no safetensors file") from None
     if noted != str(step):
-        raise Refused(f"{path.name} is of step {noted:.20}")
+        raise InvalidCheckpoint(f"{path.name} is of step {noted:.20}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = read_json(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise Refused(f"{path.name} cannot be read ({reason:.120})") from None
+        raise InvalidCheckpoint(f"{path.name} cannot be read ({reason:.120})") from None
     _require(isinstance(content, dict), path.name, "has no keys")
     return dict(content)
 
@@ -213,14 +213,14 @@ def _read(path: Path) -> dict[str, Any]:
 def _keys(content: dict[str, Any], expected: set[str], file: str, optional: set[str] | None = None) -> None:
     """Refuse an object that lacks a key, or has one that is not expected."""
     for key in sorted(expected - content.keys()):
-        raise Refused(f"{file} lacks {key}")
+        raise InvalidCheckpoint(f"{file} lacks {key}")
     for key in sorted(content.keys() - expected - (optional or set())):
-        raise Refused(f"{file} has an unknown key {key!r:.80}")
+        raise InvalidCheckpoint(f"{file} has an unknown key {key!r:.80}")
 
 
 def _require(condition: object, file: str, problem: str) -> None:
     if not condition:
-        raise Refused(f"{file}: {problem}")
+        raise InvalidCheckpoint(f"{file}: {problem}")
 
 
 def _is_names(value: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.wrap import own_part
+from trainer.parallel.wrap import local_part
 
 MASTER = "master_weight"
 """The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""
@@ -47,7 +47,7 @@ def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     ties: dict[str, str] = {}
     owner: dict[tuple[Any, ...], str] = {}
     for name, whole in state.items():
-        tensor = own_part(whole)
+        tensor = local_part(whole)
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and key in owner:
             ties[name] = owner[key]

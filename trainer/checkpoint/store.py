@@ -1,10 +1,10 @@
-"""Checkpoints on the disk: everything needed to go on as if nothing had happened, in safetensors and JSON only.
+"""Checkpoints on the disk: everything needed to resume a run exactly, in safetensors and JSON only.
 
 A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``,
-``state.json``, and ``manifest.json`` that holds the SHA-256 of the others. Where the weights are cut into rows
+``state.json``, and ``manifest.json`` that holds the SHA-256 of the others. Where the weights are sharded
 (``parallel=fsdp``) each rank writes its own, ``model-00002-of-00004.safetensors``: the rows of a tensor follow one
-another in the order of the files, so any number of ranks can read what any other number wrote. It is written to a
-temporary folder, flushed to the disk and renamed, so a folder under its final name is whole.
+another in the order of the files, so any number of ranks can read what any other number wrote. A checkpoint is written
+to a temporary folder, flushed to the disk and renamed, so a folder with its final name is complete.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,21 @@ from trainer.checkpoint.schema import (
     MANIFEST_FILE,
     STATE_FILE,
     STEP_NAME,
-    Refused,
+    InvalidCheckpoint,
     damage,
-    part_name,
+    rank_file,
     read_manifest,
     sha256,
 )
 from trainer.checkpoint.state import untie
 from trainer.errors import UserError
-from trainer.files import flush, make_folder, write_json
+from trainer.files import make_folder, write_json
+from trainer.formats import size
 from trainer.parallel.world import World
-from trainer.parallel.wrap import is_cut, own_part
+from trainer.parallel.wrap import is_sharded, local_part
 
 SPARE_BYTES = 1 << 20
-"""Left free beside a checkpoint's tensors, for the JSON files and the metric log."""
+"""Disk space that a checkpoint leaves free for the JSON files and the metric log."""
 
 
 @dataclass
@@ -48,13 +50,13 @@ class Checkpoint:
 
     enabled: bool = True
     every: int | str = "auto"
-    """Optimizer steps between two checkpoints; auto: at every evaluation."""
+    """Optimizer steps between two checkpoints; auto: one at every evaluation."""
     keep: int = 1
-    """How many of the newest are kept, besides the best."""
+    """How many of the newest checkpoints are kept, in addition to the best."""
     background: bool = True
-    """Copy to host memory (as much again as weights and optimizer take) and write while training goes on."""
+    """Copy to host memory (as much as weights and optimizer state take) and write while training continues."""
     save_on_signal: list[str] = field(default_factory=list)
-    """Signals, such as USR1, after which the step is finished, a checkpoint saved, and training goes on."""
+    """Signals, such as USR1, at which the run finishes the step, saves a checkpoint and continues."""
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str) and self.every != "auto":
@@ -68,15 +70,15 @@ class Checkpoint:
             if name not in usable or not hasattr(signal, f"SIG{name}"):
                 raise UserError(f"checkpoint.save_on_signal: {name} is not one of {', '.join(usable)}; use [USR1]")
         if self.save_on_signal and not self.enabled:
-            raise UserError("checkpoint.save_on_signal has no effect with checkpoint=none; drop one of them")
+            raise UserError("checkpoint.save_on_signal has no effect with checkpoint=none; remove one of them")
 
 
-class NotWritten(Exception):
+class CheckpointNotWritten(Exception):
     """A checkpoint could not be written (a full disk, for example); earlier ones are untouched."""
 
 
 @dataclass
-class Contents:
+class Snapshot:
     """What one rank has to write."""
 
     step: int
@@ -86,8 +88,8 @@ class Contents:
     """JSON; only rank 0 writes it."""
 
     @classmethod
-    def of(cls, training: dict[str, Any], progress: dict[str, Any], world: World) -> Contents:
-        """Collect this rank's part, mostly without copying.
+    def of(cls, training: dict[str, Any], progress: dict[str, Any], world: World) -> Snapshot:
+        """Collect this rank's tensors, mostly without copying.
 
         Args:
             training: see ``state.training_state``; tied weights are saved once.
@@ -97,12 +99,12 @@ class Contents:
         """
         weights, ties = untie(training["model"])
         step, rng, tensors, rest = (training[key] for key in ("step", "rng", "optimizer", "optimizer_options"))
-        cut = any(map(is_cut, weights.values()))
-        files = {part_name("rng", world.rank, world.size): rng}
+        cut = any(map(is_sharded, weights.values()))
+        files = {rank_file("rng", world.rank, world.size): rng}
         if cut or world.first:
             own = (world.rank, world.size) if cut else (0, 1)
-            files[part_name("model", *own)] = _local(weights, world)
-            files[part_name("optimizer", *own)] = _local(tensors, world)
+            files[rank_file("model", *own)] = _local(weights, world)
+            files[rank_file("optimizer", *own)] = _local(tensors, world)
         state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
         return cls(step, files, json.dumps(state))
 
@@ -112,20 +114,21 @@ class Contents:
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
 
-def write(folder: Path, contents: Contents, score: float | None, world: World) -> Path:
-    """Write a checkpoint below ``folder``, every rank its part, and return its path.
+def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, flush: Callable[[Path], None]) -> Path:
+    """Write a checkpoint below ``folder``, each rank its own files, and return its path.
 
     Args:
         folder: the run's checkpoint folder, the same for all ranks.
-        contents: this rank's part.
-        score: what the weights were judged by at this step (the lowest is the best), if they were.
+        snapshot: of this rank.
+        score: of the weights at this step (the lowest is the best); None if they were not evaluated.
         world: the processes that save together.
+        flush: writes what the system still buffers of a file or folder to the disk.
 
     Raises:
-        NotWritten: on every rank, where one of them could not; nothing is left behind.
+        CheckpointNotWritten: on every rank, if one of them failed; nothing is left behind.
 
     """
-    target = folder / _name(contents.step)
+    target = folder / _name(snapshot.step)
     temporary = folder / f".{target.name}.partial"
     hashes: dict[str, str] = {}
 
@@ -135,24 +138,24 @@ def write(folder: Path, contents: Contents, score: float | None, world: World) -
         temporary.mkdir()
 
     def write_part() -> None:
-        _check_space(folder, contents.bytes)
-        for name, tensors in contents.files.items():
-            save_file(tensors, temporary / name, {"step": str(contents.step)})
+        _check_space(folder, snapshot.bytes)
+        for name, tensors in snapshot.files.items():
+            save_file(tensors, temporary / name, {"step": str(snapshot.step)})
             flush(temporary / name)
             hashes[name] = sha256(temporary / name)
 
     def conclude() -> None:
-        (temporary / STATE_FILE).write_text(contents.state, encoding="utf-8")
+        (temporary / STATE_FILE).write_text(snapshot.state, encoding="utf-8")
         everything = {STATE_FILE: sha256(temporary / STATE_FILE)}
         for part in parts:
             everything |= part["sha256"]
-        manifest = {"format": FORMAT, "step": contents.step, "score": score, "sha256": everything}
+        manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": everything}
         write_json(temporary / MANIFEST_FILE, manifest)
         for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
             flush(path)
         if json.loads((temporary / MANIFEST_FILE).read_text()) != manifest:
             raise OSError(f"{temporary}/{MANIFEST_FILE} does not read back as it was written")
-        _replace(target, temporary)
+        _replace(target, temporary, flush)
 
     parts: list[dict[str, Any]] = []
     for duty, only_first in ((prepare, True), (write_part, False), (conclude, True)):
@@ -167,12 +170,12 @@ def write(folder: Path, contents: Contents, score: float | None, world: World) -
         if problems:
             if world.first:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise NotWritten("; ".join(problems))
+            raise CheckpointNotWritten("; ".join(problems))
     return target
 
 
 def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints below ``folder``, oldest first; other names are not ours."""
+    """Return the steps of the complete checkpoints below ``folder``, oldest first; other folders are ignored."""
     found = set()
     for path in folder.glob(f"*/{MANIFEST_FILE}"):
         name = path.parent.name
@@ -187,8 +190,8 @@ def best_step(folder: Path) -> int | None:
     for step in steps(folder):
         try:
             score = read_manifest(path_of(folder, step)).score
-        except Refused:
-            continue  # damaged: what reads it says so
+        except InvalidCheckpoint:
+            continue  # damaged: reported when it is read
         if score is not None:
             scores.append((score, step))
     return min(scores)[1] if scores else None
@@ -207,12 +210,12 @@ def path_of(folder: Path, step: int) -> Path:
     return aside if aside.is_dir() and not path.is_dir() else path
 
 
-def find(folder: Path, step: int | None = None) -> Path:
+def find_verified(folder: Path, step: int | None = None) -> Path:
     """Return the checkpoint of ``step`` (None: the newest) below ``folder``, verified.
 
     Raises:
-        UserError: there is none, or it is damaged or holds what no checkpoint holds; the message names the file, and
-            the newest older checkpoint that is whole.
+        UserError: there is none, or it is damaged or not valid; the message names the file, and the newest older
+            checkpoint that is complete.
 
     """
     saved = steps(folder)
@@ -240,8 +243,8 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _replace(target: Path, new: Path) -> None:
-    """Rename ``new`` to ``target``. One that is there stays whole, under a name that is read, until then."""
+def _replace(target: Path, new: Path, flush: Callable[[Path], None]) -> None:
+    """Rename ``new`` to ``target``. An earlier ``target`` stays complete, under a name that is read, until then."""
     aside = target.with_name(f".{target.name}.old")
     replaces = target.is_dir()
     if replaces:
@@ -258,7 +261,7 @@ def _replace(target: Path, new: Path) -> None:
 
 
 def _clear_up(folder: Path) -> None:
-    """Remove what a process left that was killed while it saved; what it had set aside takes its place again."""
+    """Remove what a process left that was killed while it saved; what it had set aside gets its name back."""
     for path in sorted(folder.iterdir()):
         if _PARTIAL.fullmatch(path.name):
             shutil.rmtree(path)
@@ -272,10 +275,10 @@ def _clear_up(folder: Path) -> None:
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE_BYTES:
-        raise OSError(f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free in {folder}")
+        raise OSError(f"{size(needed)} are needed, {size(free)} are free in {folder}")
 
 
 def _local(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return this rank's rows of what is cut, and on rank 0 also what is not."""
-    mine = {name: tensor for name, tensor in tensors.items() if world.first or is_cut(tensor)}
-    return {name: own_part(tensor).contiguous() for name, tensor in mine.items()}
+    """Return this rank's rows of sharded tensors, and on rank 0 also the other tensors."""
+    mine = {name: tensor for name, tensor in tensors.items() if world.first or is_sharded(tensor)}
+    return {name: local_part(tensor).contiguous() for name, tensor in mine.items()}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.wrap import is_cut, own_part
+from trainer.parallel.wrap import is_sharded, local_part
 
 _LOW_BITS = 16  # by which bf16 is shorter than fp32
 
@@ -51,7 +51,7 @@ class MasterWeights:
             if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16):
                 master = nn.Parameter(self._first(weight))
                 self._copies.append((name, weight, master))
-                if not is_cut(weight):
+                if not is_sharded(weight):
                     weight.register_post_accumulate_grad_hook(_mover(master, self._backward))
             self._named.append((name, master))
 
@@ -91,8 +91,8 @@ class MasterWeights:
     @torch.no_grad()
     def write_back(self, step: int) -> None:
         """Round the masters to the model's weights, to nearest."""
-        weights = [own_part(weight.detach()) for _, weight, _ in self._copies]
-        masters = [own_part(master.detach()) for _, _, master in self._copies]
+        weights = [local_part(weight.detach()) for _, weight, _ in self._copies]
+        masters = [local_part(master.detach()) for _, _, master in self._copies]
         if weights:
             torch._foreach_copy_(weights, masters)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.wrap import is_cut
+from trainer.parallel.wrap import is_sharded
 from trainer.precision.scaler import LossScale
 
 
@@ -26,15 +26,15 @@ class Clip:
         """Clip the true gradients in place; ``norm`` is their total 2-norm, fp32 scalar."""
 
     def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
-        """Clip gradients that stay in 16 bits, without rounding them again where that can be avoided.
+        """Clip gradients that stay in 16 bits, without rounding them again if that can be avoided.
 
         Args:
             gradients: as backward left them; may be changed in place.
             norm: total 2-norm of the true gradients, fp32 scalar.
-            factor: what makes them the true ones, fp32 scalar; None: they are.
+            factor: turns them into the true ones, fp32 scalar; None: they are.
 
         Returns:
-            What is still to be multiplied by, in place of ``factor``: the optimizer does it, in fp32.
+            The factor that the optimizer applies in fp32, in place of ``factor``.
 
         """
         return factor
@@ -81,18 +81,18 @@ class ClipValue(Clip):
 
 
 class UpdateResult(NamedTuple):
-    """What one update did: scalars that stay on the device until the tracker copies them."""
+    """The outcome of one update: scalars that stay on the device until they are logged."""
 
     grad_norm: Tensor
     """Total 2-norm of the unscaled gradients before clipping, fp32."""
     skipped: Tensor
-    """Whether the weights were left alone because a gradient was not finite, bool."""
+    """Whether the weights were not changed because a gradient was not finite, bool."""
     loss_scale: Tensor
-    """The scale this step's loss was multiplied by, fp32."""
+    """The scale that multiplied this step's loss, fp32."""
 
 
 class Update:
-    """Owns the way from a loss to changed weights.
+    """From a loss to updated weights: backward, unscaling, clipping, the optimizer's step.
 
     Gradients that are not finite never reach the optimizer. Where the loss scale recovers (fp16) the step is
     skipped and the next one tries again with a smaller scale; otherwise every later update is blocked too,
@@ -108,14 +108,14 @@ class Update:
         masters: MasterWeights | None = None,
         set_to_none: bool = True,
     ) -> None:
-        """Take what an update needs.
+        """Prepare the updates of one run.
 
         Args:
             optimizer: over ``parameters``.
             parameters: of the model, or of ``masters`` where there are any.
             loss_scale: of the run.
-            clip: what is done to the gradients.
-            masters: the fp32 weights that the optimizer changes in the place of the model's 16-bit ones.
+            clip: of the config.
+            masters: the fp32 weights that the optimizer updates in place of the model's 16-bit ones.
             set_to_none: how gradients are cleared; False fills them with zeros, which keeps their memory.
 
         """
@@ -153,7 +153,7 @@ class Update:
 
         Args:
             number: of the step; ``bf16_sr``'s rounding depends on it.
-            rest: a factor that the gradients lack, besides the loss scale's; see ``Precision.normaliser``.
+            rest: a further factor that the gradients need, see ``Precision.normaliser``.
 
         """
         if self.masters is not None:
@@ -222,7 +222,7 @@ class Update:
 def _total_norm(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the 2-norm of all gradients as one vector, computed in ``dtype``."""
     # Torch's own would add up squares in fp32, and then round each tensor's norm to fp16, beyond which it is infinite.
-    if any(map(is_cut, gradients)):  # DTensors know no dtype for many at once
+    if any(map(is_sharded, gradients)):  # DTensors know no dtype for many at once
         norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
     else:
         norms = list(torch._foreach_norm(gradients, 2.0, dtype=dtype))
@@ -231,5 +231,5 @@ def _total_norm(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _whole(norm: Tensor) -> Tensor:
     """Return a norm over the rows on all ranks, where gradients are cut into rows and it is a DTensor."""
-    whole: Tensor = norm.full_tensor() if is_cut(norm) else norm  # type: ignore[attr-defined]
+    whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
     return whole

@@ -1,4 +1,4 @@
-"""The processes that train together: who is who, and what they tell each other on the host."""
+"""The processes that train together: their ranks, and what they exchange on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def launched_processes() -> int:
-    """Return how many processes torchrun started, this one included; 0 where it did not start this one."""
+    """Return how many processes torchrun started, including this one; 0 if it did not start this one."""
     return int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
 
 
@@ -33,16 +33,16 @@ def restarted() -> bool:
 
 
 def launch_id() -> str:
-    """Return what names this torchrun, the same after a restart: its run id, or its process where it has none."""
+    """Return an identifier of this torchrun that survives restarts: its run id, or else host name and process id."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return run_id if run_id != "none" else f"{socket.gethostname()}-{os.getppid()}"
 
 
 class World:
-    """The processes of one job, counted by rank. This class as it stands is a single process.
+    """The processes of one job, counted by rank. This base class is a single process.
 
-    What is exchanged here is small and lives on the host, so that it never waits for a GPU; gradients are
-    exchanged by what ``parallel`` wraps around the model. Every rank has to make the same calls in the same order.
+    What is exchanged here is small and stays on the host, so it never waits for a GPU. Gradients are exchanged by DDP
+    or FSDP. Every rank must make the same calls in the same order.
     """
 
     rank = 0
@@ -50,7 +50,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one process that prints, logs and prepares data."""
+        """Whether this is rank 0, the process that prints, logs and prepares data."""
         return self.rank == 0
 
     def sums(self, *values: int) -> list[int]:
@@ -70,18 +70,18 @@ class World:
         return tensor
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
-        """Overwrite the tensors, wherever they live, by rank 0's."""
+        """Overwrite the tensors, on any device, with those of rank 0."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank. Only for the thread that saves: it has a connection of its own."""
+        """Return every rank's value, by rank. Only for the thread that saves, which has its own process group."""
         return [value]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on rank 0; every rank gets its result (which can be pickled), or raises its error."""
+        """Do ``work`` on rank 0; every rank returns its result (which must be picklable), or raises its error."""
         return work()
 
     def first_then_others(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on rank 0 and then, with what rank 0 prepared on the disk, on the others."""
+        """Do ``work`` on rank 0 first, then on the others, which find on the disk what rank 0 prepared."""
         return work()
 
 
@@ -93,7 +93,7 @@ class ProcessWorld(World):
 
         Args:
             device_type: ``cpu`` (gloo) or ``cuda`` (NCCL for tensors on the GPU, gloo for those on the host).
-            timeout_s: how long to wait for another rank before giving up.
+            timeout_s: seconds to wait for another rank before the job fails.
 
         """
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -101,13 +101,13 @@ class ProcessWorld(World):
             backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
             device = torch.device("cuda", launched_local_rank()[0]) if device_type == "cuda" else None
             timeout = timedelta(seconds=timeout_s)
-            # A restarted job can meet in the same store, where the addresses of those before still stand.
+            # A restarted job can use the same store, which still holds the addresses of the earlier processes.
             meeting, _, _ = next(dist.rendezvous("env://", timeout=timeout))
             store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", meeting)
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device
             )
-        self._savers: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._writers: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def sums(self, *values: int) -> list[int]:
         total: list[int] = self.add(torch.tensor(values, dtype=torch.int64)).tolist()
@@ -129,7 +129,7 @@ class ProcessWorld(World):
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._savers)
+        dist.all_gather_object(values, value, group=self._writers)
         return values
 
     def on_first(self, work: Callable[[], T]) -> T:
@@ -152,13 +152,17 @@ class ProcessWorld(World):
         return result
 
     def first_then_others(self, work: Callable[[], T]) -> T:
-        result: list[T] = []
-        self.on_first(lambda: result.append(work()))
-        return result[0] if self.first else work()
+        results: list[T] = []
+
+        def prepare() -> None:  # its result stays on rank 0, and need not be picklable
+            results.append(work())
+
+        self.on_first(prepare)
+        return results[0] if self.first else work()
 
 
 def join(device_type: str, timeout_s: float) -> World:
-    """Return the world that torchrun started this process in.
+    """Return the world of the processes that torchrun started.
 
     Raises:
         UserError: torchrun did not start it.

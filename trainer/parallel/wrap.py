@@ -248,18 +248,18 @@ class FSDP(SeveralProcesses):
         return other
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Tell whether the tensor is sharded (a DTensor, whose import would cost a third of a second)."""
     return hasattr(tensor, "to_local")
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of the tensor, which shares its memory; the tensor itself if it is not sharded."""
-    part: Tensor = tensor.to_local() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
-def own_rows(tensor: Any) -> tuple[int, int]:
+def local_rows(tensor: Any) -> tuple[int, int]:
     """Return the first row and the number of rows of this rank's part of a tensor that is sharded as by torch.chunk."""
     from torch.distributed.tensor import Shard
 

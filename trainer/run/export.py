@@ -7,10 +7,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.restore import load
+from trainer.checkpoint.reader import load
 from trainer.run.folder import RunFolder
 from trainer.run.terminal import Terminal
-from trainer.tracking.mlflow.servable import forget_servable, try_servable
+from trainer.tracking.mlflow.serving import remove_serving, try_write_serving
 from trainer.trainer import Trainer
 
 
@@ -49,7 +49,7 @@ def export_best(
     try:
         with torch.no_grad(), config.precision.autocast(trainer.device):
             if exported and step is not None and config.tracking.mlflow:
-                problem = try_servable(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
+                problem = try_write_serving(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
                 if problem:
                     terminal.warn(problem)
             return config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device), missing
@@ -60,7 +60,7 @@ def export_best(
 
 def _write(model: nn.Module, trainer: Trainer, folder: RunFolder) -> str | None:
     """Write ``best/``; return what went wrong."""
-    forget_servable(folder.path)  # it has the step of the weights that are replaced
+    remove_serving(folder.path)  # it has the step of the weights that are replaced
     best = folder.path / "best"
     try:
         trainer.recipe.export(model, trainer.datasets, best)

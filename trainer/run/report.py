@@ -95,7 +95,7 @@ class RunSummary:
     parallel: str
     processes: int
     checkpoints: dict[str, Any]
-    """What saving cost, see ``Saver.facts``."""
+    """What saving cost, see ``CheckpointWriter.facts``."""
     skipped_steps: int
     wall_time_s: float
     resume: str

@@ -7,11 +7,11 @@ import signal
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.restore import Saved
-from trainer.checkpoint.saver import Saver, infinite_buffers
+from trainer.checkpoint.reader import CheckpointReader
+from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch
 from trainer.data.loader import fingerprint
@@ -43,11 +43,14 @@ class Run:
     prints, logs and profiles.
     """
 
+    trainer_class: ClassVar[type[Trainer]] = Trainer
+    writer_class: ClassVar[type[CheckpointWriter]] = CheckpointWriter
+
     def __init__(
         self,
         trainer: Trainer,
         folder: RunFolder,
-        saved: Saved | None,
+        saved: CheckpointReader | None,
         terminal: Terminal,
         signals: Signals,
         choices: list[Choice],
@@ -79,7 +82,8 @@ class Run:
         self.final: dict[str, float] = {}
         """The last evaluation's metrics by ``valid/<name>``."""
         self.began = time.time()
-        self.saver = Saver(self.config.checkpoint, folder.checkpoints, self.world, infinite_buffers(trainer.model))
+        masks = infinite_buffers(trainer.model)
+        self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
         self.monitor = Monitor(
             log_every=self.config.log_every,
             last_step=self.plan.steps,
@@ -124,7 +128,7 @@ class Run:
         try:
             self._take_steps()
             self.monitor.collect()
-            self.saver.finish()
+            self.writer.finish()
             if self.trainer.step == self.plan.steps:
                 summary, missing = self._finish()
         except Interrupted:  # a second signal: nothing that takes time any more
@@ -215,9 +219,9 @@ class Run:
             "monitor": self.monitor.state_dict(),
             "data": self.fingerprint,
         }
-        self.monitor.stalled(self.saver.save(state, progress, score))
+        self.monitor.stalled(self.writer.save(state, progress, score))
 
-    def _restore(self, saved: Saved) -> None:
+    def _restore(self, saved: CheckpointReader) -> None:
         saved.check_progress(self.monitor.state_dict(), self.trainer.loss_scale, self.trainer.optimizer)
         if saved.progress["data"] != self.fingerprint:
             raise UserError(
@@ -291,7 +295,7 @@ class Run:
         """Write the summary of a run that did not get to its end; finish the profile and the tracking."""
         self.terminal.end_progress()
         with suppress(Exception, Interrupted):  # what ended the run is reported already; a second Ctrl-C ends this wait
-            self.saver.finish()
+            self.writer.finish()
         self.profiler.finish()
         if self.tracker:
             self.tracker.close(status, asdict(self._summary(status)))
@@ -319,7 +323,7 @@ class Run:
             memory_is="allocated on the GPU" if self.hardware.is_gpu else "resident in memory, the whole process",
             parallel=config.parallel.kind,
             processes=self.world.size,
-            checkpoints=self.saver.facts(),
+            checkpoints=self.writer.facts(),
             skipped_steps=monitor.skipped_steps,
             wall_time_s=time.time() - self.began,
             resume=self.command,

@@ -11,7 +11,7 @@ from typing import Any
 from recipes.data.images import augment
 from recipes.data.images.augment import AutomaticAugment
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.restore import Saved
+from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.schema import Config, Resolved, flatten
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -22,9 +22,8 @@ from trainer.run.folder import RunFolder, earlier_folder
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
-from trainer.tracking.mlflow.record import final_status
+from trainer.tracking.mlflow.delivery_record import final_status
 from trainer.tracking.tracker import finish_delivery
-from trainer.trainer import Trainer
 
 
 def train(config: Config, overrides: list[str] | None = None, run_class: type[Run] = Run) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             if config.micro_batch_size == "auto":
                 resolved = earlier_plan(folder, resolved)
             resolved = resolved._replace(config=world.on_first(partial(_as_before, folder, resolved.config)))
-            saved = Saved(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
+            saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
             # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
                 terminal.note(
@@ -72,7 +71,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides or [])
         terminal.note("building the model …")
-        trainer = Trainer(resolved.config, resolved.plan, hardware, world, datasets)
+        trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
         stack.callback(trainer.close)
         if folder is None:
             folder = world.on_first(partial(_begun, resolved, stack))
@@ -108,7 +107,7 @@ def _as_before(folder: RunFolder, config: Config) -> Config:
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
     stack.enter_context(in_use(folder.path))
     folder.check_same(flatten(config), config.recipe.unit == "images")
-    path = checkpoint.find(folder.checkpoints)
+    path = checkpoint.find_verified(folder.checkpoints)
     step, steps = int(path.name.removeprefix(".")[5:13]), folder.config().get("steps")
     if not isinstance(steps, int) or step > steps:
         raise UserError(f"the checkpoint {path} is of step {step}, and {folder.path}/config.json has steps={steps}")

@@ -16,8 +16,8 @@ from trainer.files import write_json
 from trainer.tracking.metric_log import MetricLog, truncate
 from trainer.tracking.mlflow.checkpoints import check_mode
 from trainer.tracking.mlflow.delivery import TRACKING_FILE, RunInfo
+from trainer.tracking.mlflow.delivery_record import METRICS_FILE, SUMMARY_FILE, final_status, is_delivered, reopen
 from trainer.tracking.mlflow.feed import Feed
-from trainer.tracking.mlflow.record import METRICS_FILE, SUMMARY_FILE, final_status, is_delivered, reopen
 from trainer.tracking.mlflow.store import explicit_uri, lasting_uri, tracking_uri, whole_uri, without_password
 
 log = logging.getLogger("mantissa")

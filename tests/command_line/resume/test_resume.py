@@ -257,7 +257,7 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
         return evaluate(run, step)
 
     def interrupted_again(run: Run, status: str) -> None:
-        monkeypatch.setattr(run.saver, "finish", lambda: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr(run.writer, "finish", lambda: signal.raise_signal(signal.SIGINT))
         close(run, status)
 
     monkeypatch.setattr(Run, "_evaluate", interrupted)

@@ -18,7 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.helpers import same_bits
-from trainer.checkpoint.restore import load
+from trainer.checkpoint.reader import load
 from trainer.tracking.mlflow.fetch import fetch
 from trainer.tracking.mlflow.store import connect
 
@@ -175,7 +175,7 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
     def save_and_wait(self: Run, score: float | None) -> None:
         save(self, score)
         step = self.trainer.step
-        self.saver.finish()
+        self.writer.finish()
         while self.tracker and (
             self.tracker.run_id is None
             or f"checkpoints/step-{step:08d}" not in (found := kept(server, self.tracker.run_id))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from trainer.tracking.mlflow.record import RECORD_FILE
+from trainer.tracking.mlflow.delivery_record import RECORD_FILE
 from trainer.tracking.mlflow.store import connect
 from trainer.tracking.mlflow.sync import SyncStatus, send
 
@@ -199,7 +199,7 @@ def test_a_store_without_models_gets_the_weights_as_files(
 def test_a_recipe_that_cannot_be_watched_is_sent_as_files(
     train: Callable[..., Any], store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.tracking.mlflow.servable._watch", lambda *given: 1 / 0)
+    monkeypatch.setattr("trainer.tracking.mlflow.serving._watch", lambda *given: 1 / 0)
     done = train(*SMALL, *JOBS["bignet"])
     assert done.code == 0
     assert "MLflow gets the best weights as files, not as a servable model" in done.out

@@ -20,10 +20,10 @@ from tests.helpers import copied, same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.generators import random_state, set_random_state
-from trainer.checkpoint.restore import load
-from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.reader import load
 from trainer.checkpoint.state import training_state
-from trainer.checkpoint.store import Checkpoint, Contents
+from trainer.checkpoint.store import Checkpoint, Snapshot
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.errors import NonFiniteError, UserError
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.world import World
@@ -84,8 +84,8 @@ def save(
     progress: dict[str, Any],
     score: float | None = None,
 ) -> Path:
-    contents = Contents.of(training_state(step, net, optimizer, None, {}, random_state(CPU)), progress, World())
-    return checkpoint.write(folder, contents, score, World())
+    snapshot = Snapshot.of(training_state(step, net, optimizer, None, {}, random_state(CPU)), progress, World())
+    return checkpoint.write(folder, snapshot, score, World(), files.flush)
 
 
 def write(folder: Path, step: int = 1, net: nn.Module | None = None, **progress: Any) -> Path:
@@ -292,7 +292,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
     optimizer = OPTIMIZERS["sgd"].build(net, CPU)
     net.state_dict()[name][1] = value
     with pytest.raises(NonFiniteError, match=rf"{name} is not finite after step 4; no checkpoint was written"):
-        Saver(Checkpoint(), tmp_path / "checkpoints", World()).save(
+        CheckpointWriter(Checkpoint(), tmp_path / "checkpoints", World()).save(
             training_state(4, net, optimizer, None, {}, {}), {}, None
         )
     assert not (tmp_path / "checkpoints").exists()
@@ -300,13 +300,13 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    for broken in ("sha256", "flush"):
+    for module, broken in ((checkpoint, "sha256"), (files, "flush")):
 
         def pull_the_plug(path: Path) -> str:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, broken, pull_the_plug)
+            patch.setattr(module, broken, pull_the_plug)
             with pytest.raises(KeyboardInterrupt):
                 write(tmp_path, 2)
         assert checkpoint.steps(tmp_path) == [1]
@@ -374,7 +374,6 @@ def test_new_names_are_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.M
         )
         flushed.append((path, content))
 
-    monkeypatch.setattr(checkpoint, "flush", note)
     monkeypatch.setattr(files, "flush", note)
     folder = RunFolder.create(str(tmp_path / "outputs"), "run")
     folder.write_config({"seed": 0})

@@ -21,7 +21,7 @@ from recipes.gpt2_model import SHAPES, Shape
 from tests.helpers import compose, copied, same_bits
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.generators import random_state
-from trainer.checkpoint.restore import Saved
+from trainer.checkpoint.reader import CheckpointReader
 from trainer.data.contract import Batch
 from trainer.errors import UserError
 from trainer.run.run import Run
@@ -448,7 +448,7 @@ def test_every_mutation_is_refused_by_name_or_resumes_bit_for_bit(run: Run, tmp_
         trainer.optimizer.state.clear()
         trainer.step, run.best, run.final = 0, None, {}
         torch.manual_seed(13)
-        run._restore(Saved(checkpoint.find(checkpoints)))
+        run._restore(CheckpointReader(checkpoint.find_verified(checkpoints)))
         return go_on()
 
     expected = resume(folder)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from tests.helpers import NoData, SmallConvNet, compose, copied, fit, same_bits, start
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.restore import load
-from trainer.checkpoint.store import Contents
+from trainer.checkpoint.reader import load
+from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.files import flush
 from trainer.hardware import Hardware
 from trainer.optim.masters import MasterWeights, StochasticWeights, masters_of, stochastic_round
 from trainer.optim.optimizer import Optimizer, _fused_is_sound
@@ -380,8 +381,8 @@ def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) 
     first = make()
     fit(first, 3)
     scale = first.loss_scale.state_dict()
-    contents = Contents.of(first.state_dict(), {}, World())
-    checkpoint.write(tmp_path, contents, None, World())
+    snapshot = Snapshot.of(first.state_dict(), {}, World())
+    checkpoint.write(tmp_path, snapshot, None, World(), flush)
     fit(first)
 
     second = make()
@@ -402,8 +403,8 @@ def test_a_checkpoint_whose_running_statistics_are_16_bit_is_taken_up(tmp_path: 
     fit(trainer, 2)
     exact = norm.running_mean.clone()
     norm.running_mean, norm.running_var = norm.running_mean.bfloat16(), norm.running_var.bfloat16()
-    contents = Contents.of(trainer.state_dict(), {}, World())
-    checkpoint.write(tmp_path, contents, None, World())
+    snapshot = Snapshot.of(trainer.state_dict(), {}, World())
+    checkpoint.write(tmp_path, snapshot, None, World(), flush)
     resumed = conv_trainer("bf16_master")
     load(tmp_path).restore(resumed.model, resumed.optimizer, resumed.masters)
     assert same_bits(resumed.model[1].running_mean, exact.bfloat16().float())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, sha256
 from trainer.errors import UserError, first_line
 from trainer.files import link_or_copy
-from trainer.tracking.mlflow.record import METRICS_FILE
+from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -16,10 +16,7 @@ from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import validation_data
-from trainer.tracking.mlflow.description import closing_description, write_description
-from trainer.tracking.mlflow.models import BEST, Progress, is_servable, log_best
-from trainer.tracking.mlflow.params import log_params_and_tags
-from trainer.tracking.mlflow.record import (
+from trainer.tracking.mlflow.delivery_record import (
     METRICS_FILE,
     RECORD_FILE,
     SUMMARY_FILE,
@@ -27,6 +24,9 @@ from trainer.tracking.mlflow.record import (
     read_record,
     step_elsewhere,
 )
+from trainer.tracking.mlflow.description import closing_description, write_description
+from trainer.tracking.mlflow.models import BEST, Progress, is_servable, log_best
+from trainer.tracking.mlflow.params import log_params_and_tags
 from trainer.tracking.mlflow.store import (
     SESSION_TAG,
     connect,

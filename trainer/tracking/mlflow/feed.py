@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.errors import first_line
 from trainer.tracking.mlflow.delivery import Delivery, RunInfo
-from trainer.tracking.mlflow.record import METRICS_FILE, sync_command
+from trainer.tracking.mlflow.delivery_record import METRICS_FILE, sync_command
 from trainer.tracking.mlflow.store import without_password
 
 log = logging.getLogger("mantissa")

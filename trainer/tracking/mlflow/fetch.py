@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, Refused, damage, read_manifest
+from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, InvalidCheckpoint, damage, read_manifest
 from trainer.errors import UserError, first_line
 from trainer.files import check_output_dir, flush, in_use, locked, write_json
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS
 from trainer.tracking.mlflow.delivery import RunInfo
-from trainer.tracking.mlflow.record import RECORD_FILE, SUMMARY_FILE, log_size, read_record
+from trainer.tracking.mlflow.delivery_record import RECORD_FILE, SUMMARY_FILE, log_size, read_record
 from trainer.tracking.mlflow.store import (
     KEY_TAG,
     SESSION_TAG,
@@ -218,7 +218,7 @@ def _download(client: MlflowClient, run: Any, wanted: _Wanted, partial: Path) ->
         try:
             for name in read_manifest(folder).sha256:  # only the files of a checkpoint
                 _get(client, wanted.run_id, f"{place}/{name}", folder)
-        except Refused as refused:
+        except InvalidCheckpoint as refused:
             raise _damaged(wanted, step, str(refused)) from None
         if found := damage(folder, step):
             raise _damaged(wanted, step, found)

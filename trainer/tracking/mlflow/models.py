@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.files import link_or_copy, read_json_lines
-from trainer.tracking.mlflow.record import METRICS_FILE
+from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 from trainer.tracking.mlflow.store import cut, valid_key
 from trainer.tracking.mlflow.summary_metrics import VALID
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from trainer.errors import UserError, first_line
 from trainer.files import in_use
 from trainer.tracking.mlflow.delivery import TRACKING_FILE, Delivery, RunInfo
-from trainer.tracking.mlflow.record import final_status, is_delivered
+from trainer.tracking.mlflow.delivery_record import final_status, is_delivered
 from trainer.tracking.mlflow.store import tracking_uri, whole_uri, without_password
 
 ATTEMPTS = 2

@@ -6,18 +6,19 @@ import json
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.helpers import same_bits
-from trainer.checkpoint import saver
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.restore import load
-from trainer.checkpoint.saver import Saver, infinite_buffers
+from trainer.checkpoint import writer
+from trainer.checkpoint.reader import load
 from trainer.checkpoint.state import training_state
-from trainer.checkpoint.store import Checkpoint, Contents
+from trainer.checkpoint.store import Checkpoint
+from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.errors import NonFiniteError, UserError
 from trainer.parallel.world import World
 
@@ -42,11 +43,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     write = checkpoint.write
 
-    def held(folder: Path, contents: Contents, score: float | None, world: World) -> Path:
+    def held(*given: Any) -> Path:
         assert event.wait(300)
-        return write(folder, contents, score, world)
+        return write(*given)
 
-    monkeypatch.setattr(saver.checkpoint, "write", held)
+    monkeypatch.setattr(writer.checkpoint, "write", held)
     return event
 
 
@@ -54,7 +55,7 @@ def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(
     tmp_path: Path, gate: threading.Event
 ) -> None:
     model, optimizer = job()
-    background = Saver(Checkpoint(), tmp_path, World())
+    background = CheckpointWriter(Checkpoint(), tmp_path, World())
     for step in (1, 2):  # the second one into the first one's host memory
         gate.clear()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -77,7 +78,7 @@ def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(
 
 def test_one_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
     model, optimizer = job()
-    background = Saver(Checkpoint(keep=2), tmp_path, World())
+    background = CheckpointWriter(Checkpoint(keep=2), tmp_path, World())
     background.save(training_state(1, model, optimizer, None, {}, {}), {}, None)
     threading.Timer(0.3, gate.set).start()
     assert background.save(training_state(2, model, optimizer, None, {}, {}), {}, None) > 0.2  # waits for the first
@@ -92,7 +93,7 @@ def test_a_full_disk_costs_that_checkpoint_only(
 ) -> None:
     model, optimizer = job()
     options = Checkpoint(background=background)
-    ours = Saver(options, tmp_path, World())
+    ours = CheckpointWriter(options, tmp_path, World())
     with caplog.at_level(logging.WARNING, logger="mantissa"), monkeypatch.context() as patch:
         logging.getLogger("mantissa").propagate = True
         ours.save(training_state(1, model, optimizer, None, {}, {}), {}, 0.5)
@@ -101,8 +102,8 @@ def test_a_full_disk_costs_that_checkpoint_only(
         ours.save(training_state(2, model, optimizer, None, {}, {}), {}, 0.1)
         ours.finish()
     assert "the checkpoint of step 2 was not saved (" in caplog.text
-    assert "MB are needed and " in caplog.text
-    assert "training goes on" in caplog.text
+    assert " are needed, " in caplog.text
+    assert "training continues" in caplog.text
     assert (ours.saved, ours.failed) == (1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     ours.save(training_state(3, model, optimizer, None, {}, {}), {}, 0.7)
@@ -115,8 +116,8 @@ def test_a_bug_in_the_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(saver.checkpoint, "write", broken)
-    ours = Saver(Checkpoint(), tmp_path, World())
+    monkeypatch.setattr(writer.checkpoint, "write", broken)
+    ours = CheckpointWriter(Checkpoint(), tmp_path, World())
     ours.save(training_state(1, *job(), None, {}, {}), {}, None)
     with pytest.raises(ZeroDivisionError):
         ours.finish()
@@ -127,7 +128,7 @@ def test_the_manifest_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         path.write_text(json.dumps({"format": 2}))
 
     monkeypatch.setattr(checkpoint, "write_json", careless)
-    ours = Saver(Checkpoint(background=False), tmp_path, World())
+    ours = CheckpointWriter(Checkpoint(background=False), tmp_path, World())
     ours.save(training_state(1, *job(), None, {}, {}), {}, None)
     assert ours.failed == 1
     assert list(tmp_path.iterdir()) == []
@@ -145,7 +146,7 @@ class Masked(nn.Linear):
 def test_a_mask_of_infinities_is_saved_and_restored_and_other_infinities_are_refused(tmp_path: Path) -> None:
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters())
-    ours = Saver(Checkpoint(background=False), tmp_path, World(), infinite_buffers(model))
+    ours = CheckpointWriter(Checkpoint(background=False), tmp_path, World(), infinite_buffers(model))
     ours.save(training_state(1, model, optimizer, None, {}, {}), {}, None)
     other = Masked()
     nn.init.zeros_(other.weight)

@@ -38,12 +38,12 @@ _PACKAGES = {
 }
 
 
-def try_servable(
+def try_write_serving(
     folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, datasets: Datasets, step: int
 ) -> str | None:
-    """Call ``write_servable``; return a warning if it does not support what the recipe does."""
+    """Call ``write_serving``; return a warning if it does not support what the recipe does."""
     try:
-        write_servable(folder, recipe, model, device, datasets, step)
+        write_serving(folder, recipe, model, device, datasets, step)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -51,12 +51,12 @@ def try_servable(
     return None
 
 
-def forget_servable(folder: Path) -> None:
+def remove_serving(folder: Path) -> None:
     """Remove the folder ``serving`` before ``best/`` changes: after a kill in between, the two would not match."""
     shutil.rmtree(folder / SERVING, ignore_errors=True)
 
 
-def write_servable(
+def write_serving(
     folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, datasets: Datasets, step: int
 ) -> None:
     """Write the folder ``serving``.
@@ -70,7 +70,7 @@ def write_servable(
         step: the optimizer step of the weights.
 
     """
-    forget_servable(folder)
+    remove_serving(folder)
     target = folder / SERVING
     target.mkdir()
     facts: dict[str, Any] = {"step": step, "predictor": recipe.predictor}

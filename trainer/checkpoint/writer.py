@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy in host memory, and a thread that writes it."""
+"""Saving while training continues: a copy in host memory, and a thread that writes it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer import files
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.store import Checkpoint, Contents, NotWritten
+from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.errors import NonFiniteError
 from trainer.parallel.world import World
-from trainer.parallel.wrap import own_part
+from trainer.parallel.wrap import local_part
 
 log = logging.getLogger("mantissa")
 
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
     """Return the names of a new model's buffers that hold infinities as built, such as a mask of -inf for attention."""
-    buffers = ((name, own_part(buffer)) for name, buffer in model.named_buffers())
+    buffers = ((name, local_part(buffer)) for name, buffer in model.named_buffers())
     return frozenset(name for name, held in buffers if held.is_floating_point() and bool(held.isinf().any()))
 
 
-class Saver:
-    """Writes a run's checkpoints, one at a time. A disk that refuses one costs that checkpoint, not the run."""
+class CheckpointWriter:
+    """Writes a run's checkpoints, one at a time. If the disk refuses one, the run continues without it."""
 
     def __init__(self, options: Checkpoint, folder: Path, world: World, masks: Collection[str] = ()) -> None:
         """Take what saving needs.
@@ -48,7 +49,7 @@ class Saver:
         self.saved = 0
         self.failed = 0
         self.stall_s = 0.0
-        """How long training has waited for its checkpoints, in all."""
+        """Seconds that training has waited for its checkpoints, in total."""
         self.write_s = 0.0
         self._masks = frozenset(masks)
         self._host: dict[str, Tensor] = {}
@@ -61,7 +62,7 @@ class Saver:
         Args:
             training: see ``checkpoint.state.training_state``.
             progress: JSON types; what else the run needs to continue.
-            score: what the weights were judged by at this step, if they were; the lowest is kept as the best.
+            score: of the weights at this step (the lowest is kept as the best); None if they were not evaluated.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
@@ -70,14 +71,16 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         self._refuse_nonfinite(training["step"], training["model"])
-        contents = Contents.of(training, progress, self.world)
+        snapshot = Snapshot.of(training, progress, self.world)
         if self.options.background:
-            contents = self._copy(contents)
-            # Not to be waited for when the process is told to leave at once.
-            self._thread = threading.Thread(target=self._write, args=(contents, score), name="saver", daemon=True)
+            snapshot = self._copy(snapshot)
+            # A daemon: a process that has to stop at once does not wait for it.
+            self._thread = threading.Thread(
+                target=self._write, args=(snapshot, score), name="checkpoint writer", daemon=True
+            )
             self._thread.start()
         else:
-            self._write(contents, score)
+            self._write(snapshot, score)
             self.finish()
         stall_s = time.perf_counter() - began
         self.stall_s += stall_s
@@ -92,12 +95,16 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
+    def flush(self, path: Path) -> None:
+        """Write what the system still buffers of a checkpoint's file or folder to the disk."""
+        files.flush(path)
+
     def facts(self) -> dict[str, Any]:
-        """Return what summary.json says about the checkpoints."""
+        """Return the entries of summary.json about checkpoints."""
         return {"saved": self.saved, "failed": self.failed, "stall_s": self.stall_s, "write_s": self.write_s}
 
     def _refuse_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
-        state = {name: own_part(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
+        state = {name: local_part(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
         tensors = {
             name: tensor.detach() for name, tensor in state.items() if tensor.numel() and name not in self._masks
         }
@@ -108,11 +115,11 @@ class Saver:
         bad = next((name for name, good in zip(tensors, finite, strict=False) if not good), "a weight of another rank")
         raise NonFiniteError(f"{bad} is not finite after step {step}; no checkpoint was written")
 
-    def _copy(self, contents: Contents) -> Contents:
-        """Copy the tensors to host memory, into the same place every time: fresh memory takes longer to fill."""
+    def _copy(self, snapshot: Snapshot) -> Snapshot:
+        """Copy the tensors to host memory, always the same: memory that is newly allocated takes longer to fill."""
         files: dict[str, dict[str, Tensor]] = {}
         waits = False
-        for file, tensors in contents.files.items():
+        for file, tensors in snapshot.files.items():
             files[file] = {}
             for name, tensor in tensors.items():
                 on_gpu = tensor.device.type == "cuda"
@@ -125,20 +132,20 @@ class Saver:
                 files[file][name] = host
         if waits:
             torch.cuda.synchronize()
-        return Contents(contents.step, files, contents.state)
+        return Snapshot(snapshot.step, files, snapshot.state)
 
-    def _write(self, contents: Contents, score: float | None) -> None:
+    def _write(self, snapshot: Snapshot, score: float | None) -> None:
         began = time.perf_counter()
         if threading.current_thread() is self._thread:
-            with contextlib.suppress(OSError, AttributeError):  # training comes first; only Linux has this
+            with contextlib.suppress(OSError, AttributeError):  # a lower priority than training; only on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            checkpoint.write(self.folder, contents, score, self.world)
+            checkpoint.write(self.folder, snapshot, score, self.world, self.flush)
             self.saved += 1
             self._prune()
-        except NotWritten as error:
+        except CheckpointNotWritten as error:
             self.failed += 1
-            log.warning("the checkpoint of step %d was not saved (%s); training goes on", contents.step, error)
+            log.warning("the checkpoint of step %d was not saved (%s); training continues", snapshot.step, error)
         except BaseException as error:  # of a thread: raised where the run waits for it
             self._error = error
         self.write_s += time.perf_counter() - began

@@ -12,29 +12,29 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from trainer.checkpoint.check import check_counters, check_generators, check_options, check_progress, expected_state
-from trainer.checkpoint.schema import Manifest, Refused, State, read_manifest, read_state
+from trainer.checkpoint.schema import InvalidCheckpoint, Manifest, State, read_manifest, read_state
 from trainer.checkpoint.state import MASTER, parameter_names, untie
-from trainer.checkpoint.store import find
+from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.wrap import is_cut, own_part, own_rows
+from trainer.parallel.wrap import is_sharded, local_part, local_rows
 from trainer.precision.scaler import LossScale
 
 
-class Saved:
+class CheckpointReader:
     """An open checkpoint. Tensors are read when they are needed, and of sharded ones only the rows of this rank.
 
     Whatever does not fit is refused with a UserError that names the file, before anything is loaded.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the checkpoint at ``path``, which ``checkpoint.find`` has verified."""
+        """Open the checkpoint at ``path``, which ``find_verified`` has verified."""
         self.path = path
         with self._named():
             self._manifest: Manifest = read_manifest(path)
             self._state: State = read_state(path)
-            self._weights = _Parts(path, self._manifest.parts("model"))
-            self._moments = _Parts(path, self._manifest.parts("optimizer"))
+            self._weights = _TensorFiles(path, self._manifest.files("model"))
+            self._moments = _TensorFiles(path, self._manifest.files("optimizer"))
         self.step: int = self._state.step
         self.progress: dict[str, Any] = self._state.progress
 
@@ -80,7 +80,7 @@ class Saved:
             names = [name for name in self._moments.names if not name.endswith(f".{MASTER}")]
             updates = self.step - self.progress["monitor"]["skipped_steps"]
             if updates and not names and any(expected_state(optimizer)):
-                raise Refused(f"{self._moments.file}: it lacks the optimizer's state")
+                raise InvalidCheckpoint(f"{self._moments.file}: it lacks the optimizer's state")
             check_counters([self._moments.whole(name) for name in names if name.endswith(".step")], updates)
 
     def rng(self, rank: int, device: torch.device | None = None) -> dict[str, Tensor] | None:
@@ -90,11 +90,11 @@ class Saved:
             UserError: one is no state of its generator.
 
         """
-        files = self._manifest.parts("rng")
+        files = self._manifest.files("rng")
         if rank >= len(files):
             return None
         with self._named():
-            state = _Parts(self.path, files[rank : rank + 1]).read()
+            state = _TensorFiles(self.path, files[rank : rank + 1]).read()
             if device is not None:
                 check_generators(state, device)
         return state
@@ -103,7 +103,7 @@ class Saved:
         """Return every tensor, whole: ``weights/…``, ``optimizer/…`` and each rank's ``rng/0/…``."""
         result = {f"weights/{name}": tensor for name, tensor in self._weights.read().items()}
         result |= {f"optimizer/{name}": tensor for name, tensor in self._moments.read().items()}
-        for rank in range(len(self._manifest.parts("rng"))):
+        for rank in range(len(self._manifest.files("rng"))):
             result |= {f"rng/{rank}/{name}": tensor for name, tensor in (self.rng(rank) or {}).items()}
         return result
 
@@ -111,7 +111,7 @@ class Saved:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except Refused as refused:
+        except InvalidCheckpoint as refused:
             raise UserError(f"the checkpoint {self.path} does not fit this run: {refused}") from None
 
     def _check_weights(self, weights: dict[str, Tensor], statistics: dict[str, torch.dtype]) -> None:
@@ -121,12 +121,12 @@ class Saved:
             missing, unknown = sorted(weights.keys() - saved), sorted(saved - weights.keys())
             parts = [f"it lacks {missing[0]}"] if missing else []
             parts += [f"this model has no {unknown[0]}"] if unknown else []
-            raise Refused(f"{file}: {' and '.join(parts)}")
+            raise InvalidCheckpoint(f"{file}: {' and '.join(parts)}")
         here = untie(weights)[1]
         for alias, target in sorted(ties.items() ^ here.items()):
-            if own_part(weights[alias]).numel():  # a rank without rows of a weight cannot know
+            if local_part(weights[alias]).numel():  # a rank without rows of a weight cannot know
                 where = "there" if alias in ties else "here"
-                raise Refused(f"{file}: only {where} is {alias} the same as {target}")
+                raise InvalidCheckpoint(f"{file}: only {where} is {alias} the same as {target}")
         for name, tensor in weights.items():
             self._weights.check(ties.get(name, name), tuple(tensor.shape), tensor.dtype, statistics.get(name))
 
@@ -136,7 +136,7 @@ class Saved:
         """Return each parameter that has state, and what its state looks like, by name."""
         names, state, file = parameter_names(model, optimizer), self._state, self._moments.file
         if names != state.names or len(state.groups) != len(optimizer.param_groups):
-            raise Refused(f"{file}: this optimizer has other groups of parameters")
+            raise InvalidCheckpoint(f"{file}: this optimizer has other groups of parameters")
         check_options(state, optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = dict(masters.held()) if masters is not None else {}
@@ -155,11 +155,12 @@ class Saved:
                     shape = tuple(value.shape)
                     wanted[f"{name}.{key}"] = (shape, value.dtype)
                 elif type(scalars.get(key)) is not type(value):
-                    raise Refused(f"{file}: {key} of {name} is no {type(value).__name__}")
+                    raise InvalidCheckpoint(f"{file}: {key} of {name} is no {type(value).__name__}")
             if unknown := sorted(key for key in scalars if key not in values or isinstance(values[key], Tensor)):
-                raise Refused(f"{file}: {name} has an unknown {unknown[0]!r:.80}")
+                raise InvalidCheckpoint(f"{file}: {name} has an unknown {unknown[0]!r:.80}")
         for name in sorted(wanted.keys() ^ set(self._moments.names)):
-            raise Refused(f"{file}: {f'it lacks {name}' if name in wanted else f'this optimizer has no {name!r:.80}'}")
+            problem = f"it lacks {name}" if name in wanted else f"this optimizer has no {name!r:.80}"
+            raise InvalidCheckpoint(f"{file}: {problem}")
         for name, (shape, dtype) in wanted.items():
             self._moments.check(name, shape, dtype)
         return expected
@@ -179,11 +180,11 @@ class Saved:
                 elif like.is_meta and like.shape == parameter.shape:
                     entry[key] = self._moments.like(full_name, parameter)
                 else:
-                    device = own_part(parameter).device if like.is_meta else like.device
+                    device = local_part(parameter).device if like.is_meta else like.device
                     entry[key] = self._moments.whole(full_name).to(device)
 
 
-class _Parts:
+class _TensorFiles:
     """Named tensors in one file, or sharded by rows over several."""
 
     def __init__(self, path: Path, files: list[str]) -> None:
@@ -197,7 +198,7 @@ class _Parts:
             shapes = [file.get_slice(name).get_shape() for file in self._where[name]]
             types = {self._dtype(name, file) for file in self._where[name]}
             if len(shapes) > 1 and (len({tuple(s[1:]) for s in shapes}) > 1 or not all(shapes) or len(types) > 1):
-                raise Refused(f"{self.file}: the parts of {name} do not fit together")
+                raise InvalidCheckpoint(f"{self.file}: the parts of {name} do not fit together")
 
     @property
     def names(self) -> list[str]:
@@ -211,11 +212,11 @@ class _Parts:
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, earlier: torch.dtype | None = None) -> None:
         """Refuse a tensor of another shape or type; ``earlier`` is a narrower type that is allowed, too."""
         if name not in self._where:
-            raise Refused(f"{self.file}: it lacks {name}")
+            raise InvalidCheckpoint(f"{self.file}: it lacks {name}")
         if self.shape(name) != shape:
-            raise Refused(f"{self.file}: {name} is {_by(self.shape(name))} there and {_by(shape)} here")
+            raise InvalidCheckpoint(f"{self.file}: {name} is {_by(self.shape(name))} there and {_by(shape)} here")
         if (found := self._dtype(name, self._where[name][0])) not in (dtype, earlier):
-            raise Refused(f"{self.file}: {name} is {found} there and {dtype} here")
+            raise InvalidCheckpoint(f"{self.file}: {name} is {found} there and {dtype} here")
 
     def whole(self, name: str) -> Tensor:
         return self._number(name, self._stored(name))
@@ -230,9 +231,9 @@ class _Parts:
 
     def own(self, name: str, like: Tensor) -> Tensor:
         """Read all of a tensor, or the rows of it that this rank has of ``like``."""
-        if not is_cut(like):
+        if not is_sharded(like):
             return self.whole(name)
-        first, count = own_rows(like)
+        first, count = local_rows(like)
         wanted: list[Tensor] = []
         for file in self._where[name]:
             part = file.get_slice(name)
@@ -247,21 +248,21 @@ class _Parts:
         """Return a tensor with the parameter's layout, device and rows, in its own type."""
         source = self.own(name, parameter)
         tensor = torch.empty_like(parameter, dtype=source.dtype, requires_grad=False)
-        own_part(tensor).copy_(source)
+        local_part(tensor).copy_(source)
         return tensor
 
     def fill(self, target: Tensor, name: str) -> None:
         """Overwrite ``target``, or the rows of it that this rank has; infinities stand only where it has them, too."""
-        source, held = self.own(name, target), own_part(target)
+        source, held = self.own(name, target), local_part(target)
         # Such weights are not saved. A mask of -inf is a buffer that was built with infinities.
         if source.is_floating_point() and bool((source.isinf() & held.isfinite().to(source.device)).any()):
-            raise Refused(f"{self.file}: {name} is not finite")
+            raise InvalidCheckpoint(f"{self.file}: {name} is not finite")
         held.copy_(source)
 
     def _number(self, name: str, tensor: Tensor) -> Tensor:
         """Refuse NaN, which would spread at the next step."""
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise Refused(f"{self.file}: {name} is not a number")
+            raise InvalidCheckpoint(f"{self.file}: {name} is not a number")
         return tensor
 
     def _dtype(self, name: str, file: Any) -> torch.dtype:
@@ -270,14 +271,14 @@ class _Parts:
         return dtype
 
 
-def load(folder: Path, step: int | None = None) -> Saved:
+def load(folder: Path, step: int | None = None) -> CheckpointReader:
     """Open the checkpoint of ``step`` (None: the newest) below ``folder``, verified.
 
     Raises:
-        UserError: see ``checkpoint.find``.
+        UserError: see ``find_verified``.
 
     """
-    return Saved(find(folder, step))
+    return CheckpointReader(find_verified(folder, step))
 
 
 def _statistics(model: nn.Module) -> dict[str, torch.dtype]:
