@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import shutil
 import signal
@@ -29,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from trainer.config import schema as config
 from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
-from trainer.errors import Interrupted, OutOfMemory, RunError, UserError, is_out_of_memory
+from trainer.errors import Interrupted, MemoryRanOut, OutOfMemory, RunError, UserError, is_out_of_memory
 from trainer.parallel.world import launched_processes
 from trainer.run.resume import complete
 from trainer.run.run import Run
@@ -90,7 +91,6 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
         if interrupted:
             return
         overrides: list[str] = []
-        built: config.Config | None = None
         shortage: BaseException | None = None
         try:
             # As typed: Hydra would look up ${…} within them among its own keys.
@@ -119,9 +119,9 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
         finally:
             _release_memory()
         if shortage is not None:
-            size = built.micro_batch_size if built else "auto"
-            if size != "auto" and not any(override.startswith("micro_batch_size=") for override in overrides):
-                overrides.append(f"micro_batch_size={size}")  # as it was chosen, not as it would be chosen now
+            typed = any(override.startswith("micro_batch_size=") for override in overrides)
+            if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
+                overrides.append(f"micro_batch_size={shortage.micro_batch_size}")
             codes.append(_report(on_shortage(shortage, overrides)))
 
     run: Callable[[], None] = task
@@ -130,6 +130,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
 
 def _release_memory() -> None:
     """Give the memory of a run back to the system, or the next one of a sweep would count it as its own peak."""
+    gc.collect()  # models may hold themselves: every module whose forward method was replaced does
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     with suppress(OSError, AttributeError):  # glibc keeps freed memory; elsewhere there is no such call

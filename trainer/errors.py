@@ -43,6 +43,20 @@ class OutOfMemory(RunError):
     exit_code = 4
 
 
+class MemoryRanOut(MemoryError):
+    """The allocator had no memory left for a run.
+
+    Args:
+        error: what it raised.
+        micro_batch_size: what the run trained with.
+
+    """
+
+    def __init__(self, error: BaseException, micro_batch_size: int) -> None:
+        super().__init__(str(error))
+        self.micro_batch_size = micro_batch_size
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal asked the run to stop.
 

@@ -39,7 +39,8 @@ class StepRecord(NamedTuple):
     step: int
     """Counted from 1."""
     loss: Tensor
-    """Sum over this rank's valid targets, over the count of all ranks' (alone: the mean), before the update, fp32."""
+    """This rank's summed loss over the number of valid targets on all ranks, before the update, fp32. With one rank
+    it is the mean loss."""
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
@@ -54,12 +55,11 @@ class Trainer:
         config: resolved, see ``Config.resolve``.
         plan: the resolved numbers.
         hardware: where it runs.
-        world: the processes that train together; None: this one alone.
-        datasets: the recipe's, where they were opened before; None: they are opened here.
-        model: the recipe's with its first weights, on the device; None: it is built here.
+        world: the processes that train together.
+        datasets: see ``Config.open_datasets``.
 
     Raises:
-        UserError: data or model that the config asks for cannot be had.
+        UserError: the model that the config names cannot be built.
 
     """
 
@@ -70,32 +70,29 @@ class Trainer:
         config: Config,
         plan: Plan,
         hardware: Hardware,
-        world: World | None = None,
-        datasets: Datasets | None = None,
-        model: nn.Module | None = None,
+        world: World,
+        datasets: Datasets,
     ) -> None:
-        self.world = world or World()
-        self.config = config
-        self.recipe = config.recipe
+        self.world = world
         self.plan = plan
         self.hardware = hardware
         self.device = hardware.device
         if self.device.type == "cuda":  # what asks for "the" device (streams, synchronisation) means this one
             torch.cuda.set_device(self.device)
         config.precision.apply()
-        attention.allow_cudnn(not self.recipe.masks_attention)
+        attention.allow_cudnn(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
-        self.datasets = self._open_datasets() if datasets is None else datasets
+        self.datasets = datasets
         """What it trains on and is evaluated on."""
-        config, self.choices = self._settled(config)
+        config, self.choices = self._with_data(config)
         """What was chosen once the data was open."""
         self.config, self.recipe = config, config.recipe
         self.workers = config.loader.processes(self.datasets.decodes, hardware)
         """Loading processes."""
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
-        self.model = self.recipe.build_model(self.datasets).to(self.device) if model is None else model
-        self.conv_in_fp32 = self._mend_convolutions()
+        self.model = self.first_model()
+        self.conv_in_fp32 = self._protect_convolutions()
         """Names of the convolutions whose 16-bit gradients this CPU does not write whole."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
@@ -137,21 +134,22 @@ class Trainer:
             UserError: the config, the data or the hardware cannot do this.
 
         """
-        hardware = hardware or detect(config.device)
+        hardware, world = hardware or detect(config.device), world or World()
         config, plan, _ = config.resolve(hardware, world)
-        return cls(config, plan, hardware, world)
+        return cls(config, plan, hardware, world, world.first_then_others(config.open_datasets))
 
-    def _open_datasets(self) -> Datasets:
-        return self.world.first_then_others(lambda: self.recipe.datasets(self.config.data, self.config.seed))
+    def first_model(self) -> nn.Module:
+        """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
+        return self.recipe.build_model(self.datasets).to(self.device)
 
-    def _settled(self, config: Config) -> tuple[Config, list[Choice]]:
+    def _with_data(self, config: Config) -> tuple[Config, list[Choice]]:
         """Return the config with what the open data and the recipe's measurements decide, as on rank 0."""
         config, choices = config.with_data(self.datasets, self.hardware)
         half, size = config.precision.half, self.plan.batching.micro_batch_size
         measured = self.world.on_first(lambda: config.recipe.measure(self.hardware, half, size, config.deterministic))
         return replace(config, recipe=config.recipe.chosen(measured)), choices + measured
 
-    def _mend_convolutions(self) -> list[str]:
+    def _protect_convolutions(self) -> list[str]:
         """Let convolutions that are not reliable in the run's format compute in fp32; return their names.
 
         Only on a CPU, in a 16-bit format. Rank 0 decides for all ranks.
@@ -164,7 +162,7 @@ class Trainer:
         def search() -> list[str]:
             times = size / min(_FEW, size)
             found = convolution.unreliable(self.model, self._forward_of_few, dtype, self.hardware, times)
-            return [name for name in found if not precision.names(name)]
+            return [name for name in found if not precision.keeps_in_fp32(name)]
 
         names = self.world.on_first(search)
         convolution.compute_in_fp32(self.model, names, dtype)
@@ -237,7 +235,7 @@ class Trainer:
         """
         lr = self._set_lr()
         targets, units = self.world.sums(*self.count(microbatches))
-        divisor, rest = self.config.precision.normaliser(max(1, targets))
+        divisor, correction = self.config.precision.normaliser(max(1, targets))
         loss: Tensor | None = None
         for number, microbatch in enumerate(microbatches, 1):
             batch, last = to_device(microbatch, self.device), number == len(microbatches)
@@ -248,9 +246,9 @@ class Trainer:
                 self.update.backward(share, exchanged=last and self.config.parallel.kind != "single")
             loss = share.detach() if loss is None else loss + share.detach()
         assert loss is not None, "an optimizer step has at least one microbatch"
-        grad_norm, skipped, scale = self.update.step(self.step, rest)
+        grad_norm, skipped, scale = self.update.step(self.step, correction)
         self.step += 1
-        return StepRecord(self.step, loss * rest, grad_norm, skipped, scale, lr, units)
+        return StepRecord(self.step, loss * correction, grad_norm, skipped, scale, lr, units)
 
     def count(self, microbatches: list[Batch]) -> tuple[int, int]:
         """Return this rank's valid targets and units of work in one step, from the values of CPU tensors."""
@@ -301,7 +299,7 @@ class Trainer:
         return self.recipe.metrics(loss, {name: values[name] for name in sums if name != "loss"}, max(1, targets))
 
     def _open_validation(self) -> tuple[int, DataLoader[Batch]]:
-        """How many batches are this rank's, and the loader, which repeats one where other ranks have more."""
+        """Return this rank's number of batches, and its loader, which repeats one batch if other ranks have more."""
         dataset, ranks = self.datasets.valid, self.world.size
         samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)
         own = samples[self.world.rank :: ranks]

@@ -120,16 +120,16 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
             composed = compose(overrides)
             if composed.parallel.kind != "single":
                 raise UserError("arms run on one device; drop parallel=…")
-            plan = composed.resolve(detect(composed.device)).plan
-            if plan.steps <= composed.log_every:
+            config, plan, _ = composed.resolve(detect(composed.device))
+            if plan.steps <= config.log_every:
                 raise UserError(
                     f"steps={plan.steps} leaves no step to measure the speed of: those up to log_every="
-                    f"{composed.log_every} are left out, as they warm up; use steps={4 * composed.log_every}, "
+                    f"{config.log_every} are left out, as they warm up; use steps={4 * config.log_every}, "
                     "or a smaller log_every"
                 )
         except UserError as error:
             raise UserError(f"arm {arm.label}: {error}") from None
-        configs[arm.label] = composed
+        configs[arm.label] = config
     base = _comparable(configs[comparison.baseline])
     for arm in comparison.arms:
         if arm.label != comparison.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
@@ -145,8 +145,8 @@ def tracking_uri_of(composed: Config) -> str | None:
     return tracking_uri(composed.tracking.uri) if composed.tracking.mlflow else None
 
 
-def _comparable(composed: Config) -> dict[str, Any]:
-    return {key: value for key, value in flatten(composed).items() if key != "run_name"}
+def _comparable(config: Config) -> dict[str, Any]:
+    return {key: value for key, value in flatten(config).items() if key != "run_name"}
 
 
 def _added(comparison: Comparison, is_gpu: bool) -> list[str]:

@@ -109,12 +109,12 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             result.quality.separates_at = _separation(distances(done, base), noise)
         results.append(result)
     others = [result.quality for result in results if result.label != baseline and not result.is_null]
-    _test(others, margin)
-    _test([result.quality for result in results if result.is_null], margin)
+    _set_verdicts(others, margin)
+    _set_verdicts([result.quality for result in results if result.is_null], margin)
     return results
 
 
-def _test(qualities: list[Quality], margin: float) -> None:
+def _set_verdicts(qualities: list[Quality], margin: float) -> None:
     """Set the verdicts of the arms that can be tested, corrected for the number of all arms."""
     tested = [quality for quality in qualities if not quality.verdict]
     differences = [quality.differences for quality in tested]

@@ -75,7 +75,7 @@ def largest_micro_batch(
     config = compose(overrides)
     config, plan, _ = config.resolve(detect(config.device))
     batch_size = plan.batching.batch_size
-    samples = len(config.recipe.datasets(config.data, config.seed).train)
+    samples = len(config.open_datasets().train)
     common = [override for override in overrides if _key(override) not in _KEYS]
 
     def sized(size: int) -> list[str]:

@@ -68,7 +68,7 @@ def measure(config: Config, limit_bytes: int | None, ledger: bool) -> Trial:
     hardware = detect(config.device)
     config = config.resolve(hardware).config
     # Libraries, data and threads come first: they do not depend on the batch.
-    datasets = config.recipe.datasets(config.data, config.seed)
+    datasets = config.open_datasets()
     meta_model(config.recipe, datasets)
     torch.ones(_WARM_UP).exp_().sum()
     reset_peak_memory(hardware.device)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from evidence.memory.trial import Trial, trial
 from scripts import max_batch, memory
 from tests import forks
+from trainer import cli
 from trainer.config.options import run
+from trainer.config.schema import Config, Resolved
+from trainer.data.contract import Batch
+from trainer.errors import OutOfMemory
+from trainer.run.run import Run
+from trainer.trainer import StepRecord
 
 JOB = ("recipe=bignet", "recipe.width=256", "recipe.layers=4", "data.samples=512", "device=cpu")
 
@@ -78,6 +88,46 @@ def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkey
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
     assert run(max_batch.main, None, [*JOB, "budget=1MiB"]) == 2
     assert "the weights alone take 1.0 MiB" in capsys.readouterr().err
+
+
+def test_the_report_is_of_the_microbatch_that_was_chosen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What fits now is not what the failed run took."""
+    reported: list[str] = []
+
+    class Fails(Run):
+        def step(self, microbatches: list[Batch]) -> StepRecord:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes")
+
+    def report(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
+        reported.extend(overrides)
+        return OutOfMemory(str(error))
+
+    def to_eight(config: Config, resolved: Resolved, *given: object) -> Resolved:
+        return resolved.with_micro_batch_size(8, "it fits")
+
+    monkeypatch.setattr("trainer.run.start.fit_plan", to_eight)
+    job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=16", "tracking=local"]
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", *job])
+    assert cli.main(report, Fails) == 4
+    assert reported == [*job, "micro_batch_size=8"]
+    assert "not enough memory" in capsys.readouterr().err
+
+
+def test_a_model_that_holds_itself_is_released_after_its_run() -> None:
+    """As every module does whose forward method was replaced; the next run of a sweep would count it."""
+    layer = nn.Linear(2, 2)
+    vars(layer)["forward"] = layer.forward
+    gone = weakref.ref(layer)
+    del layer
+    gc.disable()
+    try:
+        assert gone() is not None
+        cli._release_memory()
+    finally:
+        gc.enable()
+    assert gone() is None
 
 
 LIMITED = """

@@ -29,11 +29,11 @@ def run(folder: Path, change_line: Change = lambda lines: None, change_state: Ch
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    progress = {"loss_scale": {"scale": 4.0}}
     rng = random_state(torch.device("cpu"))
-    change_state({"model": model, "optimizer": optimizer, "progress": progress, "rng": rng})
-    state = training_state(3, model, optimizer, None, {}, rng)
-    checkpoint.write(folder / "checkpoints", Snapshot.of(state, progress, World()), None, World(), flush)
+    scale = {"scale": 4.0}
+    change_state({"model": model, "optimizer": optimizer, "progress": {"loss_scale": scale}, "rng": rng})
+    state = training_state(3, model, optimizer, None, scale, rng)
+    checkpoint.write(folder / "checkpoints", Snapshot.of(state, {}, World()), None, World(), flush)
     lines = [
         {"step": step, "samples": [[[step, 7]]], "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False}
         for step in (1, 2, 3)

@@ -108,6 +108,20 @@ def test_mistakes_in_the_arms(arguments: list[str], told: tuple[str, ...]) -> No
         assert words in str(caught.value)
 
 
+def test_arms_are_compared_after_auto_is_resolved() -> None:
+    pair = [*TINY, 'arm.a="precision=fp32"', 'arm.b="precision=fp32 steps=STEPS"']
+    configs = check_arms(planned([argument.replace("STEPS", "40") for argument in pair]))
+    chosen = configs["a"].steps
+    assert (type(chosen), configs["b"].steps) == (int, 40)
+    with pytest.raises(UserError, match="arm b is the same as the baseline a"):
+        check_arms(planned([argument.replace("STEPS", str(chosen)) for argument in pair]))
+
+
+def test_arms_of_which_each_is_quoted() -> None:
+    arms = planned([*TINY, """arms='"precision=fp32 clip=norm","precision=bf16"'"""]).arms
+    assert [arm.overrides for arm in arms[:2]] == [("precision=fp32", "clip=norm"), ("precision=bf16",)]
+
+
 def test_an_arm_may_change_what_all_arms_have() -> None:
     """Hydra itself refuses a group that is chosen twice."""
     comparison = planned([*TINY, PAIR, "precision=fp16", "clip=norm", "arm.free=clip=none batch_size=8"])

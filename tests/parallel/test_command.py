@@ -230,7 +230,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     wait_for_step(run, first + 2, process)  # and goes on
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
-    assert "saved, as a signal asked" in out
+    assert "a signal requested a checkpoint" in out
     assert "lost connection" not in err
     told = re.search(r"stopped by SIGTERM after step (\d+), saved. Resume with:\n  (.*)", err)
     assert told, err

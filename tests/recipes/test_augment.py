@@ -23,7 +23,7 @@ from recipes.data.synthetic import Synthetic
 from recipes.data.text.source import TextSource
 from tests.helpers import CPU, compose
 from trainer.config.schema import Config, flatten
-from trainer.data.contract import Dataset, Datasets, SampleId
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.loader import DataOrder
 from trainer.errors import UserError
 from trainer.recipe import Choice
@@ -308,6 +308,25 @@ def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> No
     assert not any(key.startswith("data.augment") for key in flatten(config))
     _, config, choices = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
     assert (choices, flatten(config)["augment"]) == ([], "none")
+
+
+def test_the_choice_is_recorded_of_a_recipe_that_wraps_the_images() -> None:
+    class Wrapped(Dataset):
+        augment = True  # a name that a user may choose for something else
+
+        def __init__(self, images: Dataset) -> None:
+            self.images = images
+
+        def __len__(self) -> int:
+            return len(self.images)
+
+        def batch(self, samples: list[SampleId]) -> Batch:
+            return self.images.batch(samples)
+
+    config = compose("recipe=resnet", "data=digits").resolve(CPU).config
+    datasets = config.open_datasets()
+    _, choices = config.with_data(Datasets(Wrapped(datasets.train), datasets.valid, "wrapped"), CPU)
+    assert [choice[:2] for choice in choices] == [("augment", "none")]
 
 
 @pytest.mark.parametrize("data", ["data=python_docs", "data=synthetic"])

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.generators import random_state, set_random_state
-from trainer.checkpoint.schema import STATE_FILE, InvalidCheckpoint, State, is_count, is_finite, is_number
+from trainer.checkpoint.schema import (
+    STATE_FILE,
+    InvalidCheckpoint,
+    State,
+    is_count,
+    is_finite,
+    is_number,
+    require,
+    require_keys,
+)
 from trainer.parallel.wrap import local_part
 from trainer.precision.scaler import DynamicLossScale, LossScale
 
-OPTIMIZER_FILES, RNG_FILES = "optimizer.safetensors", "rng.safetensors"
+OPTIMIZER_FILE, RNG_FILE = "optimizer.safetensors", "rng.safetensors"
 _KERNELS = ("fused", "foreach")
 """Options that choose kernels: they depend on the device, so they may differ from the checkpoint's."""
 _FP32_COUNTS = 2**24
@@ -42,10 +51,7 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
                 good = value is None or isinstance(value, bool)
             else:
                 good = _same(value, here[key])
-            if not good:
-                raise InvalidCheckpoint(
-                    f"{STATE_FILE}: the optimizer's {key} is {value!r:.80} there and {here[key]!r:.80} here"
-                )
+            require(good, f"the optimizer's {key} is {value!r:.80} there and {here[key]!r:.80} here")
 
 
 def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -81,15 +87,15 @@ def check_progress(
         InvalidCheckpoint: names the first value that is not possible.
 
     """
-    _keys("progress", progress, {"best", "final", "loss_scale", "monitor", "data"})
+    require_keys(progress, {"best", "final", "loss_scale", "monitor", "data"}, f"{STATE_FILE}: progress")
     best, final = progress["best"], progress["final"]
     if best is not None or score is not None:
-        _keys("best", best, {"step", "value"})
+        require_keys(best, {"step", "value"}, f"{STATE_FILE}: best")
         good = is_count(best["step"]) and 1 <= best["step"] <= step and is_finite(best["value"])
-        _require(good and (score is None or best["value"] <= score), "best is no step and score of this run")
+        require(good and (score is None or best["value"] <= score), "best is no step and score of this run")
     good = isinstance(final, dict) and all(name.startswith("valid/") for name in final)
-    _require(good and all(map(is_number, final.values())), "final has values that are no validation metrics")
-    _require(isinstance(progress["data"], str), "data is no fingerprint")
+    require(good and all(map(is_number, final.values())), "final has values that are no validation metrics")
+    require(isinstance(progress["data"], str), "data is no fingerprint")
     _check_monitor(progress["monitor"], step, monitor, loss_scale.recovers)
     _check_loss_scale(progress["loss_scale"], step, loss_scale)
 
@@ -104,10 +110,7 @@ def check_counters(counters: list[Tensor], steps: int) -> None:
     values = [float(counter) if counter.numel() == 1 else -1 for counter in counters]
     limit = min(steps, _FP32_COUNTS)
     good = all(value in range(limit + 1) for value in values) and (not values or max(values) == limit)
-    if not good:
-        raise InvalidCheckpoint(
-            f"{OPTIMIZER_FILES}: the optimizer's counts of steps are not those of a run of {steps} updates"
-        )
+    require(good, f"the optimizer's counts of steps are not those of a run of {steps} updates", OPTIMIZER_FILE)
 
 
 def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
@@ -120,22 +123,22 @@ def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
     like = random_state(device)
     devices = {"cuda", "mps"}
     for name in sorted((like.keys() - devices) ^ (state.keys() - devices)):
-        _require(False, f"{name!r:.80} is {'missing' if name in like else 'unknown'}", RNG_FILES)
+        require(False, f"{name!r:.80} is {'missing' if name in like else 'unknown'}", RNG_FILE)
     for name, tensor in sorted(state.items()):
         found, wanted = _kind(tensor), _kind(like.get(name, tensor))
         optional = name == "python_gauss" and found in (_kind(torch.zeros(count).double()) for count in (0, 1))
-        _require(found == wanted or optional, f"{name} is {found} there and {wanted} here", RNG_FILES)
+        require(found == wanted or optional, f"{name} is {found} there and {wanted} here", RNG_FILE)
         values = tensor.double()
         good = bool((values >= 0).all() and (values < 2**32).all()) if "gauss" not in name else True
-        _require(good or name == "numpy_rest", f"{name} is no state of its generator", RNG_FILES)
+        require(good or name == "numpy_rest", f"{name} is no state of its generator", RNG_FILE)
     position, has_gauss, _ = state["numpy_rest"].tolist()
     finite = all(bool(torch.isfinite(state[name]).all()) for name in ("numpy_rest", "python_gauss"))
     good = finite and position in range(625) and has_gauss in (0, 1)
-    _require(good, "numpy_rest is no state of its generator", RNG_FILES)
+    require(good, "numpy_rest is no state of its generator", RNG_FILE)
     try:
         set_random_state(state, device)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise InvalidCheckpoint(f"{RNG_FILES}: no state of a generator ({str(error).splitlines()[0]:.80})") from None
+        raise InvalidCheckpoint(f"{RNG_FILE}: no state of a generator ({str(error).splitlines()[0]:.80})") from None
     finally:
         set_random_state(like, device)
 
@@ -154,7 +157,7 @@ def _try_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter
 
 
 def _stretched(value: Any, shape: tuple[int, ...]) -> Any:
-    """Return a tensor without data, of the shape that belongs to a parameter of ``shape`` where the twin has this."""
+    """Return a tensor of the twin's state in the sizes of a parameter of ``shape``, on the meta device."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     twin = tuple(range(2, 2 + len(shape)))
@@ -165,40 +168,29 @@ def _stretched(value: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _check_monitor(state: Any, step: int, like: Mapping[str, Any], recovers: bool) -> None:
-    _keys("monitor", state, set(like))
+    require_keys(state, set(like), f"{STATE_FILE}: monitor")
     skipped, in_a_row, losses, last = (state[key] for key in ("skipped_steps", "skipped_in_a_row", "losses", "last"))
-    _require(is_count(skipped) and skipped <= (step if recovers else 0), "skipped_steps is no count of this run")
-    _require(is_count(in_a_row) and in_a_row <= skipped, "skipped_in_a_row is no count of this run")
+    require(is_count(skipped) and skipped <= (step if recovers else 0), "skipped_steps is no count of this run")
+    require(is_count(in_a_row) and in_a_row <= skipped, "skipped_in_a_row is no count of this run")
     good = isinstance(losses, list) and len(losses) <= step and all(map(is_number, losses))
-    _require(good, "losses are no numbers of this run")
+    require(good, "losses are no numbers of this run")
     names = {"lr", "grad_norm", "loss_scale"}
     good = isinstance(last, dict) and last.keys() <= names and all(map(is_number, last.values()))
-    _require(good, "last has values that are no metrics")
+    require(good, "last has values that are no metrics")
 
 
 def _check_loss_scale(state: Any, step: int, like: LossScale) -> None:
     here = like.state_dict()
-    _keys("loss_scale", state, set(here))
+    require_keys(state, set(here), f"{STATE_FILE}: loss_scale")
     scale = state["scale"]
-    _require(is_finite(scale) and 0 < scale <= torch.finfo(torch.float32).max, f"the loss scale is {scale!r:.80}")
+    require(is_finite(scale) and 0 < scale <= torch.finfo(torch.float32).max, f"the loss scale is {scale!r:.80}")
     if not isinstance(like, DynamicLossScale):
-        _require(state == here, f"the loss scale is {scale:g} there and {here['scale']:g} here")
+        require(state == here, f"the loss scale is {scale:g} there and {here['scale']:g} here")
         return
     good_steps, config = state["good_steps"], like.config
-    _require(scale >= torch.tensor(config.floor).item(), f"the loss scale {scale:g} is below its floor")
+    require(scale >= torch.tensor(config.floor).item(), f"the loss scale {scale:g} is below its floor")
     good = is_count(good_steps) and good_steps < config.interval and good_steps <= step
-    _require(good, "good_steps is no count of this run")
-
-
-def _keys(name: str, content: Any, expected: set[str]) -> None:
-    _require(isinstance(content, dict), f"{name} has no keys")
-    for key in sorted(expected ^ content.keys()):
-        raise InvalidCheckpoint(f"{STATE_FILE}: {name} {'lacks' if key in expected else 'has an unknown'} {key!r:.80}")
-
-
-def _require(condition: object, problem: str, file: str = STATE_FILE) -> None:
-    if not condition:
-        raise InvalidCheckpoint(f"{file}: {problem}")
+    require(good, "good_steps is no count of this run")
 
 
 def _same(there: Any, here: Any) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,16 +111,16 @@ def read_manifest(folder: Path) -> Manifest:
     found = content.get("format")
     if type(found) is int and found != FORMAT:
         raise InvalidCheckpoint(f"{MANIFEST_FILE}: it has format {found:.60g}, this version reads {FORMAT}")
-    _keys(content, {"format", "step", "score", "sha256"}, MANIFEST_FILE)
+    require_keys(content, {"format", "step", "score", "sha256"}, MANIFEST_FILE)
     step, score, hashes = content["step"], content["score"], content["sha256"]
-    _require(type(found) is int, MANIFEST_FILE, "format is no whole number")
-    _require(is_count(step), MANIFEST_FILE, "step is no count of steps")
-    _require(score is None or is_finite(score), MANIFEST_FILE, "score is no finite number")
-    _require(isinstance(hashes, dict), MANIFEST_FILE, "sha256 is no list of files")
+    require(type(found) is int, "format is no whole number", MANIFEST_FILE)
+    require(is_count(step), "step is no count of steps", MANIFEST_FILE)
+    require(score is None or is_finite(score), "score is no finite number", MANIFEST_FILE)
+    require(isinstance(hashes, dict), "sha256 is no list of files", MANIFEST_FILE)
     for name, value in hashes.items():
         known = name == STATE_FILE or _PART.fullmatch(name)
-        _require(known, MANIFEST_FILE, f"{name!r:.80} is no file of a checkpoint")
-        _require(isinstance(value, str) and _SHA256.fullmatch(value), MANIFEST_FILE, f"{name} has no SHA-256")
+        require(known, f"{name!r:.80} is no file of a checkpoint", MANIFEST_FILE)
+        require(isinstance(value, str) and _SHA256.fullmatch(value), f"{name} has no SHA-256", MANIFEST_FILE)
     manifest = Manifest(step, score, hashes)
     if STATE_FILE not in hashes:
         raise InvalidCheckpoint(f"{STATE_FILE} is missing")
@@ -129,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
         expected = [rank_file(kind, rank, ranks) for rank in range(ranks)]
         if not parts:
             raise InvalidCheckpoint(f"{kind}.safetensors is missing")
-        _require(parts == expected, MANIFEST_FILE, f"the files of {kind} are not one, or one for each rank")
+        require(parts == expected, f"the files of {kind} are not one, or one for each rank", MANIFEST_FILE)
     return manifest
 
 
@@ -141,23 +142,43 @@ def read_state(folder: Path) -> State:
 
     """
     content = _read(folder / STATE_FILE)
-    _keys(content, {"step", "ties", "optimizer", "progress"}, STATE_FILE)
+    require_keys(content, {"step", "ties", "optimizer", "progress"}, STATE_FILE)
     step, ties, progress = content["step"], content["ties"], content["progress"]
-    _require(is_count(step), STATE_FILE, "step is no count of steps")
-    _require(_is_names(ties), STATE_FILE, "ties are no names of weights")
-    _require(isinstance(progress, dict), STATE_FILE, "progress has no keys")
+    require(is_count(step), "step is no count of steps")
+    require(_is_names(ties), "ties are no names of weights")
+    require(isinstance(progress, dict), "progress has no keys")
     optimizer = content["optimizer"]
-    _require(isinstance(optimizer, dict), STATE_FILE, "optimizer has no keys")
-    _keys(optimizer, {"names", "groups", "scalars"}, STATE_FILE, optional={"stateless"})
+    require_keys(optimizer, {"names", "groups", "scalars"}, f"{STATE_FILE}: optimizer", optional={"stateless"})
     names, groups, scalars = optimizer["names"], optimizer["groups"], optimizer["scalars"]
     stateless = optimizer.get("stateless")
-    _require(_is_list_of(names, str), STATE_FILE, "optimizer.names are no names of parameters")
-    _require(_is_list_of(groups, dict), STATE_FILE, "optimizer.groups are no options")
+    require(_is_list_of(names, str), "optimizer.names are no names of parameters")
+    require(_is_list_of(groups, dict), "optimizer.groups are no options")
     good = isinstance(scalars, dict) and _is_list_of(list(scalars.values()), dict)
-    _require(good, STATE_FILE, "optimizer.scalars are no values by parameter")
+    require(good, "optimizer.scalars are no values by parameter")
     good = "stateless" not in optimizer or _is_list_of(stateless, str)
-    _require(good, STATE_FILE, "optimizer.stateless are no names of parameters")
+    require(good, "optimizer.stateless are no names of parameters")
     return State(step, ties, names, groups, scalars, stateless, progress)
+
+
+def require_keys(content: Any, expected: set[str], where: str, optional: Collection[str] = ()) -> None:
+    """Refuse what is no JSON object, lacks a key, or has one that is not expected.
+
+    Raises:
+        InvalidCheckpoint: the message begins with ``where``.
+
+    """
+    if not isinstance(content, dict):
+        raise InvalidCheckpoint(f"{where} has no keys")
+    for key in sorted(expected - content.keys()):
+        raise InvalidCheckpoint(f"{where} lacks {key}")
+    for key in sorted(content.keys() - expected - set(optional)):
+        raise InvalidCheckpoint(f"{where} has an unknown key {key!r:.80}")
+
+
+def require(condition: object, problem: str, file: str = STATE_FILE) -> None:
+    """Raise InvalidCheckpoint with the file and the problem, unless the condition holds."""
+    if not condition:
+        raise InvalidCheckpoint(f"{file}: {problem}")
 
 
 def is_count(value: Any) -> bool:
@@ -206,21 +227,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidCheckpoint(f"{path.name} cannot be read ({reason:.120})") from None
-    _require(isinstance(content, dict), path.name, "has no keys")
-    return dict(content)
-
-
-def _keys(content: dict[str, Any], expected: set[str], file: str, optional: set[str] | None = None) -> None:
-    """Refuse an object that lacks a key, or has one that is not expected."""
-    for key in sorted(expected - content.keys()):
-        raise InvalidCheckpoint(f"{file} lacks {key}")
-    for key in sorted(content.keys() - expected - (optional or set())):
-        raise InvalidCheckpoint(f"{file} has an unknown key {key!r:.80}")
-
-
-def _require(condition: object, file: str, problem: str) -> None:
-    if not condition:
-        raise InvalidCheckpoint(f"{file}: {problem}")
+    if not isinstance(content, dict):
+        raise InvalidCheckpoint(f"{path.name} has no keys")
+    return content
 
 
 def _is_names(value: Any) -> bool:

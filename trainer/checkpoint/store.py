@@ -15,6 +15,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from trainer.formats import size
 from trainer.parallel.world import World
 from trainer.parallel.wrap import is_sharded, local_part
 
+Flush = Callable[[Path], None]
+"""Writes what the system still buffers of a file or folder to the disk."""
 SPARE_BYTES = 1 << 20
 """Disk space that a checkpoint leaves free for the JSON files and the metric log."""
 
@@ -105,6 +108,7 @@ class Snapshot:
             own = (world.rank, world.size) if cut else (0, 1)
             files[rank_file("model", *own)] = _local(weights, world)
             files[rank_file("optimizer", *own)] = _local(tensors, world)
+        progress = progress | {"loss_scale": training["loss_scale"]}
         state = {"step": step, "ties": ties, "optimizer": rest, "progress": progress}
         return cls(step, files, json.dumps(state))
 
@@ -122,7 +126,7 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
         snapshot: of this rank.
         score: of the weights at this step (the lowest is the best); None if they were not evaluated.
         world: the processes that save together.
-        flush: writes what the system still buffers of a file or folder to the disk.
+        flush: called for every file and folder that was written.
 
     Raises:
         CheckpointNotWritten: on every rank, if one of them failed; nothing is left behind.
@@ -130,58 +134,25 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
     """
     target = folder / _name(snapshot.step)
     temporary = folder / f".{target.name}.partial"
-    hashes: dict[str, str] = {}
-
-    def prepare() -> None:
-        make_folder(folder)
-        _clear_up(folder)
-        temporary.mkdir()
-
-    def write_part() -> None:
-        _check_space(folder, snapshot.bytes)
-        for name, tensors in snapshot.files.items():
-            save_file(tensors, temporary / name, {"step": str(snapshot.step)})
-            flush(temporary / name)
-            hashes[name] = sha256(temporary / name)
-
-    def conclude() -> None:
-        (temporary / STATE_FILE).write_text(snapshot.state, encoding="utf-8")
-        everything = {STATE_FILE: sha256(temporary / STATE_FILE)}
-        for part in parts:
-            everything |= part["sha256"]
-        manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": everything}
-        write_json(temporary / MANIFEST_FILE, manifest)
-        for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
-            flush(path)
-        if json.loads((temporary / MANIFEST_FILE).read_text()) != manifest:
-            raise OSError(f"{temporary}/{MANIFEST_FILE} does not read back as it was written")
-        _replace(target, temporary, flush)
-
-    parts: list[dict[str, Any]] = []
-    for duty, only_first in ((prepare, True), (write_part, False), (conclude, True)):
-        problem = None
-        try:
-            if world.first or not only_first:
-                duty()
-        except (OSError, SafetensorError) as error:
-            problem = str(error) if world.size == 1 else f"rank {world.rank}: {error}"
-        parts = world.gather({"sha256": hashes, "problem": problem})
-        problems = [part["problem"] for part in parts if part["problem"]]
-        if problems:
-            if world.first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointNotWritten("; ".join(problems))
+    on_all_ranks = partial(_on_all_ranks, world, temporary)
+    on_all_ranks(partial(_prepare, folder, temporary) if world.first else None)
+    parts = on_all_ranks(partial(_write_tensors, snapshot, temporary, flush))
+    hashes = {name: value for part in parts for name, value in part.items()}
+    manifest = {"format": FORMAT, "step": snapshot.step, "score": score, "sha256": hashes}
+    on_all_ranks(partial(_complete, target, temporary, snapshot.state, manifest, flush) if world.first else None)
     return target
 
 
 def steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints below ``folder``, oldest first; other folders are ignored."""
-    found = set()
-    for path in folder.glob(f"*/{MANIFEST_FILE}"):
-        name = path.parent.name
-        if match := _ASIDE.fullmatch(name) or STEP_NAME.fullmatch(name):
-            found.add(int(match[match.lastindex or 0][5:]))
-    return sorted(found)
+    found = {step_of(path.parent) for path in folder.glob(f"*/{MANIFEST_FILE}")}
+    return sorted(step for step in found if step is not None)
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None: it is no such name."""
+    name = match[1] if (match := _ASIDE.fullmatch(path.name)) else path.name
+    return int(name.removeprefix("step-")) if STEP_NAME.fullmatch(name) else None
 
 
 def best_step(folder: Path) -> int | None:
@@ -243,7 +214,51 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _replace(target: Path, new: Path, flush: Callable[[Path], None]) -> None:
+def _on_all_ranks(world: World, temporary: Path, work: Callable[[], Any] | None) -> list[Any]:
+    """Do this rank's work; return the results of all ranks, by rank. If one of them fails, remove what was written."""
+    result, problem = None, None
+    try:
+        result = work() if work else None
+    except (OSError, SafetensorError) as error:
+        problem = str(error) if world.size == 1 else f"rank {world.rank}: {error}"
+    answers = world.gather((result, problem))
+    if problems := [problem for _, problem in answers if problem]:
+        if world.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointNotWritten("; ".join(problems))
+    return [result for result, _ in answers]
+
+
+def _prepare(folder: Path, temporary: Path) -> None:
+    make_folder(folder)
+    _clear_up(folder)
+    temporary.mkdir()
+
+
+def _write_tensors(snapshot: Snapshot, temporary: Path, flush: Flush) -> dict[str, str]:
+    """Write this rank's files; return their hashes."""
+    _check_space(temporary.parent, snapshot.bytes)
+    hashes = {}
+    for name, tensors in snapshot.files.items():
+        save_file(tensors, temporary / name, {"step": str(snapshot.step)})
+        flush(temporary / name)
+        hashes[name] = sha256(temporary / name)
+    return hashes
+
+
+def _complete(target: Path, temporary: Path, state: str, manifest: dict[str, Any], flush: Flush) -> None:
+    """Write the state and the manifest, to which the hash of the state is added, and give the folder its name."""
+    (temporary / STATE_FILE).write_text(state, encoding="utf-8")
+    manifest["sha256"] = {STATE_FILE: sha256(temporary / STATE_FILE)} | manifest["sha256"]
+    write_json(temporary / MANIFEST_FILE, manifest)
+    for path in (temporary / STATE_FILE, temporary / MANIFEST_FILE, temporary):
+        flush(path)
+    if json.loads((temporary / MANIFEST_FILE).read_text()) != manifest:
+        raise OSError(f"{temporary}/{MANIFEST_FILE} does not read back as it was written")
+    _replace(target, temporary, flush)
+
+
+def _replace(target: Path, new: Path, flush: Flush) -> None:
     """Rename ``new`` to ``target``. An earlier ``target`` stays complete, under a name that is read, until then."""
     aside = target.with_name(f".{target.name}.old")
     replaces = target.is_dir()

@@ -82,7 +82,7 @@ def parse(
             if not text:
                 raise UserError(f"{key}= has no value; leave it out for the default")
             values[key] = _value(key, unquoted(text), types[key], defaults[key])
-        elif (equals and others == "overrides") or (
+        elif ((equals or key.startswith("~")) and others == "overrides") or (
             others == "paths" and not dashes and (not equals or Path(argument).exists())
         ):
             rest.append(argument)
@@ -118,7 +118,8 @@ def listed(text: str) -> list[str]:
 
 def unquoted(text: str) -> str:
     """Return a value without the quotes around it that Hydra's grammar allows."""
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+    quoted = len(text) > 1 and text[0] in "\"'" and text.find(text[0], 1) == len(text) - 1
+    return text[1:-1] if quoted else text
 
 
 def fraction(text: str) -> float | None:

@@ -108,14 +108,23 @@ class Config(SetOnce):
         data = replace(self.data, augment=augment) if isinstance(self.data, ImageSource) else self.data
         return replace(self, augment=augment, data=data)
 
+    def open_datasets(self) -> Datasets:
+        """Return the recipe's training and validation samples.
+
+        Raises:
+            UserError: the data cannot be had, or does not suit the recipe.
+
+        """
+        return self.recipe.datasets(self.data, self.seed)
+
     def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Config, list[Choice]]:
         """Return the config without the ``auto`` that only the open data decides, and what is worth saying of it."""
         workers = self.loader.processes(datasets.decodes, hardware)
         config = replace(self, loader=replace(self.loader, workers=workers))
-        if self.augment.kind != AutomaticAugment.kind:
+        if not isinstance(self.augment, AutomaticAugment):
             return config, []
-        augment = getattr(datasets.train, "augment", None)  # of images only
-        if augment is None:
+        augment = self.augment.chosen
+        if augment is None:  # no images were opened
             return config.with_augment(Augment()), []
         return config.with_augment(augment), [Choice("augment", augment.kind, REASONS[augment.kind])]
 

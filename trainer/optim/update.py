@@ -48,7 +48,7 @@ class ClipNorm(Clip):
     max_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0:  # not a number is neither
+        if not self.max_norm > 0:  # so that NaN is refused, too
             raise UserError(f"clip.max_norm={self.max_norm} must be above 0; use clip=none to leave gradients alone")
 
     def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
@@ -125,9 +125,9 @@ class Update:
         self.loss_scale = loss_scale
         self.clip = clip
         self.set_to_none = set_to_none
-        self._wide = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
+        self._unscales_in_place = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
-        self._widest = torch.float32 if device.type == "mps" else torch.float64
+        self._norm_dtype = torch.float32 if device.type == "mps" else torch.float64
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
         # and on CUDA take the flag on the device. For all others the host has to look, which costs nothing on a CPU
@@ -148,32 +148,32 @@ class Update:
         self.loss_scale.multiply(loss).backward()
 
     @torch.no_grad()
-    def step(self, number: int = 0, rest: float = 1.0) -> UpdateResult:
+    def step(self, steps_done: int = 0, correction: float = 1.0) -> UpdateResult:
         """End an optimizer step: change the weights, unless a gradient is not finite, and clear the gradients.
 
         Args:
-            number: of the step; ``bf16_sr``'s rounding depends on it.
-            rest: a further factor that the gradients need, see ``Precision.normaliser``.
+            steps_done: before this one; the random numbers of ``bf16_sr``'s rounding depend on it.
+            correction: a factor of the gradients besides the loss scale's, see ``Precision.normaliser``.
 
         """
         if self.masters is not None:
             self.masters.take_gradients()
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        factor = self.loss_scale.inverse(rest)
-        if self._wide and factor is not None:
+        factor = self.loss_scale.inverse(correction)
+        if self._unscales_in_place and factor is not None:
             torch._foreach_mul_(gradients, factor)
             factor = None
         norm, finite = self._measure(gradients, factor)
         skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
-        if self._wide:
+        if self._unscales_in_place:
             self.clip.apply(parameters, norm)
         else:  # 16-bit gradients are not written again: what is unscaled would vanish in fp16
             factor = self.clip.fold(gradients, norm, factor)
             self._hand_over(gradients, factor)
         self.apply(skipped)
         if self.masters is not None:
-            self.masters.write_back(number)  # after a skipped step: what they were
+            self.masters.write_back(steps_done)  # after a skipped step: what they were
         scale = self.loss_scale.scale
         self.loss_scale.update(finite)
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -182,9 +182,13 @@ class Update:
     def _measure(self, gradients: list[Tensor], factor: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the total 2-norm of the true gradients, and whether all of them are finite.
 
-        The norm of finite gradients is finite, too: at most the largest number of its format.
+        If all gradients are finite, the norm is finite: where it would overflow, fp32's largest number.
         """
-        norm = _whole(torch.nn.utils.get_total_norm(gradients) if self._wide else _total_norm(gradients, torch.float32))
+        norm = _whole(
+            torch.nn.utils.get_total_norm(gradients)
+            if self._unscales_in_place
+            else _total_norm(gradients, torch.float32)
+        )
         norm = norm if factor is None else norm * factor
         finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
         # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. A GPU is not waited for:
@@ -192,7 +196,7 @@ class Update:
         in_doubt = not self.loss_scale.recovers if self._takes_flag else self.read(~finite)
         if not in_doubt:
             return norm, finite
-        wide = _whole(_total_norm(gradients, self._widest))
+        wide = _whole(_total_norm(gradients, self._norm_dtype))
         wide = wide if factor is None else wide * factor
         finite = wide < math.inf
         largest = wide.clamp(max=torch.finfo(norm.dtype).max)
@@ -207,7 +211,7 @@ class Update:
                 gradient.copy_(gradient.float().mul_(factor))
 
     def apply(self, skipped: Tensor) -> None:
-        """Let the optimizer take its step, unless ``skipped``."""
+        """Let the optimizer take its step, unless ``skipped``. The memory forecast overrides this and ``read``."""
         if self._takes_flag:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()

@@ -254,7 +254,7 @@ class Precision:
             module.forward = in_fp32(module.forward, device.type, islands)
         return sorted(kept)
 
-    def names(self, module: str) -> bool:
+    def keeps_in_fp32(self, module: str) -> bool:
         """Tell whether ``fp32_modules`` has a pattern for this submodule or for one that contains it."""
         parts = module.split(".")
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

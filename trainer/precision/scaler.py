@@ -107,7 +107,7 @@ class Scaler:
 
     @property
     def floor(self) -> float:
-        """The scale at which a further overflow ends the run."""
+        """The scale at which a further overflow ends the run, see ``Monitor``."""
         return 0.0
 
     @property

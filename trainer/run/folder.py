@@ -8,25 +8,10 @@ from typing import Any
 
 import yaml
 
-from recipes.data.images import augment
 from trainer.checkpoint import store as checkpoint
-from trainer.data.loader import OnDeviceLoader
 from trainer.errors import UserError
 from trainer.files import check_output_dir, make_folder, read_json, write_json, write_text
 from trainer.parallel.world import launch_id, launched_processes, restarted
-
-# What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
-# makes the run longer (and with it the schedule), as the user asked.
-_FREE = (
-    "steps",
-    "eval_every",
-    "log_every",
-    "resume",
-    "output_dir",
-    "run_name",
-    "device",
-)
-FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking", "parallel", "activation_checkpointing")
 
 
 class RunFolder:
@@ -118,28 +103,6 @@ class RunFolder:
             raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
         return recorded
 
-    def check_same(self, flat: dict[str, Any], reads_images: bool = False) -> None:
-        """Refuse to continue a run under a config that would make it another run.
-
-        Args:
-            flat: the config now, by dotted keys.
-            reads_images: whether the recipe reads images.
-
-        Raises:
-            UserError: names the keys that differ, the recipe first.
-
-        """
-        before = self.config()
-        if "augment" in flat:
-            before |= augment.recorded(before, reads_images)
-        different = {
-            key: (before.get(key), flat.get(key))
-            for key in dict.fromkeys([*before, *flat])
-            if before.get(key) != flat.get(key) and not is_free(key, before, flat)
-        }
-        if different:
-            raise another_run(self.path, different)
-
 
 def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFolder:
     """Return the run folder that ``resume=FOLDER`` names, or that ``resume=mlflow:RUN_ID`` brings here.
@@ -168,14 +131,6 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
             "give another run folder, or start without resume="
         )
     return folder
-
-
-def another_run(folder: Path, different: dict[str, tuple[Any, Any]]) -> UserError:
-    """Return the error that names what differs between a run and what is to continue it, by key: before, now."""
-    keys = ["recipe"] if "recipe" in different else list(different)[:4]
-    changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
-    restore = "restore it" if len(keys) == 1 else "restore them"
-    return UserError(f"cannot resume {folder}: {changes}; {restore} or start a new run")
 
 
 def earlier_folder(resume: str | None, output_dir: str, run_name: str, uri: str | None) -> RunFolder | None:
@@ -207,14 +162,3 @@ _LAUNCH_FILE = "launch.json"
 def _is_run(path: Path, run_name: str) -> bool:
     suffix = path.name.removeprefix(run_name)
     return suffix == "" or (suffix.startswith("-") and suffix[1:].isdigit())
-
-
-def is_free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Tell whether this key may differ between a run and its continuation."""
-    if key == "loader":  # one that repeats a single batch is other training data
-        return OnDeviceLoader.kind not in (before.get(key), now.get(key))
-    if key == "parallel.param_dtype":  # a precision of its own
-        return False
-    if key == "micro_batch_size":  # rounding, and what batch norm sees
-        return not now.get("deterministic")
-    return key in _FREE or key.partition(".")[0] in FREE_GROUPS

@@ -23,6 +23,7 @@ from trainer.hardware import Hardware, detect
 from trainer.optim.masters import StochasticWeights
 from trainer.optim.update import Update
 from trainer.parallel.compile import Compile
+from trainer.parallel.world import World
 from trainer.profiling.ledger import CATEGORIES, MIB, Ledger, MemoryLedger
 from trainer.recipe import Recipe
 from trainer.trainer import Trainer
@@ -185,14 +186,19 @@ class FakeTrainer(Trainer):
 
     def __init__(self, config: Config, plan: Plan, hardware: Hardware) -> None:
         with unset_fake_temporarily():
-            datasets = config.recipe.datasets(config.data, config.seed)
-            model = meta_model(config.recipe, datasets)
-        super().__init__(config, plan, hardware, datasets=datasets, model=_fake_model(model, hardware.device))
+            datasets = config.open_datasets()
+        super().__init__(config, plan, hardware, World(), datasets)
         if isinstance(self.masters, StochasticWeights):
             self.masters.hold_nothing()
         with unset_fake_temporarily():
             few = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
             self._sample = self.datasets.train.batch(few)
+
+    def first_model(self) -> nn.Module:
+        """Return the model with fake tensors in the place of its weights."""
+        with unset_fake_temporarily():
+            model = meta_model(self.recipe, self.datasets)
+        return _fake_model(model, self.device)
 
     def microbatch(self) -> Batch:
         """Return a microbatch of the plan's size, where the loader would put it."""

@@ -1,8 +1,8 @@
-"""``resume=FOLDER`` alone: the command line of the run in that folder, with what is typed besides on top.
+"""Resuming: the command line that ``resume=FOLDER`` stands for, and what may differ from the run in that folder.
 
-The recorded config is complete (``auto`` has become a number, for example), so it is the base, whatever machine goes
-on. What is typed is put on top of it; ``RunFolder.check_same`` then refuses what would make another run. Choices such
-as ``precision=bf16`` or an experiment stand for many values: they have to agree with what was recorded.
+The recorded config is complete (``auto`` has become a number, for example), so it is the base, on any machine. The
+overrides of the command line are applied to it; ``check_same`` then refuses what would make another run. Choices such
+as ``precision=bf16`` or an experiment stand for many values: they have to agree with the record.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 from recipes.data.images import augment
 from trainer.config.compose import CONF, quoted
 from trainer.config.schema import Config, groups
+from trainer.data.loader import OnDeviceLoader
 from trainer.errors import UserError
-from trainer.run.folder import FREE_GROUPS, RunFolder, another_run, is_free, local_folder
+from trainer.run.folder import RunFolder, local_folder
 
+# What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
+# makes the run longer (and with it the schedule).
+_FREE = ("steps", "eval_every", "log_every", "resume", "output_dir", "run_name", "device")
+_FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking", "parallel", "activation_checkpointing")
 _NO_FOLDER = (None, "auto")
 _OWN = ("resume", "output_dir", "tracking.uri")
 """Keys that are not taken from the record: where the folder is now is known, and tracking.json has the URI."""
@@ -49,12 +54,55 @@ def complete(arguments: list[str]) -> list[str]:
     recorded = folder.config()
     recorded |= augment.recorded(recorded, _reads_images(recorded))
     choices = {override.key_or_group: argument for argument, override in typed.items() if _is_choice(override)}
-    checked = [choice for group, choice in choices.items() if group not in FREE_GROUPS]
+    checked = [choice for group, choice in choices.items() if group not in _FREE_GROUPS]
     _check_choices(folder, recorded, checked, {override.key_or_group for override in typed.values()} - choices.keys())
     names = [argument for argument, override in typed.items() if override.key_or_group == "resume"]
     kept = [argument for argument in arguments if argument not in (*checked, *names)]
-    base = _base(folder, recorded, choices.keys() & set(FREE_GROUPS))
+    base = _base(folder, recorded, choices.keys() & set(_FREE_GROUPS))
     return [*base, *kept, f"resume={quoted(str(folder.path))}"]
+
+
+def check_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False) -> None:
+    """Refuse to continue a run under a config that would make it another run.
+
+    Args:
+        folder: of the run.
+        flat: the config now, by dotted keys.
+        reads_images: whether the recipe reads images.
+
+    Raises:
+        UserError: names the keys that differ, the recipe first.
+
+    """
+    before = folder.config()
+    if "augment" in flat:
+        before |= augment.recorded(before, reads_images)
+    different = {
+        key: (before.get(key), flat.get(key))
+        for key in dict.fromkeys([*before, *flat])
+        if before.get(key) != flat.get(key) and not _is_free(key, before, flat)
+    }
+    if different:
+        raise _another_run(folder, different)
+
+
+def _another_run(folder: RunFolder, different: dict[str, tuple[Any, Any]]) -> UserError:
+    """Return the error that names what differs between a run and what is to continue it, by key: before, now."""
+    keys = ["recipe"] if "recipe" in different else list(different)[:4]
+    changes = ", ".join(f"{key} was {different[key][0]}, now {different[key][1]}" for key in keys)
+    restore = "restore it" if len(keys) == 1 else "restore them"
+    return UserError(f"cannot resume {folder.path}: {changes}; {restore} or start a new run")
+
+
+def _is_free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Tell whether this key may differ between a run and its continuation."""
+    if key == "loader":  # one that repeats a single batch is other training data
+        return OnDeviceLoader.kind not in (before.get(key), now.get(key))
+    if key == "parallel.param_dtype":  # a precision of its own
+        return False
+    if key == "micro_batch_size":  # rounding, and what batch norm sees
+        return not now.get("deterministic")
+    return key in _FREE or key.partition(".")[0] in _FREE_GROUPS
 
 
 def _reads_images(recorded: dict[str, Any]) -> bool:
@@ -116,10 +164,10 @@ def _check_choices(folder: RunFolder, recorded: dict[str, Any], choices: list[st
         node = OmegaConf.select(composed, key)
         now = _kind(node) if isinstance(node, DictConfig) and key in groups() else _plain(node)
         before = _find(recorded, key)
-        if before != now and now != "auto" and key not in typed and not is_free(key, recorded, recorded):
+        if before != now and now != "auto" and key not in typed and not _is_free(key, recorded, recorded):
             different[key] = (before, now)
     if different:
-        raise another_run(folder.path, different)
+        raise _another_run(folder, different)
 
 
 def _set_by(group: str, name: str) -> dict[str, None]:

@@ -39,8 +39,8 @@ from trainer.trainer import StepRecord, Trainer
 class Run:
     """Trains to the last step: profiles, logs, evaluates, saves and stops.
 
-    Every rank has one, because all of them have to evaluate, save and stop after the same steps. Only rank 0's
-    prints, logs and profiles.
+    Every rank has one, because all of them have to evaluate, save and stop after the same steps. Only the
+    one of rank 0 prints, logs and profiles.
     """
 
     trainer_class: ClassVar[type[Trainer]] = Trainer
@@ -138,13 +138,16 @@ class Run:
             raise
         except BaseException as error:
             if isinstance(error, NonFiniteGradients):
-                self._log(error.step, error.metrics)  # the last line shows what went wrong
+                self._log_metrics(error.step, error.metrics)  # the last line shows what went wrong
             self._close("FAILED")
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {self._last_good()}") from error
             raise
         if summary is None:
-            raise self._stopped()
+            assert self.stopped_by is not None
+            with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
+                self._close("KILLED")
+            raise Interrupted(self._stop_message(self.stopped_by), self.stopped_by)
         if self.world.largest(len(missing)):
             raise self._unfinished(missing)
         return summary
@@ -166,13 +169,13 @@ class Run:
             self.after_step()
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
-        """Take one optimizer step."""
+        """Take one optimizer step. Overridden where steps are timed or traced, as ``log`` is."""
         return self.trainer.train_step(microbatches)
 
     def log(self, record: StepRecord) -> None:
         """Hand a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
-            self._log(record.step, metrics)
+            self._log_metrics(record.step, metrics)
 
     def after_step(self) -> None:
         """Evaluate and save what is due after a step, and find out whether a signal asks to stop."""
@@ -190,9 +193,9 @@ class Run:
             with self.monitor.paused():
                 self._save(score)
             if save:
-                self.terminal.note(f"step {step}/{self.plan.steps}  saved, as a signal asked")
+                self.terminal.note(f"step {step}/{self.plan.steps}  a signal requested a checkpoint")
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self.tracker:
             self.tracker.log(step, metrics)
         self.terminal.progress(step, self.plan.steps, metrics, self.config.recipe.unit)
@@ -211,15 +214,9 @@ class Run:
         return score if math.isfinite(score) else None, improved
 
     def _save(self, score: float | None) -> None:
-        state = self.trainer.state_dict()
-        progress = {
-            "best": self.best,
-            "final": self.final,
-            "loss_scale": state["loss_scale"],
-            "monitor": self.monitor.state_dict(),
-            "data": self.fingerprint,
-        }
-        self.monitor.stalled(self.writer.save(state, progress, score))
+        monitor = self.monitor.state_dict()
+        progress = {"best": self.best, "final": self.final, "monitor": monitor, "data": self.fingerprint}
+        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), progress, score))
 
     def _restore(self, saved: CheckpointReader) -> None:
         saved.check_progress(self.monitor.state_dict(), self.trainer.loss_scale, self.trainer.optimizer)
@@ -273,17 +270,13 @@ class Run:
         error.shared = True
         return error
 
-    def _stopped(self) -> Interrupted:
-        """Close a run that a signal has stopped, and return what the user reads."""
-        assert self.stopped_by is not None
-        with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
-            self._close("KILLED")
-        stopped = f"stopped by {signal.Signals(self.stopped_by).name} after step {self.trainer.step}"
+    def _stop_message(self, signum: int) -> str:
+        stopped = f"stopped by {signal.Signals(signum).name} after step {self.trainer.step}"
         if not self.config.checkpoint.enabled:
-            return Interrupted(f"{stopped}; nothing was saved (checkpoint=none)", self.stopped_by)
+            return f"{stopped}; nothing was saved (checkpoint=none)"
         saved = checkpoint.steps(self.folder.checkpoints)[-1:] == [self.trainer.step]
         kept = "saved" if saved else f"not saved. {self._last_good()}"
-        return Interrupted(f"{stopped}, {kept}. Resume with:\n  {self.command}", self.stopped_by)
+        return f"{stopped}, {kept}. Resume with:\n  {self.command}"
 
     def _last_good(self) -> str:
         saved = checkpoint.steps(self.folder.checkpoints)

@@ -13,12 +13,12 @@ from recipes.data.images.augment import AutomaticAugment
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.schema import Config, Resolved, flatten
-from trainer.data.contract import Datasets
-from trainer.errors import UserError
+from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
 from trainer.files import in_use
 from trainer.hardware import detect
 from trainer.run.fit import earlier_plan, fit_plan
 from trainer.run.folder import RunFolder, earlier_folder
+from trainer.run.resume import check_same
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
@@ -57,7 +57,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         if folder is not None:
             if config.micro_batch_size == "auto":
                 resolved = earlier_plan(folder, resolved)
-            resolved = resolved._replace(config=world.on_first(partial(_as_before, folder, resolved.config)))
+            resolved = resolved._replace(config=_as_before(world.on_first(folder.config), resolved.config))
             saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
             # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
@@ -67,23 +67,24 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return world.on_first(folder.summary)
         terminal.note("opening the data …")
-        datasets = world.first_then_others(partial(_open_datasets, resolved.config))
+        datasets = world.first_then_others(resolved.config.open_datasets)
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides or [])
         terminal.note("building the model …")
-        trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
-        stack.callback(trainer.close)
-        if folder is None:
-            folder = world.on_first(partial(_begun, resolved, stack))
-        return run_class(trainer, folder, saved, terminal, signals, resolved.choices + trainer.choices).train()
+        try:
+            trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
+            stack.callback(trainer.close)
+            if folder is None:
+                folder = world.on_first(partial(_begun, resolved, stack))
+            return run_class(trainer, folder, saved, terminal, signals, resolved.choices + trainer.choices).train()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise MemoryRanOut(error, resolved.plan.batching.micro_batch_size) from error
+            raise
 
 
 def _is_finished(folder: RunFolder) -> bool:
     return final_status(folder.path) == "FINISHED"
-
-
-def _open_datasets(config: Config) -> Datasets:
-    return config.recipe.datasets(config.data, config.seed)
 
 
 def _begun(resolved: Resolved, stack: ExitStack) -> RunFolder:
@@ -92,9 +93,9 @@ def _begun(resolved: Resolved, stack: ExitStack) -> RunFolder:
     return folder
 
 
-def _as_before(folder: RunFolder, config: Config) -> Config:
+def _as_before(before: dict[str, Any], config: Config) -> Config:
     """Return the config with what ``auto`` became when the run was begun, where data or a measurement decides it."""
-    before, recipe = folder.config(), config.recipe
+    recipe = config.recipe
     if before.get("recipe") != recipe.name:
         return config  # another run, as check_same will say
     left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
@@ -106,9 +107,9 @@ def _as_before(folder: RunFolder, config: Config) -> Config:
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
     stack.enter_context(in_use(folder.path))
-    folder.check_same(flatten(config), config.recipe.unit == "images")
+    check_same(folder, flatten(config), config.recipe.unit == "images")
     path = checkpoint.find_verified(folder.checkpoints)
-    step, steps = int(path.name.removeprefix(".")[5:13]), folder.config().get("steps")
-    if not isinstance(steps, int) or step > steps:
+    step, steps = checkpoint.step_of(path), folder.config().get("steps")
+    if not isinstance(steps, int) or step is None or step > steps:
         raise UserError(f"the checkpoint {path} is of step {step}, and {folder.path}/config.json has steps={steps}")
     return path

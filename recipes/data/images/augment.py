@@ -141,9 +141,16 @@ class AutomaticAugment(Augment):
 
     kind: ClassVar[str] = "auto"
 
+    @property
+    def chosen(self) -> Augment | None:
+        """The last choice; None: no images were opened."""
+        return vars(self).get("_chosen")
+
     def choose(self, shorter_side: int | None) -> Augment:
-        """Return the choice for images of this size."""
-        return Augment() if shorter_side is None or shorter_side < SMALL else ImageNet()
+        """Return the choice for images of this size, and keep it in ``chosen``."""
+        choice = Augment() if shorter_side is None or shorter_side < SMALL else ImageNet()
+        vars(self)["_chosen"] = choice
+        return choice
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Raise: which part is taken depends on all of the images."""

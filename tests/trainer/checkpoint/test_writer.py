@@ -68,7 +68,7 @@ def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(
         gate.set()
         background.finish()
         saved = load(tmp_path)
-        assert (saved.step, saved.progress) == (step, {"losses": [1.0]})
+        assert (saved.step, saved.progress) == (step, {"losses": [1.0], "loss_scale": {}})
         tensors = saved.tensors()
         assert same_bits({name: tensors[f"weights/{name}"] for name in before}, before)
         assert same_bits(tensors["optimizer/weight.exp_avg"], moment)

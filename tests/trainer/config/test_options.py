@@ -43,6 +43,7 @@ def test_options_and_the_rest_are_told_apart(tmp_path: Path, monkeypatch: pytest
 
 def test_values_have_the_types_of_their_fields() -> None:
     typed = ["output_dir='my runs'", "seed=0", "ratio=1e-3", "all=False", "only=[a, b]"]
+    assert parse(["~optimizer.options.betas"], Options, "overrides")[1] == ["~optimizer.options.betas"]
     assert parse(typed, Options)[0] == Options(Path("my runs"), ratio=0.001, only=["a", "b"])
     assert parse(["only=a,b", "output_dir=~"], Options)[0] == Options(Path.home(), only=["a", "b"])
 

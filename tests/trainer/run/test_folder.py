@@ -10,6 +10,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.files import in_use
 from trainer.run.folder import RunFolder
+from trainer.run.resume import check_same
 
 PROJECT = Path(__file__).resolve().parents[3]
 RUN: dict[str, Any] = {
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> RunFolder:
     ],
 )
 def test_goes_on_with_what_does_not_change_what_is_learnt(folder: RunFolder, change: dict[str, Any]) -> None:
-    folder.check_same(RUN | change)
+    check_same(folder, RUN | change)
 
 
 @pytest.mark.parametrize(
@@ -58,20 +59,20 @@ def test_goes_on_with_what_does_not_change_what_is_learnt(folder: RunFolder, cha
 )
 def test_refuses_what_would_be_another_run(folder: RunFolder, change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        folder.check_same(RUN | change)
+        check_same(folder, RUN | change)
 
 
 def test_the_microbatch_is_part_of_a_run_that_must_repeat_bit_for_bit(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.write_config(RUN | {"deterministic": True})
     with pytest.raises(UserError, match="micro_batch_size was 8, now 4"):
-        run.check_same(RUN | {"deterministic": True, "micro_batch_size": 4})
+        check_same(run, RUN | {"deterministic": True, "micro_batch_size": 4})
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
-        RunFolder(tmp_path).check_same(RUN)
+        check_same(RunFolder(tmp_path), RUN)
 
 
 def test_a_second_run_of_a_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -26,7 +26,11 @@ class Forward(PythonModel):
         facts = json.loads(Path(context.artifacts["serving"], "serving.json").read_text(encoding="utf-8"))
         of = facts["recipe"]
         recipe = getattr(import_module(of["module"]), of["class"])(**of["options"])
-        self.model = recipe.build_model(SimpleNamespace(**of["datasets"])).eval()
+        if "datasets" in of:
+            self.model = recipe.build_model(SimpleNamespace(**of["datasets"])).eval()
+        else:  # of an earlier version, whose recipes kept what the data decides
+            vars(recipe).update(of["state"])
+            self.model = recipe.build_model().eval()
         load_model(self.model, Path(context.artifacts["best"], "model.safetensors"), device="cpu")
         self.model.float()
         self.positional, self.named = facts["positional"], facts["named"]
