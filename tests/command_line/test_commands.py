@@ -224,7 +224,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[.
         "perplexity (validation) ",
         "tokens/s",
         " ms\n",
-        "resident in memory",
+        "process memory (RSS)",
         "a sample after",
     ):
         assert words in after

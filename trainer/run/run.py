@@ -313,7 +313,7 @@ class Run:
             energy_j=self.energy.joules(),
             units=monitor.units,
             peak_memory_bytes=peak_memory_bytes(self.trainer.device),
-            memory_is="allocated on the GPU" if self.hardware.is_gpu else "resident in memory, the whole process",
+            memory_is="allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
             parallel=config.parallel.kind,
             processes=self.world.size,
             checkpoints=self.writer.facts(),
