@@ -8,19 +8,9 @@
 Exit code: 0, 1 when a measurement fails, 2 for a mistake, 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.config.options import run
 
-
-def main(arguments: list[str]) -> int:
-    """Measure, and print a row for each figure."""
-    from evidence.bench import command
-
-    return command.main(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    sys.exit(run("evidence.bench.command:main", __doc__))

@@ -11,19 +11,9 @@ Everything else goes to the job, as to train.py.
 Exit code: 0 BITWISE, 5 equal within max_ulp, 6 DIVERGED, 2 for a mistake, 1 when a run failed, 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.config.options import run
 
-
-def main(arguments: list[str]) -> int:
-    """Certify, and print the certificate."""
-    from evidence.certificate import certify
-
-    return certify.main(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    sys.exit(run("evidence.certificate.certify:main", __doc__))

@@ -12,19 +12,9 @@ Everything else goes to every run, as to train.py. The same command continues af
 Exit code: 0, 1 when a run failed, 2 for a mistake, 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.config.options import run
 
-
-def main(arguments: list[str]) -> int:
-    """Train the arms, and report."""
-    from evidence.comparison import command
-
-    return command.main(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__, continues=True))
+    sys.exit(run("evidence.comparison.command:main", __doc__, continues=True))

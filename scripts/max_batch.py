@@ -7,19 +7,9 @@ fails. The last line can be pasted: the same batch_size, in microbatches that fi
 Exit code: 0, 2 for a mistake, 1 when a trial fails for another reason, 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.config.options import run
 
-
-def main(arguments: list[str]) -> int:
-    """Search, and print the answer."""
-    from evidence.memory import command
-
-    return command.max_batch(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    sys.exit(run("evidence.memory.command:max_batch", __doc__))

@@ -6,19 +6,9 @@ activation_checkpointing=none,blocks micro_batch_size=8,16), a combination of su
 Exit code: 0, 2 for a mistake, 1 where a step cannot be forecast or fails, 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.config.options import run
 
-
-def main(arguments: list[str]) -> int:
-    """Forecast every combination, and print a table."""
-    from evidence.memory import command
-
-    return command.memory(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    sys.exit(run("evidence.memory.command:memory", __doc__))

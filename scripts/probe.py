@@ -10,19 +10,9 @@ All take device=auto, seed=0, output_dir=outputs and run_name; clip_order and ma
 Exit code: 0, 1 when the measurement fails, 2 for a mistake, 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.config.options import run
 
-
-def main(arguments: list[str]) -> int:
-    """Measure, and print the summary."""
-    from evidence import probes
-
-    return probes.main(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__))
+    sys.exit(run("evidence.probes:main", __doc__))

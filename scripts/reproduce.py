@@ -15,19 +15,9 @@ Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a mistake or a cla
 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import sys
 
 from trainer.config.options import run
 
-
-def main(arguments: list[str]) -> int:
-    """List the claims, or test some."""
-    from evidence.claims import command
-
-    return command.main(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(run(main, __doc__, continues=True))
+    sys.exit(run("evidence.claims.command:main", __doc__, continues=True))

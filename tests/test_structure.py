@@ -91,7 +91,7 @@ def test_a_folder_has_at_most_sixteen_names(top: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((PROJECT / "scripts").glob("*.py")), ids=lambda path: path.stem)
 def test_a_script_holds_no_logic(path: Path) -> None:
-    """Its docstring is the help; ``main`` imports what does the work, so that help and Ctrl-C do not wait for torch."""
+    """Its docstring is the help; the work is imported where it begins: help and Ctrl-C do not wait for torch."""
     content = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(content)
     defined = [node for node in ast.walk(content) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)]

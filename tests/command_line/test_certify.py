@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evidence.certificate.certify import CertifyOptions, certify
-from scripts import certify as script
+from evidence.certificate.certify import CertifyOptions, certify, main
 from tests import forks
 from tests.command_line.conftest import Result
 from trainer.config.options import run
@@ -21,7 +20,7 @@ SMALL = ["recipe.context=8", "steps=20"]
 def command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process; what it trains and kills has processes of its own."""
     monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)
-    return lambda *arguments: Result(run(script.main, None, arguments), *capsys.readouterr())
+    return lambda *arguments: Result(run(main, None, arguments), *capsys.readouterr())
 
 
 def test_a_healthy_job_is_bitwise(folder: Path, command: Callable[..., Result]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import compare as script
+from evidence.comparison.command import main
 from tests import forks
 from tests.command_line.conftest import PROJECT, Result
 from trainer.config.options import run
@@ -36,7 +36,7 @@ def finish(process: subprocess.Popen[str]) -> Result:
 def compare(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, where torch and MLflow are loaded; what it trains has processes of its own."""
     monkeypatch.setattr("evidence.runs.subprocess", forks)
-    return lambda *arguments: Result(run(script.main, None, arguments), *capsys.readouterr())
+    return lambda *arguments: Result(run(main, None, arguments), *capsys.readouterr())
 
 
 def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(

@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +114,11 @@ def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("files", "no_plots")
 @pytest.mark.parametrize("page", sorted({path.name for path in PAGES if run_here(path.name)}))
 def test_the_commands_of_a_page_run(
-    page: str, train: Callable[..., Any], folder: Path, capsys: pytest.CaptureFixture[str]
+    page: str,
+    train: Callable[..., Any],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = 2
     for command in run_here(page):
@@ -123,7 +128,10 @@ def test_the_commands_of_a_page_run(
             assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
         if script != "scripts/train.py":
             given = small(arguments) if script == "scripts/memory.py" else []
-            assert runpy.run_path(str(PROJECT / script))["main"]([*arguments, *given]) == 0, command
+            monkeypatch.setattr(sys, "argv", [script, *arguments, *given])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(PROJECT / script), run_name="__main__")
+            assert ended.value.code == 0, command
             assert capsys.readouterr().out
             continue
         added = [*small(arguments), "steps=2", "tracking=local"]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from evidence.memory.command import max_batch, memory
 from evidence.memory.trial import Trial, trial
-from scripts import max_batch, memory
 from tests import forks
 from trainer import cli
 from trainer.config.options import run
@@ -34,12 +34,12 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = [*JOB, "batch_size=2048", "compile=default"]
-    assert run(memory.main, None, [*job, "precision=fp32,bf16"]) == 0
+    assert run(memory, None, [*job, "precision=fp32,bf16"]) == 0
     both = rows(capsys.readouterr().out)
     assert both["MiB"] == ["fp32", "bf16"]
     assert both["weights"] == ["1.0", "1.0"]
     assert "measured" not in both
-    assert run(memory.main, None, [*job, "precision=bf16", "check=true"]) == 0
+    assert run(memory, None, [*job, "precision=bf16", "check=true"]) == 0
     one = rows(capsys.readouterr().out)
     assert one["peak"] == both["peak"][1:]
     assert one["autocast_copies"] == ["0.4"]
@@ -58,7 +58,7 @@ def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.Capture
     ],
 )
 def test_memory_tells_mistakes(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(memory.main, None, [*JOB, *arguments]) == 2
+    assert run(memory, None, [*JOB, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert says in printed.err
@@ -79,14 +79,14 @@ def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkey
 
     monkeypatch.setattr("evidence.memory.max_batch.trial", pretended)
     many = "data.samples=4096"  # larger microbatches than the data has are not tried
-    assert run(max_batch.main, None, [*JOB, many, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
+    assert run(max_batch, None, [*JOB, many, "batch_size=3072", "budget=100MiB", "margin=10%"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split(" ", 1)[1] for line in lines[:-4]} == {"fits", "does not fit"}
     size = re.match(r"largest micro_batch_size in 100MiB, 10% of it left free: (\d+) ", lines[-3])
     assert size
     assert 968 <= int(size[1]) <= 1000
     assert lines[-1] == "micro_batch_size=768 batch_size=3072"
-    assert run(max_batch.main, None, [*JOB, "budget=1MiB"]) == 2
+    assert run(max_batch, None, [*JOB, "budget=1MiB"]) == 2
     assert "the weights alone take 1.0 MiB" in capsys.readouterr().err
 
 

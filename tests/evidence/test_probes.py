@@ -8,7 +8,6 @@ import torch
 
 from evidence import probes
 from evidence.measures import PROBE_MEASURES
-from scripts import probe as script
 from trainer.config.options import run
 from trainer.errors import UserError
 
@@ -72,7 +71,7 @@ def test_the_forecast_of_the_largest_batch_is_where_its_line_meets_the_budget(tm
     ],
 )
 def test_mistakes_are_named(text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(script.main, None, text.split()) == 2
+    assert run(probes.main, None, text.split()) == 2
     assert words in capsys.readouterr().err
 
 

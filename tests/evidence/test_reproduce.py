@@ -18,7 +18,6 @@ from evidence.claims import command as reproduce_cli
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
 from evidence.claims.reproduce import Reproduction, machine_name, save
 from evidence.intervals import INCONCLUSIVE
-from scripts import reproduce as script
 from tests.helpers import CPU
 from trainer.config.options import run
 from trainer.errors import UserError
@@ -256,7 +255,7 @@ def test_a_mistake_is_answered_with_what_to_type(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
-    assert run(script.main, script.__doc__, arguments) == 2
+    assert run(reproduce_cli.main, None, arguments) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert words in told
@@ -339,5 +338,5 @@ def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Reproduction, "test", interrupted)
-    assert run(script.main, None, ["claim=clip_order", "device=cpu"], continues=True) == 130
+    assert run(reproduce_cli.main, None, ["claim=clip_order", "device=cpu"], continues=True) == 130
     assert "run the same command again to continue" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def run(
-    main: Callable[[list[str]], int],
+    main: Callable[[list[str]], int] | str,
     usage: str | None,
     arguments: Sequence[str] | None = None,
     *,
@@ -27,7 +28,8 @@ def run(
     """Run a script and return its exit code: that of ``main``, of a ``RunError``, or 130 for Ctrl-C and SIGTERM.
 
     Args:
-        main: takes the arguments; imports what takes seconds, so that ``--help`` and Ctrl-C are answered at once.
+        main: takes the arguments; or, where its imports take seconds, its name as ``module:function``, so that
+            ``--help`` and Ctrl-C are answered at once.
         usage: what ``--help`` prints: the script's docstring.
         arguments: of the command line (default: ``sys.argv``).
         continues: whether the same command, run again, continues where it was interrupted.
@@ -40,7 +42,8 @@ def run(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a file or a pipe
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return main(given)
+        function = pkgutil.resolve_name(main) if isinstance(main, str) else main
+        return function(given)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

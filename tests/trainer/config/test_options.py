@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import re
+import runpy
 import signal
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from evidence.bench.bench import MEASUREMENTS
+from evidence.bench.command import main as main_of_bench
 from evidence.probes import PROBES
 from scripts import bench, probe
 from tests.helpers import PROJECT
@@ -109,13 +111,18 @@ def test_sigterm_ends_a_script_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script = importlib.import_module(f"scripts.{name}")
-    assert run(script.main, script.__doc__, ["x=1", "--help"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert f"python scripts/{name}.py" in out
-    assert "Exit code: 0" in out
+def test_every_script_has_help_and_refuses_a_mistake(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(PROJECT / "scripts" / f"{name}.py")
+    for mistake, arguments in enumerate((["x=1", "--help"], ["--mistake"])):
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(path, run_name="__main__")
+        assert ended.value.code == 2 * mistake
+        out, err = capsys.readouterr()
+        assert (f"python scripts/{name}.py" in out, "Exit code: 0" in out) == 2 * (not mistake,)
+        assert err.startswith("error: --mistake") == bool(mistake)
 
 
 def test_the_help_names_every_measurement_and_probe() -> None:
@@ -135,7 +142,7 @@ def test_the_help_names_every_measurement_and_probe() -> None:
 def test_bench_refuses_mistakes_before_it_measures(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(bench.main, None, arguments) == 2
+    assert run(main_of_bench, None, arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -144,7 +151,7 @@ def test_bench_takes_some_measurements(monkeypatch: pytest.MonkeyPatch, capsys: 
     for name in MEASUREMENTS:
         monkeypatch.setitem(MEASUREMENTS, name, lambda *_, name=name: done.append(name) or [])
     for only in ("memory,precision", "[memory,precision]"):
-        assert run(bench.main, None, [f"only={only}", "device=cpu"]) == 0
+        assert run(main_of_bench, None, [f"only={only}", "device=cpu"]) == 0
     assert done == 2 * ["memory", "precision"]
-    assert run(bench.main, None, ["device=cpu"]) == 0
+    assert run(main_of_bench, None, ["device=cpu"]) == 0
     assert done[4:] == list(MEASUREMENTS)
