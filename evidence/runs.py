@@ -167,7 +167,7 @@ class Runner:
         """
         plan = list(interleaved(arms, seeds))
         outcomes: list[Outcome] = []
-        settled: dict[str, Outcome] = {}
+        settled: set[str] = set()
         for number, (arm, seed) in enumerate(plan, 1):
             if arm.label in settled:  # it would fail in the same way
                 continue
@@ -175,7 +175,7 @@ class Runner:
             outcome = known or self.run(arm, seed)
             outcomes.append(outcome)
             if outcome.exit_code in SETTLED:
-                settled[arm.label] = outcome
+                settled.add(arm.label)
             report(number, len(plan), outcome, known is not None)
         return outcomes
 
@@ -189,12 +189,7 @@ def outcome_line(number: int, count: int, outcome: Outcome, known: bool, measure
 
 
 def check_labels(arms: list[Arm]) -> None:
-    """Refuse labels that are used twice or cannot name a folder.
-
-    Raises:
-        UserError: as said.
-
-    """
+    """Refuse, by a ``UserError``, labels that are used twice or cannot name a folder."""
     labels = [arm.label for arm in arms]
     for label in labels:
         if labels.count(label) > 1:

@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evidence.comparison.compare import NULL, Comparison, check_arms, compare, tracking_uri_of
+from evidence.comparison.compare import NULL, Comparison, check_arms, compare
 from evidence.comparison.mlflow import publish
 from evidence.comparison.report import sentences, table, write_report
 from evidence.runs import NULL_SHIFT, Arm, check_labels
 from trainer.config.compose import CONF
 from trainer.config.options import fraction, listed, parse, unquoted
 from trainer.errors import UserError, nearest
+from trainer.tracking.mlflow.store import tracking_uri
 
 CHOSEN = ("seed", "run_name", "resume")
 """Keys that the comparison sets for every run."""
@@ -40,18 +41,14 @@ def main(arguments: list[str]) -> int:
     print(f"\n{table(result)}\n")
     print("\n".join(sentences(result)))
     print(f"\nreport {files[0]}")
-    if uri := tracking_uri_of(configs[comparison.baseline]):
-        print("\n".join(publish(result, uri, files)))
+    tracking = configs[comparison.baseline].tracking
+    if tracking.mlflow:
+        print("\n".join(publish(result, tracking_uri(tracking.uri), files)))
     return int(result.failed)
 
 
 def planned(arguments: list[str]) -> Comparison:
-    """Read the command line; what is not an option of the comparison is an override of all arms.
-
-    Raises:
-        UserError: as the messages say.
-
-    """
+    """Read the command line; what is not an option of the comparison is an override of all arms."""
     options, others = parse(arguments, CompareOptions, "overrides")
     common = [text for text in others if not text.startswith("arm.")]
     if set_here := [key for key in CHOSEN if any(text.startswith(f"{key}=") for text in common)]:

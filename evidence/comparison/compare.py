@@ -1,4 +1,4 @@
-"""A paired comparison of precisions, or of any sets of overrides, from the command line to the report."""
+"""Plans a comparison, trains what is left to train, judges it, and writes comparison.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from trainer.files import in_use, write_json
 from trainer.formats import loss
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
-from trainer.tracking.mlflow.store import tracking_uri
 
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
 NULL = "null"
@@ -69,13 +68,13 @@ class Result:
         return head | self.facts | {"common": self.comparison.common, "arms": [asdict(arm) for arm in self.arms]}
 
 
-def compare(comparison: Comparison, configs: dict[str, Config], report: Callable[[str], None] = print) -> Result:
+def compare(comparison: Comparison, configs: dict[str, Config], show: Callable[[str], None] = print) -> Result:
     """Train what is left to train, judge it, and write ``comparison.json``.
 
     Args:
         comparison: what to compare; its ``name`` is set here if it is empty.
         configs: from ``check_arms``.
-        report: called with each line of progress.
+        show: called with each line of progress.
 
     Raises:
         UserError: the folder holds another comparison, is in use by another process, or cannot be written.
@@ -96,9 +95,9 @@ def compare(comparison: Comparison, configs: dict[str, Config], report: Callable
         "git": git_facts(),
     }
     _begin(comparison, common, facts)
-    report(f"{len(arms)} arms × {len(seeds)} seeds, in turns; every run is a fresh process. {folder}")
+    show(f"{len(arms)} arms × {len(seeds)} seeds, in turns; every run is a fresh process. {folder}")
     with in_use(folder):  # a second process would remove this one's unfinished runs
-        outcomes = Runner(folder, common).run_all(arms, seeds, _progress(report, first.recipe.unit))
+        outcomes = Runner(folder, common).run_all(arms, seeds, _progress(show, first.recipe.unit))
     result = Result(comparison, judge(arms, comparison.baseline, outcomes, comparison.margin), outcomes, facts)
     write_json(folder / RESULT_FILE, result.to_dict())
     return result
@@ -138,11 +137,6 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
                 "(what noise looks like is shown by the null arm)"
             )
     return configs
-
-
-def tracking_uri_of(composed: Config) -> str | None:
-    """Return where the runs of a config are tracked; None: nowhere but in their folders."""
-    return tracking_uri(composed.tracking.uri) if composed.tracking.mlflow else None
 
 
 def _comparable(config: Config) -> dict[str, Any]:
@@ -189,12 +183,12 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
         raise UserError(f"output_dir={comparison.output_dir} cannot be written ({error.strerror})") from None
 
 
-def _progress(report: Callable[[str], None], unit: str) -> Callable[[int, int, Outcome, bool], None]:
+def _progress(show: Callable[[str], None], unit: str) -> Callable[[int, int, Outcome, bool], None]:
     def after(number: int, count: int, outcome: Outcome, known: bool) -> None:
         measured = ""
         if outcome.finished:
             rate = outcome.summary["units_per_s"]
             measured = f"loss {loss(outcome.summary['final'].get(LOSS))}" + (f"  {rate:,.0f} {unit}/s" if rate else "")
-        report(outcome_line(number, count, outcome, known, measured))
+        show(outcome_line(number, count, outcome, known, measured))
 
     return after

@@ -46,8 +46,8 @@ class Quality:
     why: str = ""
     test: Equivalence | None = None
     separates_at: int | None = None
-    """The evaluated step at which the curves diverge: the first at which the arm's validation curves are on average
-    further from the baseline's than any of the null arm's. None: never, or fewer than two pairs of either."""
+    """The first evaluated step at which the arm's validation curves are on average further from the baseline's than
+    any of the null arm's. None: never, or fewer than two pairs of either."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
     base = _finished(by_arm[baseline])
     null = next((arm.label for arm in arms if arm.seed_shift), None)
-    noise = distances(_finished(by_arm[null]), base) if null else {}
+    noise = curve_distances(_finished(by_arm[null]), base) if null else {}
     results = []
     for arm in arms:
         runs = by_arm[arm.label]
@@ -106,7 +106,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
         )
         if against is not None and not arm.seed_shift and noise:
-            result.quality.separates_at = _separation(distances(done, base), noise)
+            result.quality.separates_at = _separation(curve_distances(done, base), noise)
         results.append(result)
     others = [result.quality for result in results if result.label != baseline and not result.is_null]
     _set_verdicts(others, margin)
@@ -180,9 +180,9 @@ def _loss(outcome: Outcome) -> float | None:
     return loss
 
 
-def distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
+def curve_distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, list[float]]:
     """Return the absolute distance of every pair's validation losses by step; infinite where one is not finite."""
-    apart: dict[int, list[float]] = {}
+    found: dict[int, list[float]] = {}
     for seed in runs.keys() & base.keys():
         one, other = runs[seed].series.get(LOSS), base[seed].series.get(LOSS)
         if one is None or other is None:
@@ -191,12 +191,12 @@ def distances(runs: dict[int, Outcome], base: dict[int, Outcome]) -> dict[int, l
         for step, value in zip(one[0].tolist(), one[1].tolist(), strict=True):
             if step in known:
                 distance = abs(value - known[step])
-                apart.setdefault(step, []).append(distance if math.isfinite(distance) else math.inf)
-    return dict(sorted(apart.items()))
+                found.setdefault(step, []).append(distance if math.isfinite(distance) else math.inf)
+    return dict(sorted(found.items()))
 
 
-def _separation(apart: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
-    for step, values in apart.items():
+def _separation(distances: dict[int, list[float]], noise: dict[int, list[float]]) -> int | None:
+    for step, values in distances.items():
         null = noise.get(step, [])
         if min(len(values), len(null)) > 1 and float(np.mean(values)) > max(null):
             return step

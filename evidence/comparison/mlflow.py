@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
-    """Send to MLflow what it lacks of the comparison; nothing is sent twice.
-
-    Args:
-        result: of the comparison.
-        uri: of the tracking store.
-        files: of the report.
+    """Send to MLflow what it lacks of the comparison and the files of its report; nothing is sent twice.
 
     Returns:
         Lines to print: the address of MLflow's page, or why there is none; none where no run was tracked.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from evidence.comparison.compare import Result
-from evidence.comparison.judge import ArmResult, distances
+from evidence.comparison.judge import ArmResult, curve_distances
 from evidence.measures import LOSS
 from trainer.formats import mebibytes
 from trainer.profiling.ledger import CATEGORIES, MIB
@@ -32,7 +32,7 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
     """Return (title, matplotlib figure) by file name; what was not measured is left out."""
     drawn = {
         "loss": ("Validation loss, mean over the seeds; one faint line a run", _loss(result)),
-        "apart": ("Distance of the curves from the baseline's, mean over the seeds", _apart(result)),
+        "apart": ("Distance of the curves from the baseline's, mean over the seeds", _separation(result)),
         "speed": (f"Throughput, {result.facts['unit']} per second: mean, runs, 95 % interval", _speed(result)),
         "memory": ("Peak memory of one optimizer step", _memory(result)),
         "tradeoff": ("Speed and quality, vs. baseline", _tradeoff(result)),
@@ -90,21 +90,21 @@ def _loss(result: Result) -> Any:
     return figure
 
 
-def _apart(result: Result) -> Any:
-    """Draw what decides where curves diverge: mean distances, with the largest one of the null arm."""
+def _separation(result: Result) -> Any:
+    """Draw what decides where curves separate: mean distances, with the largest one of the null arm."""
     runs = {arm.label: {o.seed: o for o in result.outcomes if o.arm == arm.label and o.finished} for arm in result.arms}
     base = runs[result.comparison.baseline]
     figure, axes = _figure()
     drawn = False
     for arm in result.arms:
-        apart = distances(runs[arm.label], base) if arm.label != result.comparison.baseline else {}
-        steps = [step for step, values in apart.items() if math.isfinite(max(values)) and max(values) > 0]
+        distances = curve_distances(runs[arm.label], base) if arm.label != result.comparison.baseline else {}
+        steps = [step for step, values in distances.items() if math.isfinite(max(values)) and max(values) > 0]
         if arm.is_null and steps:
             axes.fill_between(
-                steps, [max(apart[step]) for step in steps], color=NOISE, alpha=0.25, label="null, at most"
+                steps, [max(distances[step]) for step in steps], color=NOISE, alpha=0.25, label="null, at most"
             )
         elif steps:
-            means = [float(np.mean(apart[step])) for step in steps]
+            means = [float(np.mean(distances[step])) for step in steps]
             axes.plot(steps, means, "o-", color=_color(result, arm), linewidth=1.8, markersize=3, label=arm.label)
             drawn = True
     if not drawn:

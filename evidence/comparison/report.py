@@ -55,7 +55,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             _ratio(result, arm, arm.energy),
             _mean(None, arm.quality.values, loss),
             _difference(arm),
-            _parting(result, arm),
+            _separation(result, arm),
             "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
         )
         for arm in result.arms
@@ -253,7 +253,7 @@ def _percent(interval: Interval) -> str:
     return f"{mean} % [{low}, {high}]"
 
 
-def _parting(result: Result, arm: ArmResult) -> str:
+def _separation(result: Result, arm: ArmResult) -> str:
     if arm.label == result.comparison.baseline or arm.is_null or not any(other.is_null for other in result.arms):
         return ""
     step = arm.quality.separates_at

@@ -208,4 +208,4 @@ def test_two_at_a_time_do_not_take_each_others_runs_for_broken_off(tmp_path: Pat
     comparison = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
     comparison.folder.mkdir(parents=True)
     with in_use(comparison.folder), pytest.raises(UserError, match="worked on by another process"):
-        compare(comparison, check_arms(comparison), report=lambda line: None)
+        compare(comparison, check_arms(comparison), show=lambda line: None)
