@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from evidence.bench.turns import stopwatch
 from trainer.config.compose import compose
 from trainer.config.options import parse
-from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
 from trainer.files import write_json
 from trainer.hardware import Hardware, detect
@@ -67,7 +66,8 @@ class Gemm(Probe):
         exact = a[: self.rows].double() @ b.double()
         left, right = (matrix.to(hardware.device, _DTYPES[self.precision]) for matrix in (a, b))
         product = left @ right
-        seconds = sorted(_seconds(lambda: left @ right, hardware.device) for _ in range(self.repeats))
+        multiply = stopwatch(lambda _: left @ right, hardware.device)
+        seconds = sorted(multiply(1) for _ in range(self.repeats))
         error = (product[: self.rows].cpu().double() - exact).abs().max() / exact.abs().max()
         return {"tflops": 2 * self.size**3 / seconds[len(seconds) // 2] / 1e12, "error": error.item()}
 
@@ -89,10 +89,12 @@ class ClipOrder(Probe):
     def measure(self, hardware: Hardware, overrides: list[str]) -> dict[str, float]:
         """Take the gradients of one microbatch, clip them in that order, unscale them."""
         from trainer.data.loader import to_device
+        from trainer.trainer import Trainer
 
         if self.order not in ("before", "after"):
             raise UserError(f"order={self.order} is neither before nor after")
-        trainer, config = _trainer(hardware, [*overrides, f"seed={self.seed}"])
+        trainer = Trainer.from_config(compose([*overrides, f"seed={self.seed}"]), hardware)
+        config = trainer.config
         batch = to_device(next(trainer.batches())[0], hardware.device)
         optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
         scaled = config.precision.mode == "fp16"
@@ -183,21 +185,3 @@ def measure(arguments: list[str]) -> Path:
     }
     write_json(folder / "summary.json", summary)
     return folder / "summary.json"
-
-
-def _trainer(hardware: Hardware, overrides: list[str]) -> tuple[Any, Config]:
-    from trainer.trainer import Trainer
-
-    config = compose(overrides)
-    trainer = Trainer.from_config(config, hardware)
-    return trainer, trainer.config
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began

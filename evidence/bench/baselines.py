@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,6 @@ class _Indexed(torch.utils.data.Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         return self.dataset.batch([SampleId(index, None) for index in indices])
-
-
-def _as_fetched(batch: Batch) -> Batch:
-    return batch
 
 
 class Workload:
@@ -75,7 +71,7 @@ class Workload:
             self.batch_size,
             shuffle=True,
             drop_last=True,
-            collate_fn=_as_fetched,  # type: ignore[arg-type]
+            collate_fn=lambda batch: batch,
             pin_memory=pin,
         )
 
@@ -91,7 +87,7 @@ class BareLoop:
         self.workload = workload
         self.model = workload.model()
         self.optimizer = workload.optimizer(self.model)
-        self.batches = _endless(workload.loader())
+        self.batches = chain.from_iterable(repeat(workload.loader()))
         self.step = 0
         self.log: list[tuple[int, float]] = []
 
@@ -116,10 +112,12 @@ def accelerate_block(workload: Workload, folder: Path) -> Block:
     """Return the loop of accelerate's quick tour, block by block."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision=_amp(workload, "no"), cpu=workload.device.type == "cpu")
+    mode = workload.precision.mode
+    precision = mode if mode in ("bf16", "fp16") else "no"
+    accelerator = Accelerator(mixed_precision=precision, cpu=workload.device.type == "cpu")
     model = workload.model()
     model, optimizer, loader = accelerator.prepare(model, workload.optimizer(model), workload.loader())
-    batches = _endless(loader)
+    batches = chain.from_iterable(repeat(loader))
     log: list[float] = []
 
     def loop(steps: int) -> None:
@@ -283,12 +281,3 @@ FRAMEWORKS = (
     Framework("transformers.Trainer", transformers_block, True, ("transformers", "accelerate")),
     Framework("Lightning", lightning_block, True, ("lightning",)),
 )
-
-
-def _amp(workload: Workload, otherwise: str) -> str:
-    return workload.precision.mode if workload.precision.mode in ("bf16", "fp16") else otherwise
-
-
-def _endless(loader: Any) -> Iterator[Batch]:
-    for one in repeat(loader):
-        yield from one

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from evidence.bench.baselines import FRAMEWORKS, LOG_EVERY, BareLoop, Workload
-from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
+from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job, steps_of
 from evidence.bench.scale import parallel, saving
 from evidence.bench.turns import Block, Row, Turns, interleave, overheads, ratios, stopwatch, synchronise, threads
 from trainer.config.schema import Config
@@ -94,11 +94,7 @@ def precision(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job
 
 
 def _speedups(
-    job: Job,
-    variants: Variants,
-    pairs: list[tuple[str, str]],
-    hardware: Hardware,
-    repeats: int,
+    job: Job, variants: Variants, pairs: list[tuple[str, str]], hardware: Hardware, repeats: int
 ) -> list[Row]:
     blocks = {name: _training_block(job, overrides, hardware) for name, overrides in variants.items()}
     times = interleave(blocks, repeats)
@@ -117,17 +113,10 @@ def _speedups(
 
 
 def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) -> Callable[[], float]:
-    trainer = Trainer.from_config(
-        job.config(*overrides, "clip=norm", "steps=1000000", f"device={hardware.device}"), hardware
-    )
+    config = job.config(*overrides, "clip=norm", "steps=1000000", f"device={hardware.device}")
+    trainer = Trainer.from_config(config, hardware)
     trainer.model.train()
-    batches = trainer.batches()
-
-    def loop(steps: int) -> None:
-        for _ in range(steps):
-            trainer.train_step(next(batches))
-
-    timed = stopwatch(loop, hardware.device)
+    timed = stopwatch(steps_of(trainer), hardware.device)
 
     def block() -> float:
         trainer.config.precision.apply()  # sets flags of the whole process
@@ -197,8 +186,8 @@ def peak_memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[t
 def _trainer_peak(config: Config, hardware: Hardware) -> tuple[Workload, int]:
     trainer = Trainer.from_config(config, hardware)
     trainer.model.train()
-    batches = trainer.batches()
-    peak = _peak_bytes(trainer.model, trainer.optimizer, lambda: trainer.train_step(next(batches)))
+    steps = steps_of(trainer)
+    peak = _peak_bytes(trainer.model, trainer.optimizer, lambda: steps(1))
     return Workload(trainer), peak
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from torch import nn
 
 from recipes.data.synthetic import Vectors
-from trainer.cli import CONF
-from trainer.config.schema import Config, build, register
+from trainer.config.compose import compose
+from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
+from trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,23 @@ class Job:
 
     def config(self, *further: str) -> Config:
         """Return the config of this job with further overrides."""
-        register()
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = build(compose("config", [*self.overrides, *further]))
+        config = compose([*self.overrides, *further])
         return config if self.recipe is None else replace(config, recipe=self.recipe())
 
     def line(self, *further: str) -> str:
         """Return the command that trains this, for the report."""
         return " ".join([self.command, *self.overrides, *further])
+
+
+def steps_of(trainer: Trainer) -> Callable[[int], None]:
+    """Return the function that takes a number of optimizer steps."""
+    batches = trainer.batches()
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            trainer.train_step(next(batches))
+
+    return run
 
 
 def gpt2_job(hardware: Hardware) -> Job:

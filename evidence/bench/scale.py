@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from evidence.bench.baselines import BareLoop, Workload
-from evidence.bench.jobs import Job, gpt2_job
+from evidence.bench.jobs import Job, gpt2_job, steps_of
 from evidence.bench.turns import Row, interleave, ratios, stopwatch
 from trainer.checkpoint.store import Checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.files import PROJECT
 from trainer.hardware import Hardware, detect
@@ -32,27 +31,12 @@ STEPS = 4
 """Optimizer steps in a block."""
 
 
-def trainer_of(config: Config, device: str, world: World | None = None) -> Trainer:
-    """Return the trainer of a config, ready for its first step."""
-    return Trainer.from_config(config, detect(device), world)
-
-
-def _steps_of(trainer: Trainer) -> Callable[[int], None]:
-    batches = trainer.batches()
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            trainer.train_step(next(batches))
-
-    return run
-
-
 def saving(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
     """Measure how long the loop waits for a checkpoint, and how much writing it slows the next steps."""
     (job,) = jobs or (gpt2_job(hardware),)
     options = ("precision=bf16", "clip=norm", f"device={hardware.device}", "steps=1000000")
-    trainer = trainer_of(job.config(*options), str(hardware.device))
-    block = stopwatch(_steps_of(trainer), hardware.device)
+    trainer = Trainer.from_config(job.config(*options), hardware)
+    block = stopwatch(steps_of(trainer), hardware.device)
     rows = []
     for background in (True, False):
         writer = CheckpointWriter(Checkpoint(background=background), folder / str(background), World())
@@ -131,8 +115,8 @@ def _rank(file: str, repeats: str, *overrides: str) -> None:
     options = ("precision=bf16", "clip=norm", *overrides)
     config = job.config(*options, f"parallel={mode}", "steps=1000000")
     world = config.parallel.world("auto")
-    trainer = trainer_of(config, "auto", world)
-    blocks = {"mantissa": stopwatch(_steps_of(trainer), trainer.device)}
+    trainer = Trainer.from_config(config, detect("auto"), world)
+    blocks = {"mantissa": stopwatch(steps_of(trainer), trainer.device)}
     if mode == "ddp":
         workload = Workload(trainer)
         workload.batch_size = trainer.plan.batching.micro_batch_size

@@ -32,7 +32,7 @@ def test_gemm_is_as_exact_as_its_format(tmp_path: Path) -> None:
 
 
 def test_gemm_counts_two_operations_for_each_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_seconds", lambda action, device: 1e-3)
+    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: lambda steps: 1e-3)
     assert measures(tmp_path, "gemm size=100 device=cpu")["tflops"] == pytest.approx(2e6 / 1e-3 / 1e12)
 
 
@@ -76,7 +76,7 @@ def test_mistakes_are_named(text: str, words: str, capsys: pytest.CaptureFixture
 
 
 def test_what_is_no_number_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_seconds", lambda action, device: float("nan"))
+    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: lambda steps: float("nan"))
     with pytest.raises(UserError, match="gemm measured no number for tflops"):
         measures(tmp_path, "gemm size=8 device=cpu")
     assert not list(tmp_path.iterdir())
