@@ -25,10 +25,6 @@ class Interval:
     count: int
     """The number of values."""
 
-    def map_exp(self) -> Interval:
-        """Return the interval of the geometric mean, from that of the logarithms."""
-        return Interval(math.exp(self.mean), math.exp(self.low), math.exp(self.high), self.level, self.count)
-
 
 @dataclass(frozen=True)
 class Equivalence:
@@ -72,7 +68,8 @@ def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     """
     if any(not value > 0 for value in values):
         raise ValueError(f"ratios must be positive, not {list(values)}")
-    return mean_interval([math.log(value) for value in values], level).map_exp()
+    logs = mean_interval([math.log(value) for value in values], level)
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), level, logs.count)
 
 
 def equivalence(differences: Sequence[float], margin: float) -> Equivalence:

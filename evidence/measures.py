@@ -30,17 +30,13 @@ def energy(outcome: Outcome) -> float | None:
 
 
 def final_loss(outcome: Outcome) -> float | None:
-    """Return the validation loss after the last step, infinite where training diverged."""
-    if outcome.exit_code == DIVERGED:
-        return math.inf
+    """Return the validation loss after the last step, infinite where it is not finite."""
     loss: float | None = outcome.summary["final"].get(LOSS, math.nan)
     return math.inf if loss is None else None if math.isnan(loss) else loss  # null in JSON, which has no infinity
 
 
 def best_loss(outcome: Outcome) -> float | None:
     """Return the lowest validation loss of the run, infinite where there was none."""
-    if outcome.exit_code == DIVERGED:
-        return math.inf
     best = outcome.summary["best"]
     return float(best["value"]) if best else math.inf
 

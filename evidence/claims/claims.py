@@ -138,15 +138,7 @@ class Claim:
         return [name for name in self.arms if not any(lacking(need, hardware) for need in self.arms_need.get(name, ()))]
 
     def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
-        """Return the arms as command lines, the null arm last.
-
-        Args:
-            names: of the arms to run.
-            given: overrides of the command line.
-            device: type of the device, ``cpu`` or ``cuda``.
-            memory_ledger: measure memory by a ledger.
-
-        """
+        """Return the arms of these names as command lines, the null arm last; ``device`` is ``cpu`` or ``cuda``."""
         quiet = (*QUIET, "profiler=memory" if memory_ledger else "profiler=none")
         asked = [override for override in given if override.partition("=")[0] in self.asks]
         arms = []
@@ -214,9 +206,9 @@ NEEDS: dict[str, tuple[Callable[[Hardware], bool], str]] = {
 """What a claim may need of a machine besides memory: the check, and the words for the user."""
 
 
-def names() -> list[str]:
+def names(folder: Path = FOLDER) -> list[str]:
     """Return the ids of all claims."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def load(name: str, folder: Path = FOLDER) -> Claim:
@@ -226,12 +218,11 @@ def load(name: str, folder: Path = FOLDER) -> Claim:
         UserError: no such claim, or a file that is not one.
 
     """
-    path = folder / f"{name}.yaml"
-    known = sorted(file.stem for file in folder.glob("*.yaml"))
-    if name not in known:
+    if name not in (known := names(folder)):
         raise UserError(
             f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
         )
+    path = folder / f"{name}.yaml"
     text = path.read_bytes()
     digest = hashlib.sha256(text).hexdigest()
     return read(text, f"evidence/claims/published/{path.name}", Claim, id=name, digest=digest)

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.intervals import (
-    EQUIVALENT,
-    INCONCLUSIVE,
-    Interval,
-    equivalence,
-    mean_interval,
-    ratio_interval,
-)
+from evidence.intervals import EQUIVALENT, INCONCLUSIVE, equivalence, mean_interval, ratio_interval
 from evidence.measures import MEASURES, measured
 from evidence.runs import Outcome
 from trainer.errors import UserError
@@ -121,7 +113,7 @@ def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     finding.why = _gap(criterion, runs, len(values) if compared else None)
     usable = all(map(math.isfinite, values)) and (bool(criterion.minus) or all(value > 0 for value in values))
     if compared and len(values) > 1 and usable:
-        interval = _interval(criterion, values)
+        interval = (ratio_interval if criterion.over else mean_interval)(values)
         finding.low, finding.high = interval.low, interval.high
     if criterion.decides:
         finding.verdict = _verdict(criterion, finding, compared)
@@ -197,18 +189,10 @@ def _values(criterion: Criterion, runs: dict[str, dict[int, Outcome]]) -> list[f
             continue
         if criterion.minus:
             values.append(pairs[0][0] - pairs[0][1])
-        elif all(b > 0 for _, b in pairs) and all(a > 0 for a, _ in pairs):
-            values.append(_geometric_mean([a / b for a, b in pairs]))
+        elif all(a > 0 and b > 0 for a, b in pairs):
+            ratios = [a / b for a, b in pairs]
+            values.append(statistics.geometric_mean(ratios) if all(ratios) else 0.0)  # finite over infinite is 0
     return [value for value in values if not math.isnan(value)]
-
-
-def _geometric_mean(ratios: list[float]) -> float:
-    return math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios)) if all(ratios) else 0.0
-
-
-def _interval(criterion: Criterion, values: list[float]) -> Interval:
-    of: Callable[[list[float]], Interval] = ratio_interval if criterion.over else mean_interval
-    return of(values)
 
 
 def _verdict(criterion: Criterion, finding: Finding, compared: bool) -> str:

@@ -39,19 +39,8 @@ class _OperatorTimes:
     rest: float
 
 
-def reasons(
-    findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int = MOST
-) -> list[str]:
-    """Return one sentence for each criterion that decided; short extra runs measure what it needs.
-
-    Args:
-        findings: of the claim.
-        arms: that were run.
-        outcomes: of their runs.
-        runner: of the extra runs, which are not timed.
-        most: the largest number of sentences.
-
-    """
+def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int) -> list[str]:
+    """Return up to ``most`` sentences, one for each criterion that decided; short extra runs measure what it needs."""
     by_name = {arm.label: arm for arm in arms}
     sentences: list[str] = []
     for finding in findings:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +24,25 @@ from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions
 
 
+@dataclass
 class Reproduction:
     """Tests claims on this machine; runs of the same file, commit and machine are kept."""
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        folder: Path,
-        given: list[str],
-        *,
-        reduced: bool = False,
-        report: Callable[[str], None] = print,
-        launch: Callable[[list[str], Path], int] | None = None,
-    ) -> None:
-        """Prepare.
-
-        Args:
-            hardware: of this machine.
-            folder: for the runs.
-            given: overrides that claims leave to the user.
-            reduced: make every run small; there is no verdict then.
-            report: called with each line of progress.
-            launch: see ``Runner``.
-
-        """
-        self.hardware = hardware
-        self.folder = folder
-        self.given = given
-        self.reduced = reduced
-        self.report = report
-        self.launch = launch
-        self.git = git_facts()
-        self.done: dict[str, dict[str, Any]] = {}
+    hardware: Hardware
+    folder: Path
+    """For the runs."""
+    given: list[str]
+    """Overrides that claims leave to the user."""
+    _: KW_ONLY
+    reduced: bool = False
+    """Make every run small; there is no verdict then."""
+    report: Callable[[str], None] = print
+    """Called with each line of progress."""
+    launch: Callable[[list[str], Path], int] | None = None
+    """See ``Runner``."""
+    git: dict[str, str] = field(init=False, default_factory=git_facts)
+    done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+    """The record of each claim that is tested, by its id."""
 
     def test(self, name: str) -> dict[str, Any]:
         """Test one claim, once, and return its record in plain JSON types.
