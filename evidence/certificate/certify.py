@@ -49,16 +49,12 @@ FP16 = ["scaler.init=67108864", "scaler.interval=3"]
 
 @dataclass
 class CertifyOptions:
-    """Of the command line."""
+    """Of the command line; see scripts/certify.py."""
 
     kills: int = 20
-    """How often the second run is killed."""
     seed: int = 0
-    """Decides when and how."""
     max_ulp: float = 4
-    """Up to how many units in the last place runs that differ count as equal within rounding."""
     output_dir: Path = Path("outputs")
-    """Of both runs and the certificate."""
 
 
 @dataclass
@@ -82,14 +78,8 @@ class Certificate:
         rows = [
             ("verdict", self.verdict),
             ("kills", f"{len(self.kills)} with SIGKILL: {self._by_kind()}; {self.resumes} resumed"),
-            (
-                "steps",
-                f"{c.steps}, of which {self.skipped_steps} skipped; {c.repeated_steps} repeated after a kill",
-            ),
-            (
-                "compared per step",
-                "sample ids, SHA-256 of the data, learning rate, loss, norm, scale, skipped",
-            ),
+            ("steps", f"{c.steps}, of which {self.skipped_steps} skipped; {c.repeated_steps} repeated after a kill"),
+            ("compared per step", "sample ids, SHA-256 of the data, learning rate, loss, norm, scale, skipped"),
             ("compared at the end", f"{c.tensors} tensors ({c.elements:,} numbers), {c.metric_lines} lines of metrics"),
             ("command", f"`{self.command}`"),
         ]
@@ -111,12 +101,7 @@ def main(arguments: list[str]) -> int:
 
 
 def certify(overrides: list[str], options: CertifyOptions, child: str = "evidence.certificate.child") -> Certificate:
-    """Run a job twice, in separate processes, and compare.
-
-    Args:
-        overrides: as for scripts/train.py, with at least ``recipe=…``.
-        options: see there.
-        child: the module that trains.
+    """Run a job twice, in separate processes of the module ``child``, and compare.
 
     Raises:
         UserError: the folder exists.

@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,10 +113,10 @@ class TracedRun(Run):
         trainer = self.trainer
         self._trace = (self.folder.path / TRACE_FILE).open("a", encoding="utf-8")
         self._line: dict[str, Any] = {}
-        self._backwards = self._evaluated = self._flushes = 0
+        self._counts: Counter[str] = Counter()
         trainer.order = self._order = TracedOrder(trainer.order)
-        trainer.update.after_backward = self._after_backward
-        self.writer.after_flush = self._after_flush
+        trainer.update.after_backward = partial(self._count, "accumulation")
+        self.writer.after_flush = partial(self._count, "save")
         trainer.model.register_forward_pre_hook(self._before_forward)
         if trainer.step:
             self._note({"resumed_after": trainer.step})
@@ -132,22 +134,19 @@ class TracedRun(Run):
             for name, tensor in sorted(batch.items()):
                 digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         self._line = {"samples": own, "data": digest.hexdigest()}
-        self._backwards = 0
+        self._counts["accumulation"] = 0
         return super().step(microbatches)
 
-    def _after_backward(self) -> None:
-        self._backwards += 1
-        if self._due("accumulation", self._backwards):
-            self._die()
-
     def _before_forward(self, model: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._evaluated = 0 if model.training else self._evaluated + 1
-        if self._due("evaluation", self._evaluated):
-            self._die()
+        if model.training:
+            self._counts["evaluation"] = 0
+        else:
+            self._count("evaluation")
 
-    def _after_flush(self) -> None:
-        self._flushes += 1
-        if self._due("save", self._flushes):
+    def _count(self, kind: str) -> None:
+        """Count an event at which a kill of this kind may be due."""
+        self._counts[kind] += 1
+        if self._due(kind, self._counts[kind]):
             self._die()
 
     def log(self, record: StepRecord) -> None:

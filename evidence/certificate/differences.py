@@ -61,14 +61,7 @@ class Differences:
 
 
 def differences_between(whole: Path, killed: Path, last_step: int) -> Differences:
-    """Compare two run folders.
-
-    Args:
-        whole: folder of the uninterrupted run.
-        killed: folder of the killed run.
-        last_step: the step of the checkpoints to compare.
-
-    """
+    """Compare the folders of the uninterrupted and the killed run, with their checkpoints of ``last_step``."""
     result = Differences()
     _compare_traces(trace(whole), trace(killed), result)
     one, other = load(whole / "checkpoints", last_step), load(killed / "checkpoints", last_step)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evidence.memory.trial import Trial, trial
+from evidence.memory.trial import trial
 from trainer.config.compose import compose
 from trainer.config.options import fraction
 from trainer.errors import UserError
@@ -28,8 +28,6 @@ class LargestBatch:
 
     micro_batch_size: int
     """The largest size that fitted; above 32, to within 1/32."""
-    peak_bytes: int
-    """Of its trial, see ``trial.Trial``."""
     batch_size: int
     """Of the config: samples per optimizer step."""
     trials: int
@@ -82,12 +80,13 @@ def largest_micro_batch(
         return [*common, f"micro_batch_size={size}", f"batch_size={2 * size if size < batch_size else size}"]
 
     guess = _first_guess(sized, limit_bytes)
-    trials: dict[int, Trial] = {}
+    tried: list[int] = []
 
     def fits(size: int) -> bool:
-        trials[size] = trial(sized(size), limit_bytes)
-        report(f"micro_batch_size={size} {'fits' if trials[size].fits else 'does not fit'}")
-        return trials[size].fits
+        tried.append(size)
+        fitted = trial(sized(size), limit_bytes).fits
+        report(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}")
+        return fitted
 
     largest = search(fits, guess, min(_LARGEST, samples))
     if not largest:
@@ -95,7 +94,7 @@ def largest_micro_batch(
             f"not even micro_batch_size=1 fits into {size(limit_bytes)}; "
             "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
         )
-    return LargestBatch(largest, trials[largest].peak_bytes, batch_size, len(trials))
+    return LargestBatch(largest, batch_size, len(tried))
 
 
 def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:

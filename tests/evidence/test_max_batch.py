@@ -64,9 +64,9 @@ def test_a_good_guess_takes_few_trials() -> None:
 
 
 def test_the_answer_keeps_the_batch() -> None:
-    assert LargestBatch(23, 0, 64, 5).overrides == "micro_batch_size=16 batch_size=64"
-    assert LargestBatch(100, 0, 64, 5).overrides == "micro_batch_size=64 batch_size=64"
-    assert LargestBatch(6, 0, 7, 5).overrides == "micro_batch_size=1 batch_size=7"
+    assert LargestBatch(23, 64, 5).overrides == "micro_batch_size=16 batch_size=64"
+    assert LargestBatch(100, 64, 5).overrides == "micro_batch_size=64 batch_size=64"
+    assert LargestBatch(6, 7, 5).overrides == "micro_batch_size=1 batch_size=7"
 
 
 def test_trials_accumulate_where_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
