@@ -86,7 +86,6 @@ class Bert(SizedTextRecipe):
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "base"
-    context_is: ClassVar[str] = "tokens per sample"
     masks_attention: ClassVar[bool] = True
     template: ClassVar[str] = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
     predictor: ClassVar[str] = "question_answering"
@@ -136,7 +135,6 @@ class Bert(SizedTextRecipe):
         return {"question": decode(text[8:16]), "context": decode(text)}
 
     def blocks(self, model: Any) -> list[nn.Module]:
-        """Return the encoder's layers."""
         return list(model.bert.encoder.layer)
 
     def count_targets(self, batch: Batch) -> int:

@@ -70,7 +70,6 @@ class BigNet(Recipe):
         return nn.Sequential(*blocks)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the groups of layers."""
         return list(model.children())
 
     def count_targets(self, batch: Batch) -> int:
@@ -84,5 +83,4 @@ class BigNet(Recipe):
         return LossOutput(loss * self.loss_weight, {})
 
     def facts(self, model: nn.Module, datasets: Datasets) -> dict[str, Any]:
-        """Return the shape."""
         return {"size": f"{self.layers}x{self.width}"}

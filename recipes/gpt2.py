@@ -9,7 +9,7 @@ from torch import nn
 
 from recipes.data.text.source import TextDatasets
 from recipes.gpt2_model import SHAPES, new_gpt2, open_pretrained, pretrained_config
-from recipes.huggingface import check_dropout, choose_size, smaller_sizes
+from recipes.huggingface import check_dropout
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.errors import UserError
@@ -22,6 +22,9 @@ class GPT2(LanguageRecipe):
     """The ``recipe=gpt2`` config."""
 
     name: ClassVar[str] = "gpt2"
+    shapes = SHAPES
+    on_cpu = "mini"
+    on_gpu = "124M"
     size: str = "auto"
     """nano, mini, 124M, 350M, 774M, 1558M; auto: mini on a CPU, 124M on a GPU."""
     pretrained: str | None = None
@@ -46,17 +49,11 @@ class GPT2(LanguageRecipe):
                     f"use recipe.context={longest}, or auto"
                 )
             return []
-        return choose_size(self.size, SHAPES, hardware, "mini", "124M")
-
-    def smaller(self) -> list[str]:
-        """Return the smaller sizes; none of a pretrained model."""
-        return [] if self.pretrained else smaller_sizes(self.size, SHAPES)
+        return super().choose_model(hardware)
 
     def own_context(self) -> int:
         """Return the published 1024 tokens, or fewer where the model takes fewer."""
-        return min(
-            1024, pretrained_config(self.pretrained).n_positions if self.pretrained else SHAPES[self.size].context
-        )
+        return min(1024, pretrained_config(self.pretrained).n_positions) if self.pretrained else super().own_context()
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """A few minutes of a CPU, or the published half a million tokens a step on a GPU."""
@@ -71,25 +68,21 @@ class GPT2(LanguageRecipe):
         return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self._implementation)
 
     def attention_heads(self) -> tuple[int, int]:
-        """Return the number of attention's heads and the width of one."""
         if self.pretrained:
             config = pretrained_config(self.pretrained)
             return config.n_head, config.n_embd // config.n_head
         return SHAPES[self.size].heads, SHAPES[self.size].width // SHAPES[self.size].heads
 
     def own_vocabulary(self) -> int:
-        """Return the pretrained model's."""
         return int(pretrained_config(self.pretrained).vocab_size) if self.pretrained else 0
 
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
-        """Return the transformer blocks."""
         return list(model.network.transformer.h)
 
     def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the size."""
         if self.pretrained:
             return {"size": f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M pretrained"}
-        return {"size": self.size}
+        return super().facts(model, datasets)
 
     def _tokenizer(self) -> str | None:
         return self.pretrained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,30 +17,6 @@ from trainer.recipe import Choice, DataSource, Recipe
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels, or a product, a softmax and a product, which keep scores of T × T."""
-
-
-def choose_size(size: str, known: Iterable[str], hardware: Hardware, on_cpu: str, on_gpu: str) -> list[Choice]:
-    """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
-
-    Raises:
-        UserError: a size that is not ``known``.
-
-    """
-    known = list(known)
-    if size == "auto":
-        if hardware.is_gpu:
-            return [Choice("recipe.size", on_gpu, "GPU default")]
-        return [Choice("recipe.size", on_cpu, "CPU default")]
-    if size not in known:
-        raise UserError(f"recipe.size={size} is unknown{nearest(size, known)} ({', '.join(known)})")
-    return []
-
-
-def smaller_sizes(size: str, known: Iterable[str]) -> list[str]:
-    """Return the overrides that choose the sizes before ``size`` in ``known``, which are in ascending order."""
-    names = list(known)
-    below = names[: names.index(size)] if size in names else []
-    return [f"recipe.size={name}" for name in reversed(below)]
 
 
 def text_source(data: DataSource, recipe: str) -> TextSource:
@@ -71,24 +47,75 @@ def check_context(context: int | str, least: int) -> None:
         raise UserError(f"recipe.context={context} must be at least {least} tokens")
 
 
-@dataclass
-class SizedTextRecipe(Recipe):
-    """A model of a named size on any text: the options, and what becomes of ``auto``.
+class SizedRecipe(Recipe):
+    """A model of a named size on any text: what becomes of ``auto``.
 
-    A subclass names its sizes, the defaults among them, and what its context counts.
+    A subclass names its sizes and the defaults among them. It declares the options ``size`` and ``context`` itself:
+    a config shows options in the order in which they are declared.
     """
 
-    unit: ClassVar[str] = "samples"
     shapes: ClassVar[Mapping[str, Any]] = {}
+    """By name, in ascending order."""
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
-    context_is: ClassVar[str] = ""
+    context_is: ClassVar[str] = "tokens per sample"
+    size: str
+    """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
+    context: int | str
+    """Tokens, see ``context_is``; auto: the size's own."""
+
+    def choose_model(self, hardware: Hardware) -> list[Choice]:
+        """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
+
+        Raises:
+            UserError: there is no such size, or the options make no model.
+
+        """
+        if self.size == "auto":
+            if hardware.is_gpu:
+                return [Choice("recipe.size", self.on_gpu, "GPU default")]
+            return [Choice("recipe.size", self.on_cpu, "CPU default")]
+        if self.size not in self.shapes:
+            raise UserError(
+                f"recipe.size={self.size} is unknown{nearest(self.size, self.shapes)} ({', '.join(self.shapes)})"
+            )
+        return []
+
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
+        """Choose the size and the context."""
+        text_source(data, self.name)
+        choices = self.choose_model(hardware)
+        if self.context == "auto":
+            tokens = self.chosen(choices).tokens_per_sample
+            choices.append(Choice("recipe.context", tokens, f"{self.context_is}, the size's own"))
+        return self.chosen(choices), choices
+
+    def own_context(self) -> int:
+        """Return the size's own number of tokens."""
+        return int(self.shapes[self.size].context)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """``context``, where it is not auto, else the size's own."""
+        return self.own_context() if isinstance(self.context, str) else self.context
+
+    def smaller(self) -> list[str]:
+        names = list(self.shapes)
+        below = names[: names.index(self.size)] if self.size in names else []
+        return [f"recipe.size={name}" for name in reversed(below)]
+
+    def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
+        return {"size": self.size}
+
+
+@dataclass
+class SizedTextRecipe(SizedRecipe):
+    """What the models of text that are not causal share: their options, and their export."""
+
     template: ClassVar[str] = ""
     """Where the special tokens stand, see ``recipes.export.save_tokenizer``."""
     size: str = "auto"
-    """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
     context: int | str = "auto"
-    """Tokens, see ``context_is``; auto: the size's own."""
     dropout: float = 0.1
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, as far as they take the model's mask and bias; eager: scores of T × T in memory."""
@@ -98,29 +125,7 @@ class SizedTextRecipe(Recipe):
         check_dropout(self.dropout)
         check_context(self.context, least=16)
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
-        """Choose the size and the context."""
-        text_source(data, self.name)
-        choices = choose_size(self.size, self.shapes, hardware, self.on_cpu, self.on_gpu)
-        if self.context == "auto":
-            tokens = self.chosen(choices).tokens_per_sample
-            choices.append(Choice("recipe.context", tokens, f"{self.context_is}, the size's own"))
-        return self.chosen(choices), choices
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """``context``, where it is not auto, else the size's own."""
-        return self.shapes[self.size].context if isinstance(self.context, str) else self.context
-
-    def smaller(self) -> list[str]:
-        """Return the smaller sizes."""
-        return smaller_sizes(self.size, self.shapes)
-
     def export(self, model: nn.Module, datasets: TextDatasets, folder: Path) -> None:
         """Write a folder that transformers' auto classes open, the tokenizer beside the weights."""
         save_model(model, folder, datasets.vocabulary)
         save_tokenizer(datasets.tokens.tokenizer, folder, datasets.special, self.template)
-
-    def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
-        """Return the size."""
-        return {"size": self.size}

@@ -17,12 +17,12 @@ from recipes.attention import FORMS
 from recipes.data.text.source import TextDatasets, TextSource, TokenData
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
-from recipes.huggingface import check_attention, check_context, text_source
+from recipes.huggingface import SizedRecipe, check_attention, check_context, text_source
 from recipes.language_model import LanguageModel, torch_can_chunk
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, LossOutput, Recipe
+from trainer.recipe import Choice, DataSource, LossOutput
 
 _SAMPLE_TOKENS = 120
 
@@ -51,8 +51,8 @@ class TokenWindows(Dataset):
 
 
 @dataclass
-class LanguageRecipe(Recipe):
-    """Text to next tokens. A subclass names its model (``choose_model``, ``own_context``, ``network``, ``blocks``)."""
+class LanguageRecipe(SizedRecipe):
+    """Text to next tokens. A subclass names its sizes and its model (``network``, ``attention_heads``, ``blocks``)."""
 
     unit = "tokens"
     measured: ClassVar[tuple[str, ...]] = ("attention",)
@@ -74,14 +74,6 @@ class LanguageRecipe(Recipe):
             raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
         if self.vocabulary_multiple < 1:
             raise UserError(f"recipe.vocabulary_multiple={self.vocabulary_multiple} must be at least 1, such as 64")
-
-    def choose_model(self, hardware: Hardware) -> list[Choice]:
-        """Resolve which model it is; raise UserError for what cannot be built."""
-        raise NotImplementedError
-
-    def own_context(self) -> int:
-        """Return the model's own number of tokens per sample."""
-        raise NotImplementedError
 
     def own_vocabulary(self) -> int:
         """Return the number of token ids that a pretrained model knows; 0: it is a new one."""
@@ -107,16 +99,12 @@ class LanguageRecipe(Recipe):
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size, the context and the form of the loss."""
-        text_source(data, self.name)
         self._check_tokenizer(data)
-        choices = self.choose_model(hardware)
-        if self.context == "auto":
-            tokens = self.chosen(choices).tokens_per_sample
-            choices.append(Choice("recipe.context", tokens, "tokens per sample, the size's own"))
+        resolved, choices = super().resolve(hardware, data)
         if self.chunked_loss is True and not torch_can_chunk():
             raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
         chunked = hardware.is_gpu and torch_can_chunk() if self.chunked_loss == "auto" else self.chunked_loss
-        return replace(self.chosen(choices), chunked_loss=chunked), choices
+        return replace(resolved, chunked_loss=chunked), choices
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""
@@ -189,11 +177,6 @@ class LanguageRecipe(Recipe):
     def _implementation(self) -> str:
         """The form of attention as transformers names it."""
         return "eager" if self.attention == "eager" else "sdpa"
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """``context``, where it is not auto, else the model's own."""
-        return self.own_context() if isinstance(self.context, str) else self.context
 
     def _tokenizer(self) -> str | None:
         """The tokenizer that the model brings, if it does."""

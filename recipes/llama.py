@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.huggingface import choose_size, smaller_sizes
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.errors import UserError
@@ -27,6 +26,7 @@ class Shape(NamedTuple):
     tied: bool
     """The output layer's weight is the embedding's."""
     context: int
+    """That it was trained with at first."""
 
 
 # 8B: Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3. 1B: Meta's model card of Llama 3.2. nano is ours.
@@ -45,6 +45,9 @@ class Llama(LanguageRecipe):
     """The ``recipe=llama`` config: a size, any number of which can be replaced."""
 
     name: ClassVar[str] = "llama"
+    shapes = SHAPES
+    on_cpu = "nano"
+    on_gpu = "1B"
     size: str = "auto"
     """nano, 1B, 8B; auto: nano on a CPU, 1B on a GPU."""
     layers: int | None = None
@@ -65,7 +68,7 @@ class Llama(LanguageRecipe):
 
     def choose_model(self, hardware: Hardware) -> list[Choice]:
         """Choose the size, and refuse numbers that do not fit each other."""
-        choices = choose_size(self.size, SHAPES, hardware, "nano", "1B")
+        choices = super().choose_model(hardware)
         shape = self.chosen(choices)._shape
         if shape.width % (2 * shape.heads):
             raise UserError(
@@ -79,14 +82,6 @@ class Llama(LanguageRecipe):
                 f"use recipe.kv_heads={fitting}"
             )
         return choices
-
-    def smaller(self) -> list[str]:
-        """Return the smaller sizes."""
-        return smaller_sizes(self.size, SHAPES)
-
-    def own_context(self) -> int:
-        """Return the tokens that the size was trained with at first."""
-        return self._shape.context
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """A minute or two of a CPU; on a GPU one sample of 8192 tokens at a time."""
@@ -121,7 +116,6 @@ class Llama(LanguageRecipe):
         return self._shape.heads, self._shape.width // self._shape.heads
 
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
-        """Return the decoder layers."""
         return list(model.network.model.layers)
 
     def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
