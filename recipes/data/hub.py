@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,12 +23,10 @@ from recipes.data.hub_load import (
     local_path,
     may_be_class,
 )
-from recipes.data.images.augment import Augment
-from recipes.data.images.pixels import held_out, square
+from recipes.data.images.pixels import DecodedImages, held_out, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.split import Corpus, Split, split_rows
-from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -152,8 +150,8 @@ class Hub(TokenizedText, ImageSource):
         return HubImages(f"data.name={self.name}", encoded, name, labels, rows)
 
 
-class HubImages:
-    """Some rows of a dataset, decoded when they are fetched."""
+class HubImages(DecodedImages):
+    """Some rows of a dataset."""
 
     def __init__(self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray) -> None:
         self.where = where
@@ -161,49 +159,16 @@ class HubImages:
         self.column = column
         self.labels = torch.from_numpy(labels[rows])
         self.rows = rows
-        self.image_size = 224
-        self.augment = Augment()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B).
-
-        Raises:
-            UserError: an image that cannot be decoded, by its row.
-
-        """
-        images = []
-        for sample in samples:
-            image = self.image(sample.index)
-            view = self.augment.view(*image.size, sample.seed, self.image_size)
-            images.append(square(image, self.image_size, view))
-        indices = torch.tensor([sample.index for sample in samples])
-        return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[indices]}
-
-    def image(self, index: int) -> Image.Image:
-        """Decode one image."""
-        with self._open(index) as image:
-            image.load()
-            return image
-
-    def shorter_side(self) -> int | None:
-        """Return the median of the shorter sides of up to 100 images, in pixels."""
-        sides = []
-        for index in range(0, len(self), -(-len(self) // 100)):
-            with suppress(UserError), self._open(index) as image:
-                sides.append(min(image.size))
-        return sorted(sides)[len(sides) // 2] if sides else None
 
     @contextmanager
-    def _open(self, index: int) -> Iterator[Image.Image]:
+    def open(self, index: int) -> Iterator[Image.Image]:
         from PIL import Image
 
         row = int(self.rows[index])
         stored = self.encoded[row][self.column]
+        damage: tuple[type[Exception], ...] = (*unreadable(), TypeError)  # the last: a row without an image
         try:
             with Image.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])) as image:
                 yield image
-        except (OSError, SyntaxError, ValueError, EOFError, TypeError, Image.DecompressionBombError) as error:
+        except damage as error:
             raise UserError(f"{self.where}: the image of row {row} cannot be decoded ({error})") from error

@@ -42,11 +42,7 @@ def load(name: str, subset: str | None, cache_dir: str) -> Mapping[str, Any]:
     path = local_path(name)
     arguments: dict[str, Any] = {"path": name, "name": subset}
     if path:
-        arguments = {
-            "path": str(path),
-            "name": subset,
-            "cache_dir": str(Path(cache_dir).expanduser() / "datasets"),
-        }
+        arguments |= {"path": str(path), "cache_dir": str(Path(cache_dir).expanduser() / "datasets")}
         if path.is_file():
             arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
     elif not hub_reachable():

@@ -12,14 +12,7 @@ import numpy as np
 import torch
 
 from recipes.data.images.augment import Augment
-from recipes.data.images.pixels import (
-    ArrayImages,
-    check_fraction,
-    check_path,
-    grey_statistics,
-    held_out,
-    scale,
-)
+from recipes.data.images.pixels import ArrayImages, check_fraction, check_path, grey_statistics, held_out, scale
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.errors import UserError
 
@@ -158,10 +151,8 @@ def _image_data(
     counts = f"{len(train_labels):,} training and {len(valid_labels):,} validation images"
     description = f"{kind}: {counts}, {len(classes)} classes, {size} × {size}"
     mean, std = grey_statistics(train_images)
-    train, valid = (
-        ArrayImages(train_images, train_labels, size, augment),
-        ArrayImages(valid_images, valid_labels, size, augment),
-    )
+    train = ArrayImages(train_images, train_labels, size, augment)
+    valid = ArrayImages(valid_images, valid_labels, size, augment)
     return ImageDatasets(
         train, valid, description, classes=classes, image_size=size, mean=mean, std=std, augment=augment
     )

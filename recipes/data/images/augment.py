@@ -121,7 +121,6 @@ class ImageNet(Augment):
         return View(_placed(width, height, box_width, box_height, x, y), self.flip and flip)
 
     def evaluated_part(self) -> float:
-        """Return ``evaluated``."""
         return self.evaluated
 
     def _random_box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.augment import Augment
-from recipes.data.images.pixels import check_fraction, check_path, square
+from recipes.data.images.pixels import DecodedImages, check_fraction, check_path, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
-from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,8 +63,8 @@ class ImageFolder(ImageSource):
         if unknown := sorted(set(valid) - set(classes)):
             raise UserError(f"{valid_folder} has the class {unknown[0]}, which {train_folder} does not have")
         size = image_size or 224
-        augment = self.augment.choose(_shorter_side([file for files in train.values() for file in files]))
-        train_set, valid_set = (FolderImages(part, classes, size, augment) for part in (train, valid))
+        train_set, valid_set = (FolderImages(part, classes, size) for part in (train, valid))
+        train_set.augment = valid_set.augment = augment = self.augment.choose(train_set.shorter_side())
         if not len(valid_set):
             raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
         text = f"{len(train_set):,} training and {len(valid_set):,} validation images, {len(classes)} classes"
@@ -91,53 +89,27 @@ class ImageFolder(ImageSource):
         return {name: members for name, members in left.items() if members}
 
 
-class FolderImages:
-    """A dataset of image files, decoded when they are fetched."""
+class FolderImages(DecodedImages):
+    """A dataset of image files."""
 
-    def __init__(self, files: dict[str, list[str]], classes: list[str], image_size: int, augment: Augment) -> None:
+    def __init__(self, files: dict[str, list[str]], classes: list[str], image_size: int) -> None:
         # One array of bytes, not a list of strings: worker processes share it without copying.
         self.files = np.array([os.fsencode(file) for name in classes for file in files.get(name, [])])
         self.labels = torch.tensor(
             [label for label, name in enumerate(classes) for _ in files.get(name, [])], dtype=torch.int64
         )
         self.image_size = image_size
-        self.augment = augment
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    @contextmanager
+    def open(self, index: int) -> Iterator[Image.Image]:
+        from PIL import Image
 
-    def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B).
-
-        Raises:
-            UserError: a file that cannot be decoded, named.
-
-        """
-        images = []
-        for sample in samples:
-            image = self._image(sample.index)
-            view = self.augment.view(*image.size, sample.seed, self.image_size)
-            images.append(square(image, self.image_size, view))
-        rows = torch.tensor([sample.index for sample in samples])
-        return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]}
-
-    def _image(self, index: int) -> Image.Image:
         file = os.fsdecode(self.files[index])
         try:
-            return _decode(file)
-        except _unreadable() as error:
+            with Image.open(file) as image:
+                yield image
+        except unreadable() as error:
             raise UserError(f"{file} cannot be decoded ({error}); {REMEDY}") from error
-
-
-def _shorter_side(files: list[str]) -> int | None:
-    """Return the median of the shorter sides of up to 100 images, in pixels."""
-    from PIL import Image
-
-    sides = []
-    for file in files[:: -(-len(files) // 100)]:
-        with suppress(*_unreadable()), Image.open(file) as image:
-            sides.append(min(image.size))
-    return sorted(sides)[len(sides) // 2] if sides else None
 
 
 def _open(file: str) -> None:
@@ -154,19 +126,12 @@ def _decode(file: str) -> Image.Image:
         return image
 
 
-def _unreadable() -> tuple[type[Exception], ...]:
-    """Return what Pillow raises for a damaged file."""
-    from PIL import Image
-
-    return OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError
-
-
 def _failures(attempt: Callable[[str], object], files: list[str]) -> Iterator[tuple[str, Exception]]:
     """Try every file in a pool of threads (decoding releases the GIL); yield those that fail, in order."""
     from PIL import Image
 
     Image.init()  # loads every format now, before threads would do so at once
-    damage = _unreadable()
+    damage = unreadable()
 
     def failure(file: str) -> Exception | None:
         try:

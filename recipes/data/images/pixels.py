@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,6 +98,64 @@ class ArrayImages:
             whole = scale(images, self.image_size).numpy()
             cut = [_moved(image, view) for image, view in zip(whole, views, strict=True)]
         return torch.from_numpy(np.stack(cut)).expand(-1, 3, -1, -1)
+
+
+class DecodedImages:
+    """A dataset of images that are decoded when they are fetched. Subclasses define ``open`` and set ``labels``."""
+
+    labels: Tensor
+    """int64, one for each image."""
+    image_size: int
+    augment: Augment
+    """Set when the images are open: what is done to them may depend on their size."""
+
+    def open(self, index: int) -> AbstractContextManager[Image.Image]:
+        """Open an image for a block that decodes it, and does nothing else.
+
+        Raises:
+            UserError: it cannot be decoded; the message says which one.
+
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B).
+
+        Raises:
+            UserError: which image cannot be decoded.
+
+        """
+        images = []
+        for sample in samples:
+            image = self.image(sample.index)
+            view = self.augment.view(*image.size, sample.seed, self.image_size)
+            images.append(square(image, self.image_size, view))
+        rows = torch.tensor([sample.index for sample in samples])
+        return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]}
+
+    def image(self, index: int) -> Image.Image:
+        """Decode one image."""
+        with self.open(index) as image:
+            image.load()
+            return image
+
+    def shorter_side(self) -> int | None:
+        """Return the median of the shorter sides of up to 100 images, in pixels."""
+        sides = []
+        for index in range(0, len(self), -(-len(self) // 100)):
+            with suppress(UserError), self.open(index) as image:
+                sides.append(min(image.size))
+        return sorted(sides)[len(sides) // 2] if sides else None
+
+
+def unreadable() -> tuple[type[Exception], ...]:
+    """Return what Pillow raises for a damaged file."""
+    from PIL import Image
+
+    return OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError
 
 
 def _picture(pixels: Tensor) -> Image.Image:

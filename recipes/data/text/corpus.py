@@ -54,7 +54,6 @@ class TokenizedText(TextSource):
         return self.kind
 
     def tokens(self, tokenizer: str | None) -> TokenData:
-        """Tokenise the text, or open it from the cache (see ``TextSource``)."""
         train, valid = self.splits()
         plan = self._plan(tokenizer, train, valid)
         train_ids, valid_ids, opened = open_or_build(self.cache_dir, self.kind, train, valid, plan)

@@ -63,11 +63,9 @@ class Pretrained:
         return str(backend.to_str()) if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text."""
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids

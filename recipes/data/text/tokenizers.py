@@ -59,22 +59,13 @@ class Bytes:
         """Write a folder that AutoTokenizer opens, with the same ids."""
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # A byte-level BPE that merges nothing: each byte has a printable character that stands for it.
-        tokenizer = tokenizers.Tokenizer(models.BPE({name: byte for byte, name in enumerate(_byte_names())}, []))
+        tokenizer = tokenizers.Tokenizer(models.BPE({name: byte for byte, name in bytes_to_unicode().items()}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         write_fast_tokenizer(tokenizer, folder)
-
-
-def _byte_names() -> list[str]:
-    """Return what stands for each byte in a byte-level BPE: itself where Latin-1 prints it, else the next from 256 on.
-
-    As in GPT-2's ``bytes_to_unicode`` (Radford et al. 2019).
-    """
-    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
 class Characters:
