@@ -10,7 +10,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.run.folder import RunFolder
 from trainer.run.terminal import Terminal
-from trainer.tracking.mlflow.serving import remove_serving, try_write_serving
+from trainer.tracking.mlflow.serving import remove_serving, write_serving
 from trainer.trainer import Trainer
 
 
@@ -49,9 +49,12 @@ def export_best(
     try:
         with torch.no_grad(), config.precision.autocast(trainer.device):
             if exported and step is not None and config.tracking.mlflow:
-                problem = try_write_serving(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
-                if problem:
-                    terminal.warn(problem)
+                try:
+                    write_serving(folder.path, trainer.recipe, model, trainer.device, trainer.datasets, step)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # it does not support all that a recipe may do
+                    terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
             return config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device), missing
     except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
         terminal.warn("the finished model as a whole does not fit on the device; its sample is left out")

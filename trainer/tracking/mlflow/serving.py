@@ -38,19 +38,6 @@ _PACKAGES = {
 }
 
 
-def try_write_serving(
-    folder: Path, recipe: Recipe, model: nn.Module, device: torch.device, datasets: Datasets, step: int
-) -> str | None:
-    """Call ``write_serving``; return a warning if it does not support what the recipe does."""
-    try:
-        write_serving(folder, recipe, model, device, datasets, step)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return f"MLflow gets the best weights as files, not as a servable model ({error})"
-    return None
-
-
 def remove_serving(folder: Path) -> None:
     """Remove the folder ``serving`` before ``best/`` changes: after a kill in between, the two would not match."""
     shutil.rmtree(folder / SERVING, ignore_errors=True)
