@@ -14,11 +14,13 @@ from evidence.comparison.judge import ArmResult, curve_distances
 from evidence.measures import LOSS
 from trainer.formats import mebibytes
 from trainer.profiling.ledger import CATEGORIES, MIB
-from trainer.tracking.plots import INK, QUIET
+from trainer.tracking.plots import INK, QUIET, bare_figure
 
 # Distinguishable with any colour vision (Okabe and Ito 2008); the null arm in grey.
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#202124")
 NOISE = "#9aa0a6"
+SIZE = (6.4, 3.8)
+"""Inches."""
 PARTS = dict(
     zip(
         CATEGORIES,
@@ -58,20 +60,8 @@ def _color(result: Result, arm: ArmResult) -> str:
     return COLORS[labels.index(arm.label) % len(COLORS)]
 
 
-def _figure() -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.8), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#dadce0")
-    axes.tick_params(colors=QUIET, length=0)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
 def _loss(result: Result) -> Any:
-    figure, axes = _figure()
+    figure, axes = bare_figure(*SIZE)
     drawn = False
     for arm in result.arms:
         runs = [o.series[LOSS] for o in result.outcomes if o.arm == arm.label and o.finished and LOSS in o.series]
@@ -94,7 +84,7 @@ def _separation(result: Result) -> Any:
     """Draw what decides where curves separate: mean distances, with the largest one of the null arm."""
     runs = {arm.label: {o.seed: o for o in result.outcomes if o.arm == arm.label and o.finished} for arm in result.arms}
     base = runs[result.comparison.baseline]
-    figure, axes = _figure()
+    figure, axes = bare_figure(*SIZE)
     drawn = False
     for arm in result.arms:
         distances = curve_distances(runs[arm.label], base) if arm.label != result.comparison.baseline else {}
@@ -127,7 +117,7 @@ def _speed(result: Result) -> Any:
     arms = [arm for arm in result.arms if arm.speed.values]
     if not arms:
         return None
-    figure, axes = _figure()
+    figure, axes = bare_figure(*SIZE)
     for row, arm in enumerate(arms):
         values = arm.speed.values
         middle = float(np.mean(values))
@@ -150,7 +140,7 @@ def _memory(result: Result) -> Any:
     arms = [arm for arm in result.arms if arm.memory.values and not arm.is_null]
     if not arms:
         return None
-    figure, axes = _figure()
+    figure, axes = bare_figure(*SIZE)
     shown: set[str] = set()
     for row, arm in enumerate(arms):
         left = 0.0
@@ -182,7 +172,7 @@ def _tradeoff(result: Result) -> Any:
     arms = [arm for arm in result.arms if arm.speed.ratio and arm.quality.test]
     if not arms:
         return None
-    figure, axes = _figure()
+    figure, axes = bare_figure(*SIZE)
     margin = 100 * result.comparison.margin
     axes.axhspan(-margin, margin, color="#e6f4ea", label=f"margin ±{margin:g} %")
     axes.plot(1, 0, "D", color=COLORS[0], label=result.comparison.baseline, zorder=3)

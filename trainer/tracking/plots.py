@@ -19,17 +19,7 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 def plot_run(metrics_file: Path, folder: Path, title: str) -> list[Path]:
-    """Draw ``loss.png`` and ``throughput.png`` into ``folder``, if such metrics were logged.
-
-    Args:
-        metrics_file: the run's ``metrics.jsonl``.
-        folder: created when there is something to draw.
-        title: the run's name.
-
-    Returns:
-        The files written.
-
-    """
+    """Draw ``loss.png`` and ``throughput.png`` of a metric log, as far as it has them, and return the files written."""
     series = read_series(metrics_file)
     rates = [name for name in series if name.endswith("_per_s") and "/" not in name]
     drawn = []
@@ -62,20 +52,27 @@ def running_mean(values: np.ndarray, width: int) -> np.ndarray:
     return np.where(count > 0.5, total / np.maximum(count, 1), np.nan)
 
 
-def _figure(title: str, y_label: str) -> tuple[Any, Any]:
+def bare_figure(width: float, height: float) -> tuple[Any, Any]:
+    """Return a figure of so many inches, and its axes with quiet lines on the left and at the bottom only."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title, loc="left", color=INK, fontsize=12)
-    axes.set_xlabel("optimizer step", color=QUIET)
-    axes.set_ylabel(y_label, color=QUIET)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#dadce0")
     axes.tick_params(colors=QUIET, length=0)
-    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
     axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _figure(title: str, y_label: str) -> tuple[Any, Any]:
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = bare_figure(8, 4.5)
+    axes.set_title(title, loc="left", color=INK, fontsize=12)
+    axes.set_xlabel("optimizer step", color=QUIET)
+    axes.set_ylabel(y_label, color=QUIET)
+    axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     return figure, axes
@@ -140,13 +137,7 @@ def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, color: str, label: 
         return
     width = max(3, len(values) // 50) | 1
     axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
-    axes.plot(
-        steps,
-        running_mean(values, width),
-        color=color,
-        linewidth=1.8,
-        label=f"{label}, mean of {width} points",
-    )
+    axes.plot(steps, running_mean(values, width), color=color, linewidth=1.8, label=f"{label}, mean of {width} points")
 
 
 def _save(figure: Any, path: Path) -> Path:
