@@ -14,7 +14,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.tracking.metric_log import MetricLog, truncate
-from trainer.tracking.mlflow.checkpoints import check_mode
+from trainer.tracking.mlflow.checkpoints import MODES
 from trainer.tracking.mlflow.delivery import TRACKING_FILE, RunInfo
 from trainer.tracking.mlflow.delivery_record import METRICS_FILE, SUMMARY_FILE, final_status, is_delivered, reopen
 from trainer.tracking.mlflow.feed import Feed
@@ -50,7 +50,10 @@ class Tracking:
             )
         if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
             raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
-        check_mode(self.checkpoints)
+        if self.checkpoints not in MODES:
+            raise UserError(
+                f"tracking.checkpoints={self.checkpoints} is unknown; use tracking.checkpoints=last, all or none"
+            )
         if self.register is not None and (not self.register or set(self.register) & set("/:")):
             raise UserError(
                 f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
@@ -142,15 +145,9 @@ class Tracker:
         self._log.append(json.dumps(line, allow_nan=False))
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
-        """Write the summary and the plots, and complete the upload. Neither a full disk nor MLflow makes it raise.
+        """Write the summary with its status (FINISHED, FAILED or KILLED) and the plots, and complete the upload.
 
-        Args:
-            status: ``FINISHED``, ``FAILED`` or ``KILLED``.
-            summary: the content of ``summary.json``, without the status.
-
-        Returns:
-            Whether the summary was written.
-
+        Neither a full disk nor MLflow makes it raise. It returns whether the summary was written.
         """
         from trainer.tracking.plots import plot_run
 

@@ -139,11 +139,7 @@ def free_port(wanted: int) -> int:
 
 
 def serve(uri: str, port: int) -> None:
-    """Run ``mlflow server`` on the loopback interface in the foreground, until Ctrl-C ends it.
-
-    Args:
-        uri: of the store, password included.
-        port: where it listens.
+    """Run ``mlflow server`` for a store (its password in ``uri``) on the loopback interface, until Ctrl-C ends it.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the server has ended.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, sha256
-from trainer.errors import UserError, first_line
+from trainer.errors import first_line
 from trainer.files import link_or_copy
 from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 
@@ -29,12 +29,6 @@ CHECKPOINTS = "checkpoints"
 COMPANIONS = ("config.json", METRICS_FILE)
 MODES = ("last", "all", "none")
 _PREFIX = ".mlflow-checkpoint-"
-
-
-def check_mode(mode: str) -> None:
-    """Check ``tracking.checkpoints``. Raises UserError."""
-    if mode not in MODES:
-        raise UserError(f"tracking.checkpoints={mode} is unknown; use tracking.checkpoints=last, all or none")
 
 
 class CheckpointSender:

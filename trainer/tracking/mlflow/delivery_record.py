@@ -72,20 +72,14 @@ def step_elsewhere(folder: Path, run: Any, sessions: list[str], training: bool) 
     metrics = run.data.to_proto().metrics
     # MLflow's monitor of the machine counts its own samples.
     newest = max((metric.step for metric in metrics if not metric.key.startswith("system/")), default=-1)
-    return newest if newest > max(0, _last_step(folder)) else None
+    here = max((int(line["step"]) for line in read_json_lines(folder / METRICS_FILE)), default=0)
+    return newest if newest > here else None
 
 
 def log_size(folder: Path) -> int:
     """Return the bytes of the metric log; 0 where there is none."""
     path = folder / METRICS_FILE
     return path.stat().st_size if path.exists() else 0
-
-
-def _last_step(folder: Path) -> int:
-    last = -1
-    for line in read_json_lines(folder / METRICS_FILE):
-        last = int(line["step"])
-    return last
 
 
 def sync_command(folder: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.tracking.mlflow.datasets import log_datasets
@@ -23,7 +22,7 @@ def log_params_and_tags(
 ) -> None:
     """Log them. MLflow's params cannot be changed, so what a resumed run changed goes into a tag."""
     from mlflow.entities import Param, RunTag
-    from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
+    from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_TAG_VAL_LENGTH
 
     params = {
         valid_key(key): cut(value if isinstance(value, str) else json.dumps(value, default=str), MAX_PARAM_VAL_LENGTH)
@@ -36,14 +35,7 @@ def log_params_and_tags(
         tags["changed_on_resume"] = " ".join(changed)
     new = [Param(key, value) for key, value in params.items() if key not in known]
     tag_list = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
-    for batch in _batches(new, MAX_PARAMS_TAGS_PER_BATCH):
-        client.log_batch(run.info.run_id, params=batch, synchronous=True)
-    for batch in _batches(tag_list, MAX_PARAMS_TAGS_PER_BATCH):
-        client.log_batch(run.info.run_id, tags=batch, synchronous=True)
+    client.log_batch(run.info.run_id, params=new, synchronous=True)  # the client divides what is too long
+    client.log_batch(run.info.run_id, tags=tag_list, synchronous=True)
     log_datasets(client, run.info.run_id, datasets)
     write_description(client, run, opening_description(given_tags, datasets))
-
-
-def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

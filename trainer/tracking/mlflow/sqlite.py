@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,9 +134,5 @@ def _create(database: Path) -> None:
 
 
 def _free_name(path: Path) -> Path:
-    number = 1
-    free = path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+    paths = chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
+    return next(free for free in paths if not free.exists())

@@ -48,15 +48,12 @@ def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
         return None
     scheme, found, rest = value.partition("://")
     kind = scheme.partition("+")[0]
-    if value in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in _plugins())):
+    known = value in ("databricks", "databricks-uc", "uc") or (rest and kind in _SCHEMES)
+    if known or (rest and kind in entry_points(group="mlflow.tracking_store").names):
         return value
     if found:
         raise UserError(f"{key}={value} is not a URI that MLflow supports; use sqlite:///file.db or http://host:port")
     raise UserError(f"{key}={value} is not a URI; use sqlite:///{value} or http://host:port")
-
-
-def _plugins() -> set[str]:
-    return {entry.name for entry in entry_points(group="mlflow.tracking_store")}
 
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:

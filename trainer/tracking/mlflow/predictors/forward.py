@@ -39,11 +39,7 @@ class Forward(PythonModel):
     def predict(self, context: Any, model_input: np.ndarray, params: dict[str, Any] | None = None) -> Any:
         """Return the output: an array, or arrays by name.
 
-        Args:
-            context: MLflow's.
-            model_input: an array where ``forward`` takes one, else arrays by the names of its parameters.
-            params: none are known.
-
+        The input is an array where ``forward`` takes one, else arrays by the names of its parameters.
         """
         given = model_input if isinstance(model_input, dict) else {self.positional[0]: model_input}
         tensors = {name: torch.from_numpy(np.array(value)) for name, value in given.items()}

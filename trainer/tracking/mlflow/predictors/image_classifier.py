@@ -29,14 +29,7 @@ class ImageClassifier(PythonModel):
 
     @torch.no_grad()
     def predict(self, context: Any, model_input: np.ndarray, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Return a table with the ``label`` and its ``probability`` for each image.
-
-        Args:
-            context: MLflow's.
-            model_input: RGB, N × H × W × 3, uint8.
-            params: none are known.
-
-        """
+        """Return a table with the ``label`` and its ``probability`` for each image: RGB, N × H × W × 3, uint8."""
         size = self.config["image_size"]
         pixels = torch.from_numpy(np.array(model_input)).permute(0, 3, 1, 2)
         if pixels.shape[2:] != (size, size):

@@ -31,11 +31,7 @@ class QuestionAnswering(PythonModel):
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Return a table with the ``answer`` and its ``score``, the probability of its start times that of its end.
 
-        Args:
-            context: MLflow's.
-            model_input: a table with the columns ``question`` and ``context``.
-            params: none are known.
-
+        The input is a table with the columns ``question`` and ``context``.
         """
         table = pd.DataFrame(model_input)
         return pd.DataFrame(

@@ -27,13 +27,9 @@ class TextGeneration(PythonModel):
 
     @torch.no_grad()
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> list[str]:
-        """Return each text with its continuation.
+        """Return each text with its continuation; ``params`` are ``max_new_tokens`` and ``do_sample``.
 
-        Args:
-            context: MLflow's.
-            model_input: a table with one column, the texts (MLflow makes it of a list).
-            params: ``max_new_tokens`` and ``do_sample``.
-
+        The texts are the only column of a table, which MLflow makes of a list.
         """
         texts = model_input.iloc[:, 0].tolist()
         return [self._continue(text, **(params or {})) for text in texts]

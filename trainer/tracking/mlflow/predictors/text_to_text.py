@@ -28,11 +28,7 @@ class TextToText(PythonModel):
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> list[str]:
         """Return what the model writes for each text, with its sentinels: ``<extra_id_0>`` and so on.
 
-        Args:
-            context: MLflow's.
-            model_input: a table with one column, the texts (MLflow makes it of a list).
-            params: ``max_new_tokens``.
-
+        The texts are the only column of a table, which MLflow makes of a list; ``params`` may have ``max_new_tokens``.
         """
         texts = model_input.iloc[:, 0].tolist()
         written = []
