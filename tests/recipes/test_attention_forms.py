@@ -178,6 +178,6 @@ def test_every_rank_takes_what_rank_0_measured(measured: dict[str, float]) -> No
     trainer = Trainer.__new__(Trainer)
     trainer.world, trainer.plan, trainer.hardware = Second(), plan, detect("cpu")
     trainer.datasets = config.recipe.datasets(config.data, 0)
-    settled, _ = trainer._settled(config)
+    settled, _ = trainer._with_data(config)
     assert settled.recipe.attention == "sdpa_fp32"
     assert measured["calls"] == 0
