@@ -65,14 +65,7 @@ class Trainer:
 
     update_class: ClassVar[type[Update]] = Update
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        hardware: Hardware,
-        world: World,
-        datasets: Datasets,
-    ) -> None:
+    def __init__(self, config: Config, plan: Plan, hardware: Hardware, world: World, datasets: Datasets) -> None:
         self.world = world
         self.plan = plan
         self.hardware = hardware
@@ -87,8 +80,6 @@ class Trainer:
         config, self.choices = self._with_data(config)
         """What was chosen once the data was open."""
         self.config, self.recipe = config, config.recipe
-        self.workers = config.loader.processes(self.datasets.decodes, hardware)
-        """Loading processes."""
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self.first_model()
@@ -216,15 +207,8 @@ class Trainer:
 
     def batches(self) -> Iterator[list[Batch]]:
         """Yield the microbatches of every step that is left."""
-        return self.config.loader.steps(
-            self.datasets.train,
-            self.order,
-            self.plan.batching,
-            self.step,
-            self.plan.steps - self.step,
-            self.workers,
-            self.hardware,
-        )
+        batching, left = self.plan.batching, self.plan.steps - self.step
+        return self.config.loader.steps(self.datasets.train, self.order, batching, self.step, left, self.hardware)
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step over the microbatches and count it.
@@ -304,9 +288,7 @@ class Trainer:
         samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)
         own = samples[self.world.rank :: ranks]
         others = samples[:1] * (math.ceil(len(samples) / ranks) - len(own))
-        return len(own), self.config.loader.loader(
-            dataset, own + others, self.workers, self.hardware
-        )  # kept: so are its workers
+        return len(own), self.config.loader.loader(dataset, own + others, self.hardware)  # kept: so are its workers
 
     def _set_lr(self) -> float:
         lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)

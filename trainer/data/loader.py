@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
 from multiprocessing import forkserver, resource_tracker
@@ -35,10 +35,6 @@ class DataOrder:
         self.seed = seed
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
-
-    def __getitem__(self, position: int) -> SampleId:
-        """Return the sample at this position of the stream."""
-        return self.samples(position, 1)[0]
 
     def samples(self, first: int, count: int) -> list[SampleId]:
         """Return the ``count`` samples from position ``first`` on."""
@@ -183,21 +179,15 @@ class Loader:
             return min(16, hardware.cpu_cores) if decodes else 0
         return self.workers
 
-    def _options(self, workers: int, hardware: Hardware) -> dict[str, object]:
+    def _options(self, hardware: Hardware) -> dict[str, object]:
         return {}
 
-    def loader(
-        self,
-        dataset: Dataset,
-        samples: Sequence[list[SampleId]] | Iterator[list[SampleId]],
-        workers: int,
-        hardware: Hardware,
-    ) -> DataLoader[Batch]:
-        """Return a DataLoader that yields one microbatch per list of samples, from so many loading processes."""
-        options = self._options(workers, hardware)
-        if workers:
+    def loader(self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware) -> DataLoader[Batch]:
+        """Return a DataLoader that yields one microbatch per list of samples; ``workers`` is a number by now."""
+        options = self._options(hardware)
+        if self.workers:
             options |= {
-                "num_workers": workers,
+                "num_workers": self.workers,
                 "multiprocessing_context": _forkserver(),
                 "worker_init_fn": _end_with_the_run,
             }
@@ -210,17 +200,10 @@ class Loader:
         )
 
     def steps(
-        self,
-        dataset: Dataset,
-        order: DataOrder,
-        batching: Batching,
-        first_step: int,
-        count: int,
-        workers: int,
-        hardware: Hardware,
+        self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
     ) -> Iterator[list[Batch]]:
         """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
-        microbatches = checked(self.loader(dataset, batching.microbatches(order, first_step, count), workers, hardware))
+        microbatches = checked(self.loader(dataset, batching.microbatches(order, first_step, count), hardware))
         while step := list(islice(microbatches, batching.accumulation)):
             yield step
 
@@ -238,9 +221,9 @@ class PinnedLoader(Loader):
         if self.prefetch < 1:
             raise UserError(f"loader.prefetch={self.prefetch} must be at least 1")
 
-    def _options(self, workers: int, hardware: Hardware) -> dict[str, object]:
+    def _options(self, hardware: Hardware) -> dict[str, object]:
         options: dict[str, object] = {"pin_memory": hardware.device.type == "cuda"}
-        if workers:
+        if self.workers:
             options |= {"persistent_workers": True, "prefetch_factor": self.prefetch}
         return options
 
@@ -255,17 +238,10 @@ class OnDeviceLoader(Loader):
     kind: ClassVar[str] = "synthetic-on-device"
 
     def steps(
-        self,
-        dataset: Dataset,
-        order: DataOrder,
-        batching: Batching,
-        first_step: int,
-        count: int,
-        workers: int,
-        hardware: Hardware,
+        self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
     ) -> Iterator[list[Batch]]:
         """Yield the same microbatches ``count`` times."""
-        first = next(super().steps(dataset, order, batching, 0, 1, workers, hardware))
+        first = next(super().steps(dataset, order, batching, 0, 1, hardware))
         yield from repeat([_Copied(batch, hardware.device) for batch in first], count)
 
 

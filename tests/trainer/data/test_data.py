@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -55,9 +55,12 @@ class Buggy(Echo):
 
 
 def stream(loader: Loader, batching: Batching, first: int = 0, count: int = 9, seed: int = 0) -> list[list[Batch]]:
-    return list(
-        loader.steps(Echo(), DataOrder(LENGTH, seed), batching, first, count, loader.processes(False, CPU), CPU)
-    )
+    return list(loader.steps(Echo(), DataOrder(LENGTH, seed), batching, first, count, CPU))
+
+
+def samples(order: DataOrder, positions: Iterable[int]) -> list[SampleId]:
+    """Return the samples at these positions, each looked up by itself."""
+    return [order.samples(position, 1)[0] for position in positions]
 
 
 def flat(steps: list[list[Batch]]) -> dict[str, list[int]]:
@@ -69,7 +72,9 @@ def flat(steps: list[list[Batch]]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
 def test_every_epoch_is_a_permutation_of_its_own(length: int, seed: int) -> None:
     order = DataOrder(length, seed)
-    epochs = [[order[epoch * length + index].index for index in range(length)] for epoch in range(3)]
+    epochs = [
+        [each.index for each in samples(order, range(epoch * length, (epoch + 1) * length))] for epoch in range(3)
+    ]
     assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
     if length > 2:
         assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -77,12 +82,12 @@ def test_every_epoch_is_a_permutation_of_its_own(length: int, seed: int) -> None
 
 
 def test_seeds_order_differently() -> None:
-    orders = {tuple(DataOrder(LENGTH, seed)[index].index for index in range(LENGTH)) for seed in range(20)}
+    orders = {tuple(each.index for each in samples(DataOrder(LENGTH, seed), range(LENGTH))) for seed in range(20)}
     assert len(orders) == 20
 
 
 def test_each_sample_of_each_epoch_of_each_seed_has_randomness_of_its_own() -> None:
-    seeds = [DataOrder(50, seed)[position].seed for seed in range(5) for position in range(200)]
+    seeds = [each.seed for seed in range(5) for each in samples(DataOrder(50, seed), range(200))]
     assert len(set(seeds)) == len(seeds)
     assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
     bits = np.unpackbits(np.array(seeds, dtype=">u8").view(np.uint8)).reshape(len(seeds), 64)[:, 1:]
@@ -90,19 +95,16 @@ def test_each_sample_of_each_epoch_of_each_seed_has_randomness_of_its_own() -> N
 
 
 def test_a_position_is_the_whole_state() -> None:
-    forward = [DataOrder(LENGTH, 3)[position] for position in range(100)]
-    order = DataOrder(LENGTH, 3)
-    backward = [order[position] for position in reversed(range(100))]
+    forward = [DataOrder(LENGTH, 3).samples(position, 1)[0] for position in range(100)]
+    backward = samples(DataOrder(LENGTH, 3), reversed(range(100)))
     assert forward == backward[::-1]
-    assert DataOrder(LENGTH, 3)[77] == forward[77]
 
 
 def test_a_samples_seed_depends_on_the_sample_and_not_on_its_place() -> None:
     """So that a longer data set, in another order, would not change how these samples are augmented."""
     seeds = []
     for length in (LENGTH, LENGTH + 5):
-        order = DataOrder(length, 0)
-        seeds.append({order[position].index: order[position].seed for position in range(length)})
+        seeds.append(dict(samples(DataOrder(length, 0), range(length))))
     assert seeds[0].items() <= seeds[1].items()
 
 
@@ -110,7 +112,7 @@ def test_batches_are_consecutive_positions_across_epochs() -> None:
     order = DataOrder(5, 0)
     batches = list(order.batches(3, 4, 3))
     assert [len(batch) for batch in batches] == [4, 4, 4]
-    assert list(chain.from_iterable(batches)) == [order[position] for position in range(3, 15)]
+    assert list(chain.from_iterable(batches)) == samples(order, range(3, 15))
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
@@ -140,14 +142,14 @@ def test_no_steps_left_gives_none() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_reports_a_mistake_is_heard_as_it_is(workers: int) -> None:
-    steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, workers, CPU)
+    steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
     with pytest.raises(UserError, match=r"^data.path=photos: photos/cat.jpg cannot be read; remove it$"):
         list(steps)
 
 
 def test_workers_end_with_the_mistake_they_reported() -> None:
     """Not when Python next looks for cycles, where each would be waited for in vain."""
-    steps = PinnedLoader(1).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, 1, CPU)
+    steps = PinnedLoader(1).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
     gc.collect()
     gc.disable()
     try:
@@ -161,7 +163,7 @@ def test_workers_end_with_the_mistake_they_reported() -> None:
 
 def test_a_bug_in_a_dataset_is_not_swallowed() -> None:
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        list(Loader(0).steps(Buggy(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 3, 0, CPU))
+        list(Loader(0).steps(Buggy(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 3, CPU))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -189,8 +191,8 @@ def test_on_device_loader_leaves_the_counting_to_the_host(recipe: str) -> None:
     config = config.resolve(CPU).config
     data = config.recipe.datasets(config.data, 0).train
     elsewhere = replace(CPU, device=torch.device("meta"))
-    first, *others = OnDeviceLoader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 5, 3, 0, elsewhere)
-    expected = next(Loader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 0, 1, 0, CPU))
+    first, *others = OnDeviceLoader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 5, 3, elsewhere)
+    expected = next(Loader(0).steps(data, DataOrder(len(data), 0), Batching(6, 2), 0, 1, CPU))
     counts = [config.recipe.count_targets(batch) for batch in first]
     assert counts == [config.recipe.count_targets(batch) for batch in expected]
     copies = [to_device(batch, elsewhere.device) for batch in first]
