@@ -57,6 +57,15 @@ def read_json(path: Path) -> Any:
     return json.loads(text, object_pairs_hook=_once_each)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; empty where there is no such file, or a damaged one."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file with one on each line, such as a run's ``metrics.jsonl``; none if there is no file.
 
@@ -109,12 +118,7 @@ def flush(path: Path) -> None:
 
 
 def check_output_dir(output_dir: str) -> None:
-    """Refuse an output folder that cannot be made or written, before anything else is done.
-
-    Raises:
-        UserError: as said.
-
-    """
+    """Refuse, with a UserError, an output folder that cannot be made or written, before anything else is done."""
     path = Path(output_dir).expanduser().absolute()
     while not path.exists():
         path = path.parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import yaml
 
 from trainer.checkpoint import store as checkpoint
 from trainer.errors import UserError
-from trainer.files import check_output_dir, make_folder, read_json, write_json, write_text
+from trainer.files import check_output_dir, make_folder, read_json, read_object, write_json, write_text
 from trainer.parallel.world import launch_id, launched_processes, restarted
 
 
@@ -49,39 +48,18 @@ class RunFolder:
                 f"output_dir={output_dir} cannot be written ({error.strerror}); choose another with output_dir=…"
             ) from error
 
-    @classmethod
-    def find(cls, resume: str, output_dir: str, run_name: str, uri: str | None = None) -> RunFolder | None:
-        """Return the folder to resume: the one named, or with ``auto`` the newest of this run name, if any.
-
-        Raises:
-            UserError: the folder named does not exist or holds no checkpoint.
-
-        """
-        if resume == "auto":
-            root = Path(output_dir).expanduser()
-            named = [path for path in root.glob(f"{run_name}*") if _is_run(path, run_name)]
-            saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
-            return cls(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
-        return local_folder(resume, output_dir, uri)
-
     def mark_launch(self) -> None:
         """Note by which torchrun the run was started, so that its restart finds the run again."""
         if launched_processes():
             self.write(_LAUNCH_FILE, {"launch": launch_id()})
 
-    def write(self, name: str, content: dict[str, Any]) -> Path:
+    def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
-        path = self.path / name
-        write_json(path, content)
-        return path
+        write_json(self.path / name, content)
 
     def summary(self) -> dict[str, Any]:
         """Return what summary.json says, or nothing where there is none that can be read."""
-        try:
-            content = json.loads((self.path / "summary.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_object(self.path / "summary.json")
 
     def write_config(self, flat: dict[str, Any]) -> None:
         """Record the resolved config, as JSON and, for people, as YAML."""
@@ -107,12 +85,7 @@ class RunFolder:
 def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFolder:
     """Return the run folder that ``resume=FOLDER`` names, or that ``resume=mlflow:RUN_ID`` brings here.
 
-    Every process of a job may call it, also before they know each other.
-
-    Args:
-        resume: the option, neither null nor auto.
-        output_dir: where run folders are made.
-        uri: ``tracking.uri``, where it is set.
+    Every process of a job may call it, also before they know each other. ``uri`` is ``tracking.uri``, if it is set.
 
     Raises:
         UserError: the folder does not exist or holds no checkpoint; or MLflow does not give the run.
@@ -134,26 +107,27 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
 
 
 def earlier_folder(resume: str | None, output_dir: str, run_name: str, uri: str | None) -> RunFolder | None:
-    """Return the folder of the run to resume, if any: ``resume``, or what torchrun's restart interrupted.
+    """Return the folder of the run to resume, if any: what torchrun's restart interrupted, or what ``resume`` says.
 
-    Args:
-        resume: null, ``auto``, a folder or an address in MLflow.
-        output_dir: where run folders are made.
-        run_name: of the run, and the beginning of its folder's name.
-        uri: ``tracking.uri``.
+    ``resume`` is a folder, an address in MLflow, or ``auto``: the newest folder of this run name with a checkpoint.
 
     Raises:
         UserError: ``resume`` names no run, or the output folder cannot be written.
 
     """
     check_output_dir(output_dir)
+    root = Path(output_dir).expanduser()
     if restarted():
-        marks = Path(output_dir).expanduser().glob(f"{run_name}*/{_LAUNCH_FILE}")
-        ours = [mark for mark in marks if json.loads(mark.read_text()).get("launch") == launch_id()]
+        marks = root.glob(f"{run_name}*/{_LAUNCH_FILE}")
+        ours = [mark for mark in marks if read_object(mark).get("launch") == launch_id()]
         saved = [mark for mark in ours if checkpoint.steps(mark.parent / "checkpoints")]
         if saved:
             return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
-    return RunFolder.find(resume, output_dir, run_name, uri) if resume else None
+    if resume == "auto":
+        named = [path for path in root.glob(f"{run_name}*") if _is_run(path, run_name)]
+        saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
+        return RunFolder(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
+    return local_folder(resume, output_dir, uri) if resume else None
 
 
 _LAUNCH_FILE = "launch.json"

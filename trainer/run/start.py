@@ -59,8 +59,9 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
                 resolved = earlier_plan(folder, resolved)
             resolved = resolved._replace(config=_as_before(world.on_first(folder.config), resolved.config))
             saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
+            status = partial(final_status, folder.path)
             # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
-            if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(partial(_is_finished, folder))):
+            if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(status) == "FINISHED"):
                 terminal.note(
                     f"{folder.path} is already complete ({saved.step} steps); set steps={2 * saved.step} to continue"
                 )
@@ -81,10 +82,6 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             if is_out_of_memory(error):
                 raise MemoryRanOut(error, resolved.plan.batching.micro_batch_size) from error
             raise
-
-
-def _is_finished(folder: RunFolder) -> bool:
-    return final_status(folder.path) == "FINISHED"
 
 
 def _begun(resolved: Resolved, stack: ExitStack) -> RunFolder:

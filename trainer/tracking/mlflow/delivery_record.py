@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
-from trainer.files import read_json_lines, write_json
+from trainer.files import read_json_lines, read_object, write_json
 from trainer.tracking.mlflow.store import SESSION_TAG, lasting_uri
-from trainer.tracking.mlflow.summary_metrics import read_summary
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -22,11 +20,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
     Empty if MLflow has not answered yet, or the file is damaged: then the run is found by its key.
     """
-    try:
-        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    return read_object(folder / RECORD_FILE)
 
 
 def is_delivered(folder: Path, uri: str | None = None) -> bool:
@@ -48,7 +42,7 @@ def reopen(folder: Path) -> None:
 
 def final_status(folder: Path) -> str | None:
     """Return the status in ``summary.json``; None: the run was killed before it could write one."""
-    status = read_summary(folder / SUMMARY_FILE).get("status")
+    status = read_object(folder / SUMMARY_FILE).get("status")
     return status if status in ("FINISHED", "FAILED", "KILLED") else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, InvalidCheckpoint, damage, read_manifest
 from trainer.errors import UserError, first_line
-from trainer.files import check_output_dir, flush, in_use, locked, write_json
+from trainer.files import check_output_dir, flush, in_use, locked, read_object, write_json
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS
 from trainer.tracking.mlflow.delivery import RunInfo
 from trainer.tracking.mlflow.delivery_record import RECORD_FILE, SUMMARY_FILE, log_size, read_record
@@ -170,7 +169,8 @@ def _here(target: Path, wanted: _Wanted) -> bool:
     if not target.exists():
         return False
     resume, newest = wanted.resume, wanted.step
-    again = _origin(target) == wanted.origin  # fetched by the same command: a job that is started again
+    # Fetched by the same command: a job that is started again.
+    again = read_object(target / ORIGIN_FILE) == wanted.origin
     if not again:
         if read_record(target).get("run_id") != wanted.run_id:
             raise UserError(f"resume={resume}: {target} is another run; choose another folder with output_dir=…")
@@ -196,14 +196,6 @@ def _here(target: Path, wanted: _Wanted) -> bool:
         f"resume={resume}: {target} is this run at an earlier step than MLflow's {newest}; "
         "rename or remove that folder, or choose another with output_dir=…"
     )
-
-
-def _origin(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / ORIGIN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _download(client: MlflowClient, run: Any, wanted: _Wanted, partial: Path) -> None:

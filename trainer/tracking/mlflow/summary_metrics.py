@@ -12,13 +12,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.files import read_json_lines
+from trainer.files import read_json_lines, read_object
 from trainer.tracking.mlflow.store import valid_key
 
 VALID = "valid/"
@@ -74,18 +73,9 @@ def unsent_summary_metrics(log: Path, summary: Path, stored: dict[str, int]) -> 
 
     return [
         Metric(valid_key(metric.name), float(metric.value), int(metric.time_s * 1000), metric.step)
-        for metric in summary_metrics(log, read_summary(summary))
+        for metric in summary_metrics(log, read_object(summary))
         if metric.step > stored.get(valid_key(metric.name), -1)
     ]
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return the content of ``summary.json``; empty where there is none, or a damaged one."""
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def _best(evaluations: list[dict[str, Any]], summary: dict[str, Any]) -> list[SummaryMetric]:
