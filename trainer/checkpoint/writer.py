@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +30,24 @@ def infinite_buffers(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, held in buffers if held.is_floating_point() and bool(held.isinf().any()))
 
 
+@dataclass
 class CheckpointWriter:
     """Writes a run's checkpoints, one at a time. If the disk refuses one, the run continues without it."""
 
-    def __init__(self, options: Checkpoint, folder: Path, world: World, masks: Collection[str] = ()) -> None:
-        """Take what saving needs.
+    options: Checkpoint
+    folder: Path
+    """Of all checkpoints of the run."""
+    world: World
+    """Its first rank writes what all share."""
+    masks: frozenset[str] = frozenset()
+    """Names of buffers that may hold infinities; see ``infinite_buffers``."""
 
-        Args:
-            options: of the config.
-            folder: of all checkpoints of the run.
-            world: its first rank writes what all share.
-            masks: names of buffers that may hold infinities; see ``infinite_buffers``.
-
-        """
-        self.options = options
-        self.folder = folder
-        self.world = world
+    def __post_init__(self) -> None:
         self.saved = 0
         self.failed = 0
         self.stall_s = 0.0
         """Seconds that training has waited for its checkpoints, in total."""
         self.write_s = 0.0
-        self._masks = frozenset(masks)
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -105,9 +101,7 @@ class CheckpointWriter:
 
     def _refuse_nonfinite(self, step: int, weights: dict[str, Tensor]) -> None:
         state = {name: local_part(tensor) for name, tensor in weights.items() if tensor.is_floating_point()}
-        tensors = {
-            name: tensor.detach() for name, tensor in state.items() if tensor.numel() and name not in self._masks
-        }
+        tensors = {name: tensor.detach() for name, tensor in state.items() if tensor.numel() and name not in self.masks}
         largest = torch._foreach_norm(list(tensors.values()), ord=float("inf"))
         finite = [True] if not largest else torch.isfinite(torch.stack([norm.float() for norm in largest])).tolist()
         if not self.world.largest(not all(finite)):

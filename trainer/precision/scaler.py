@@ -37,9 +37,7 @@ class LossScale:
     def inverse(self, rest: float = 1.0) -> Tensor | None:
         """Return the factor (fp32 scalar) that turns a gradient of the scaled loss into the true one; None: it is 1.
 
-        Args:
-            rest: a further factor that the gradient needs, see ``Precision.normaliser``.
-
+        ``rest`` is a further factor that the gradient needs, see ``Precision.normaliser``.
         """
         return None if rest == 1 else torch.full_like(self.scale, rest)
 
@@ -133,8 +131,30 @@ class Scaler:
         return LossScale(device)
 
 
+class Scaling(Scaler):
+    """The base of the choices that scale the loss, and so skip the steps that overflow."""
+
+    max_consecutive_skips: int  # a field of the subclasses, which decide where it stands in config.json
+
+    def __post_init__(self) -> None:
+        if self.max_consecutive_skips < 1:
+            raise UserError(f"scaler.max_consecutive_skips={self.max_consecutive_skips} must be at least 1")
+
+    @property
+    def skip_limit(self) -> int | None:
+        return self.max_consecutive_skips
+
+    def check(self, mode: str) -> None:
+        if not _in_fp16(mode) and not self.force:
+            reason = "every tensor has a scale of its own" if mode == "fp8" else f"{family(mode)} has fp32's range"
+            raise UserError(
+                f"scaler={self.kind} with precision={mode}: {reason}, so scaling is not needed; "
+                "use scaler=auto, or scaler.force=true to measure it anyway"
+            )
+
+
 @dataclass
-class StaticScaler(Scaler):
+class StaticScaler(Scaling):
     """``scaler=static``: a fixed scale."""
 
     kind: ClassVar[str] = "static"
@@ -144,21 +164,14 @@ class StaticScaler(Scaler):
     def __post_init__(self) -> None:
         if not 0 < self.scale <= _LARGEST:
             raise UserError(f"scaler.scale={self.scale} must be a positive number that fp32 holds, such as 1024")
-        _check_skips(self.max_consecutive_skips)
-
-    @property
-    def skip_limit(self) -> int | None:
-        return self.max_consecutive_skips
-
-    def check(self, mode: str) -> None:
-        _refuse_needless(self, mode)
+        super().__post_init__()
 
     def build(self, mode: str, device: torch.device) -> LossScale:
         return StaticLossScale(device, self.scale)
 
 
 @dataclass
-class DynamicScaler(Scaler):
+class DynamicScaler(Scaling):
     """``scaler=dynamic``: the defaults are torch.amp.GradScaler's."""
 
     kind: ClassVar[str] = "dynamic"
@@ -184,18 +197,11 @@ class DynamicScaler(Scaler):
             raise UserError(
                 f"scaler.floor_scale={self.floor_scale} must be above 0 and at most scaler.init={self.init}"
             )
-        _check_skips(self.max_consecutive_skips)
+        super().__post_init__()
 
     @property
     def floor(self) -> float:
         return torch.tensor(self.floor_scale, dtype=torch.float32).item()  # as the scale, which it is compared with
-
-    @property
-    def skip_limit(self) -> int | None:
-        return self.max_consecutive_skips
-
-    def check(self, mode: str) -> None:
-        _refuse_needless(self, mode)
 
     def build(self, mode: str, device: torch.device) -> LossScale:
         return DynamicLossScale(device, self)
@@ -216,17 +222,3 @@ class AutoScaler(DynamicScaler):
 
 def _in_fp16(mode: str) -> bool:
     return family(mode) == "fp16"
-
-
-def _check_skips(skips: int) -> None:
-    if skips < 1:
-        raise UserError(f"scaler.max_consecutive_skips={skips} must be at least 1")
-
-
-def _refuse_needless(scaler: Scaler, mode: str) -> None:
-    if not _in_fp16(mode) and not scaler.force:
-        reason = "every tensor has a scale of its own" if mode == "fp8" else f"{family(mode)} has fp32's range"
-        raise UserError(
-            f"scaler={scaler.kind} with precision={mode}: {reason}, so scaling is not needed; "
-            "use scaler=auto, or scaler.force=true to measure it anyway"
-        )

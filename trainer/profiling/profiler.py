@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -191,22 +191,15 @@ class _TorchSession(Session):
         self.summary = f"{self._kept} steps profiled; operator time on {self._device.type}: {shares}"
 
 
+@dataclass
 class _MemorySession(Session):
-    def __init__(
-        self,
-        config: MemoryProfiler,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._model = model
-        self._optimizer = optimizer
-        self._device = device
-        self._started = 0
-        self._files: list[Path] = []
+    _config: MemoryProfiler
+    _folder: Path
+    _model: nn.Module
+    _optimizer: torch.optim.Optimizer
+    _device: torch.device
+    _started: int = 0
+    _files: list[Path] = field(default_factory=list)
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         self._started += 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.config.schema import Config, Plan, Resolved
+from trainer.config.schema import Config, Resolved
 from trainer.data.contract import Datasets, SampleId
+from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.world import World, launched_local_rank
@@ -57,7 +58,7 @@ def fit_plan(
         if rough is None or rough < free / 2:
             return size, ""
         log.info("this may need most of the free memory (%d MiB): forecasting a step of training", free / MIB)
-        return _Search(config, resolved.plan, int(USABLE * free)).choose(overrides)
+        return _Search(config, resolved.plan.batching, int(USABLE * free)).choose(overrides)
 
     size, why = world.on_first(look)
     return resolved.with_micro_batch_size(size, why) if why else resolved
@@ -95,20 +96,17 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
     return 64 * sum(shape.numel() for shape in shapes) + micro_batch_size * a_sample
 
 
+@dataclass
 class _Search:
-    """The search for a microbatch that fits, by a few forecasts.
+    """The search for a microbatch that fits, by a few forecasts."""
 
-    Args:
-        config: as composed.
-        plan: what it became.
-        usable: bytes.
-
-    """
-
-    def __init__(self, config: Config, plan: Plan, usable: int) -> None:
-        self.config, self.batching, self.usable = config, plan.batching, usable
-        self.steady = 0
-        """Bytes of weights, gradients and optimizer state at the last forecast's peak, whatever the microbatch is."""
+    config: Config
+    """As composed."""
+    batching: Batching
+    usable: int
+    """Bytes."""
+    steady: int = 0
+    """Bytes of weights, gradients and optimizer state at the last forecast's peak, whatever the microbatch is."""
 
     def choose(self, overrides: Sequence[str]) -> tuple[int, str]:
         """Return the microbatch, and why, if it is not the plan's.

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,30 +27,22 @@ class NonFiniteGradients(NonFiniteError):
         self.metrics = metrics
 
 
+@dataclass(kw_only=True)
 class Monitor:
     """Collects step records, turns those of a log interval into metrics, and ends a run that is no longer finite.
 
     Between log steps nothing here touches the device.
     """
 
-    def __init__(
-        self,
-        *,
-        log_every: int,
-        last_step: int,
-        unit: str,
-        scaler: Scaler,
-        recovers: bool,
-        device: torch.device,
-        world: World | None = None,
-    ) -> None:
-        self.log_every = log_every
-        self.last_step = last_step
-        self.unit = unit
-        self.scaler = scaler
-        self.recovers = recovers
-        self.device = device
-        self.world = world or World()
+    log_every: int
+    last_step: int
+    unit: str
+    scaler: Scaler
+    recovers: bool
+    device: torch.device
+    world: World = field(default_factory=World)
+
+    def __post_init__(self) -> None:
         self.skipped_steps = 0
         self.units = 0
         """Trained on since this process began or went on."""

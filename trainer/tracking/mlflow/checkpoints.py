@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,20 +32,16 @@ MODES = ("last", "all", "none")
 _PREFIX = ".mlflow-checkpoint-"
 
 
+@dataclass
 class CheckpointSender:
     """Keeps the checkpoints in MLflow the same as in the run folder."""
 
-    def __init__(self, folder: Path, mode: str) -> None:
-        """Prepare.
+    folder: Path
+    mode: str
+    """``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the best, from
+    which a resumed run exports its best weights; ``none``."""
 
-        Args:
-            folder: the run's.
-            mode: ``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the
-                best, from which a resumed run exports its best weights; ``none``.
-
-        """
-        self.mode = mode
-        self._folder = folder
+    def __post_init__(self) -> None:
         self._sent: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         """The manifests of damaged checkpoints, which are reported once and read once."""
@@ -72,12 +69,12 @@ class CheckpointSender:
         """
         if self.mode == "none":
             return
-        for left in self._folder.glob(f"{_PREFIX}*"):  # by a process that was killed
+        for left in self.folder.glob(f"{_PREFIX}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         for name, path in self._wanted().items():
             if self._is_settled(name, path):
                 continue
-            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._folder) as scratch:
+            with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self.folder) as scratch:
                 copy = _snapshot(path, Path(scratch, name))
                 if copy is None:
                     continue
@@ -106,7 +103,7 @@ class CheckpointSender:
 
     def _wanted(self) -> dict[str, Path]:
         """Return the folders by the name of their step (the folder's own name differs while it is being replaced)."""
-        root = self._folder / CHECKPOINTS
+        root = self.folder / CHECKPOINTS
         if self.mode == "none" or not root.is_dir():
             return {}
         from trainer.checkpoint import store as checkpoint  # with torch
@@ -124,7 +121,7 @@ class CheckpointSender:
                 return
             with suppress(NotImplementedError):
                 _remove(client, run, copy.name)  # of the same step, but not the same weights
-        for path, target in [*((self._folder / name, None) for name in COMPANIONS), *((path, place) for path in files)]:
+        for path, target in [*((self.folder / name, None) for name in COMPANIONS), *((path, place) for path in files)]:
             between(path.stat().st_size)
             client.log_artifact(run_id, str(path), target)
             between(0)
