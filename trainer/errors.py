@@ -44,13 +44,7 @@ class OutOfMemory(RunError):
 
 
 class MemoryRanOut(MemoryError):
-    """The allocator had no memory left for a run.
-
-    Args:
-        error: what it raised.
-        micro_batch_size: what the run trained with.
-
-    """
+    """The allocator raised ``error``: it had no memory left for a run, which trained with ``micro_batch_size``."""
 
     def __init__(self, error: BaseException, micro_batch_size: int) -> None:
         super().__init__(str(error))
@@ -98,10 +92,6 @@ def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
     names = list(valid)
     lowered = {name.lower(): name for name in reversed(names)}
     near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.5)
-    if not near and (transposed := _same_letters(typed.lower(), lowered)):
-        near = [transposed]
+    if not near:
+        near = [name for name in lowered if sorted(name) == sorted(typed.lower())][:1]  # letters in another order
     return f"; did you mean {prefix + lowered[near[0]]!r}?" if near else ""
-
-
-def _same_letters(typed: str, valid: Iterable[str]) -> str | None:
-    return next((name for name in valid if sorted(name) == sorted(typed)), None)

@@ -40,6 +40,11 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dimensions(shape: Sequence[int]) -> str:
+    """Return the shape of a tensor: ``768 × 3072``, or ``a number``."""
+    return " × ".join(map(str, shape)) or "a number"
+
+
 def size(count: float) -> str:
     """Return a number of bytes in binary units: ``154.8 MiB``."""
     for suffix in ("B", "KiB", "MiB"):

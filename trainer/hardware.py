@@ -111,7 +111,8 @@ def detect(device: str) -> Hardware:
         raise UserError("device=mps: torch finds no Apple GPU here; use device=cpu or device=auto")
     if chosen.type not in ("cpu", "mps"):
         raise UserError(f"device={device} is not supported; use auto, cpu, cuda or mps")
-    return Hardware(chosen, _cpu_name(), _ram_bytes(), cores, None, _cpu_flags())
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    return Hardware(chosen, name, _ram_bytes(), cores, None, _cpu_flags())
 
 
 def product_slowdown(dtype: torch.dtype, device: torch.device) -> float:
@@ -198,10 +199,6 @@ def _limit_and_use(folder: Path, limit: str, usage: str, droppable: str) -> tupl
     statistics = (folder / "memory.stat").read_text().splitlines()
     files = next(int(line.split()[1]) for line in statistics if line.startswith(f"{droppable} "))
     return int((folder / limit).read_text()), max(0, int((folder / usage).read_text()) - files)
-
-
-def _cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def _cpuinfo(key: str) -> str:

@@ -23,6 +23,7 @@ from trainer.checkpoint.schema import (
     require,
     require_keys,
 )
+from trainer.formats import dimensions
 from trainer.parallel.wrap import local_part
 from trainer.precision.scaler import DynamicLossScale, LossScale
 
@@ -201,4 +202,4 @@ def _same(there: Any, here: Any) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{' × '.join(map(str, tensor.shape)) or 'a number'} of {tensor.dtype}"
+    return f"{dimensions(tensor.shape)} of {tensor.dtype}"

@@ -16,6 +16,7 @@ from trainer.checkpoint.schema import InvalidCheckpoint, Manifest, State, read_m
 from trainer.checkpoint.state import MASTER, parameter_names, untie
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
+from trainer.formats import dimensions
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.wrap import is_sharded, local_part, local_rows
 from trainer.precision.scaler import LossScale
@@ -64,12 +65,7 @@ class CheckpointReader:
     def check_progress(
         self, monitor: Mapping[str, Any], loss_scale: LossScale, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check ``progress``, and the optimizer's counts of steps against it.
-
-        Args:
-            monitor: the state of this run's monitor.
-            loss_scale: this run's.
-            optimizer: this run's.
+        """Check ``progress``, and the optimizer's counts of steps; ``monitor`` is the state of this run's monitor.
 
         Raises:
             UserError: a value that cannot be of this run.
@@ -214,7 +210,8 @@ class _TensorFiles:
         if name not in self._where:
             raise InvalidCheckpoint(f"{self.file}: it lacks {name}")
         if self.shape(name) != shape:
-            raise InvalidCheckpoint(f"{self.file}: {name} is {_by(self.shape(name))} there and {_by(shape)} here")
+            there, here = dimensions(self.shape(name)), dimensions(shape)
+            raise InvalidCheckpoint(f"{self.file}: {name} is {there} there and {here} here")
         if (found := self._dtype(name, self._where[name][0])) not in (dtype, earlier):
             raise InvalidCheckpoint(f"{self.file}: {name} is {found} there and {dtype} here")
 
@@ -286,7 +283,3 @@ def _statistics(model: nn.Module) -> dict[str, torch.dtype]:
     narrow = {parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize == 2}
     names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
     return dict.fromkeys(names, narrow.pop()) if len(narrow) == 1 else {}
-
-
-def _by(shape: Any) -> str:
-    return " × ".join(map(str, shape)) or "a number"

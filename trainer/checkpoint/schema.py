@@ -145,7 +145,7 @@ def read_state(folder: Path) -> State:
     require_keys(content, {"step", "ties", "optimizer", "progress"}, STATE_FILE)
     step, ties, progress = content["step"], content["ties"], content["progress"]
     require(is_count(step), "step is no count of steps")
-    require(_is_names(ties), "ties are no names of weights")
+    require(isinstance(ties, dict) and _is_list_of(list(ties.values()), str), "ties are no names of weights")
     require(isinstance(progress, dict), "progress has no keys")
     optimizer = content["optimizer"]
     require_keys(optimizer, {"names", "groups", "scalars"}, f"{STATE_FILE}: optimizer", optional={"stateless"})
@@ -230,10 +230,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidCheckpoint(f"{path.name} has no keys")
     return content
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(target, str) for target in value.values())
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -172,15 +172,11 @@ class StochasticWeights(MasterWeights):
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round to one of the two nearest bf16 numbers, to each with the probability that makes the mean exact.
+    """Round fp32 values to one of the two nearest bf16 numbers, with the probabilities that make the mean exact.
 
     A number drawn evenly from 0 to 2^16 - 1 is added to the bits that bf16 lacks, and these are then cut off: the carry
-    comes up as often as they are large. What bf16 holds exactly stays as it is; so do infinities and NaN.
-
-    Args:
-        values: fp32, any shape.
-        generator: on their device.
-
+    comes up as often as they are large. What bf16 holds exactly stays as it is; so do infinities and NaN. The generator
+    is on the device of the values.
     """
     noise = torch.randint(
         1 << _LOW_BITS, values.shape, generator=generator, dtype=torch.int32, device=values.device

@@ -136,12 +136,9 @@ class Update:
         self._takes_flag = device.type == "cuda" and self._takes_scale
 
     def backward(self, loss: Tensor, exchanged: bool = False) -> None:
-        """Add the gradient of one microbatch's share of the step's loss.
+        """Add the gradient of one microbatch's share of the step's loss (fp32 scalar).
 
-        Args:
-            loss: fp32 scalar.
-            exchanged: whether the ranks sum their gradients in this pass.
-
+        ``exchanged``: whether the ranks sum their gradients in this pass.
         """
         if exchanged and self.masters is not None:
             self.masters.before_exchange()

@@ -36,12 +36,9 @@ class ActivationCheckpointing:
             )
 
     def apply(self, blocks: list[nn.Module]) -> None:
-        """Let each block recompute its forward in backward, in place: parameters keep their names.
+        """Let each of ``Recipe.blocks`` recompute its forward in backward, in place: parameters keep their names.
 
         Evaluation is not changed. Call it before torch.compile, which then decides what is kept in a block.
-
-        Args:
-            blocks: see ``Recipe.blocks``.
 
         Raises:
             UserError: the recipe names no blocks.

@@ -14,15 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from trainer import formats
 
-_NAMES = {
-    SDPBackend.MATH: "math",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
-    SDPBackend.OVERRIDEABLE: "overrideable",
-    SDPBackend.ERROR: "none",
-}
-
 
 def allow_cudnn(allowed: bool) -> None:
     """Enable or disable cuDNN's attention on CUDA, for this process.
@@ -107,7 +98,7 @@ def _call(
         attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     chosen = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return (
-        ("kernel", _NAMES[SDPBackend(chosen)]),
+        ("kernel", SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()),
         ("dtype", formats.dtype_name(query.dtype)),
         ("heads", query.shape[-3]),
         ("length", query.shape[-2]),

@@ -119,10 +119,7 @@ def compute_in_fp32(model: nn.Module, names: list[str], dtype: torch.dtype) -> N
 def warning(names: list[str], before: Path) -> str | None:
     """Return a warning for the user about the convolutions that are computed in fp32; None: there is nothing to report.
 
-    Args:
-        names: of those convolutions.
-        before: ``precision.json`` of the run that is resumed, perhaps of another machine; it may be missing.
-
+    ``before`` is ``precision.json`` of the run that is resumed, perhaps of another machine; it may be missing.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         earlier = json.loads(before.read_text(encoding="utf-8"))["effective"]["conv_in_fp32"]

@@ -6,7 +6,6 @@ product, whose result is bf16; weights stay fp32 (Micikevicius et al., "FP8 Form
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,17 +15,6 @@ from trainer.errors import UserError
 SCALINGS = ("tensorwise", "rowwise")
 """One scale for a tensor (fastest), or one for each row (more exact)."""
 _MULTIPLE = 16  # the hardware requires it of every dimension of an fp8 matmul
-
-
-def require_torchao() -> None:
-    """Check that torchao is installed.
-
-    Raises:
-        UserError: it is not installed.
-
-    """
-    if find_spec("torchao") is None:
-        raise UserError("precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16")
 
 
 def convert(model: nn.Module, fp32_modules: list[str], scaling: str, emulate: bool = False) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -92,8 +93,10 @@ class Precision:
                 f"needs an NVIDIA GPU of compute capability {'8.9' if self.mode == 'fp8' else '8.0'} or later. "
                 "Use precision=fp32 or precision=bf16"
             )
-        if self.mode == "fp8":
-            fp8.require_torchao()
+        if self.mode == "fp8" and find_spec("torchao") is None:
+            raise UserError(
+                "precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16"
+            )
         variable, value = _NO_TF32
         if self.mode == "tf32" and os.environ.get(variable) == value:
             raise UserError(
@@ -112,10 +115,7 @@ class Precision:
     def warning(self, hardware: Hardware, slowdown: float | None = None) -> str | None:
         """Return a warning for the user if this hardware only emulates the mode.
 
-        Args:
-            hardware: of the run.
-            slowdown: the time of a matmul relative to fp32; None: not measured.
-
+        ``slowdown`` is the time of a matmul relative to fp32; None: not measured.
         """
         if hardware.support(self.mode) != EMULATED:
             return None

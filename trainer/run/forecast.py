@@ -37,10 +37,7 @@ def forecast(config: Config) -> Ledger:
 
     Nothing is allocated but the datasets and two of their samples. Of accumulation, two microbatches are taken: in the
     second the gradients of the first exist, and all others repeat it. Recipes whose samples differ in shape are
-    forecast for the shape of their first ones.
-
-    Args:
-        config: as composed.
+    forecast for the shape of their first ones. The config is as composed.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this.
@@ -175,11 +172,7 @@ class UpdateAlways(Update):
 class FakeTrainer(Trainer):
     """A Trainer under FakeTensorMode: its tensors have shapes, dtypes and a device, and no storage.
 
-    Args:
-        config: resolved; without torch.compile.
-        plan: the resolved numbers.
-        hardware: what it is forecast for.
-
+    The config is resolved, and without torch.compile.
     """
 
     update_class = UpdateAlways

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.formats import duration, loss, quantity, size
-from trainer.recipe import Choice
 from trainer.run.terminal import Rows
 from trainer.trainer import Trainer
 
@@ -31,22 +30,17 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     if trainer.fp32_modules:
         precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
-    epochs = plan.steps * batching.batch_size / len(trainer.datasets.train)
+    count = plan.steps * batching.batch_size / len(trainer.datasets.train)
+    epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
     return [
-        (
-            "recipe",
-            f"{config.recipe.name}{f' ({facts})' if facts else ''}, {quantity(parameters)} parameters",
-        ),
-        ("data", f"{trainer.datasets.description}"),
+        ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {quantity(parameters)} parameters"),
+        ("data", trainer.datasets.description),
         ("precision", precision),
-        (
-            "device",
-            f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)",
-        ),
+        ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
         (
             "batch",
             f"{batching.batch_size} samples a step = {batching.accumulation} × {batching.micro_batch_size}{processes}; "
-            f"{plan.steps} steps = {_epochs(epochs)}",
+            f"{plan.steps} steps = {epochs}",
         ),
         (
             "optimizer",
@@ -55,11 +49,6 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         ("output", str(folder)),
     ]
-
-
-def choice_rows(choices: list[Choice]) -> Rows:
-    """Return one row for every ``auto`` that was resolved, as the override that would set it."""
-    return [(f"{choice.key}={choice.value}", choice.why) for choice in choices]
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,3 @@ class RunSummary:
         rows.append(("skipped steps", str(self.skipped_steps)))
         rows.append(("time", duration(self.wall_time_s)))
         return rows
-
-
-def _epochs(count: float) -> str:
-    return f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"

@@ -63,12 +63,7 @@ def complete(arguments: list[str]) -> list[str]:
 
 
 def check_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False) -> None:
-    """Refuse to continue a run under a config that would make it another run.
-
-    Args:
-        folder: of the run.
-        flat: the config now, by dotted keys.
-        reads_images: whether the recipe reads images.
+    """Refuse to continue a run under a config (``flat``, by dotted keys) that would make it another run.
 
     Raises:
         UserError: names the keys that differ, the recipe first.

@@ -235,10 +235,11 @@ class Run:
         unwritten = convolution.warning(self.trainer.conv_in_fp32, self.folder.path / "precision.json")
         for sentence in filter(None, [emulated, unwritten]):
             self.terminal.warn(sentence)
-        title = f"{self.folder.path.name}" + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
+        title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
         if choices:
-            self.terminal.block("chosen automatically (override any of them)", report.choice_rows(choices))
+            rows = [(f"{choice.key}={choice.value}", choice.why) for choice in choices]
+            self.terminal.block("chosen automatically (override any of them)", rows)
 
     def _finish(self) -> tuple[dict[str, Any], list[str]]:
         """Export the best weights, show the summary, finish the profile and the tracking.

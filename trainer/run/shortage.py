@@ -16,12 +16,9 @@ USABLE = 0.9
 
 
 def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
-    """Return the error to report. Call it when the run is gone: what is free then is what a new one would find.
+    """Return the error to report in the place of ``error``, which the allocator raised.
 
-    Args:
-        error: what the allocator raised.
-        overrides: of the run.
-
+    Call it when the run is gone: what is free then is what a new one would find.
     """
     words = _first_words(error)
     try:

@@ -11,7 +11,7 @@ from torch import nn
 from tests.helpers import compose, fit, start
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.precision import fp8
+from trainer.precision import fp8, modes
 from trainer.precision.modes import Precision, formats
 from trainer.precision.scaler import StaticScaler
 
@@ -35,10 +35,10 @@ def test_hardware_without_fp8_is_refused() -> None:
 
 
 def test_a_missing_torchao_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "find_spec", lambda name: None)
+    monkeypatch.setattr(modes, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs torchao, which is not installed; pip install torchao"):
         Precision("fp8").check(gpu(9, 0))
-    monkeypatch.setattr(fp8, "find_spec", lambda name: name)
+    monkeypatch.setattr(modes, "find_spec", lambda name: name)
     Precision("fp8").check(gpu(9, 0))
 
 
