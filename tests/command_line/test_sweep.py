@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from trainer.run import run as run_module
-from trainer.run import start as start_module
 from trainer.trainer import Trainer
 
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
@@ -113,7 +112,7 @@ def test_each_run_is_freed_before_the_next_begins(
             super().__init__(*arguments)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(start_module, "Trainer", Watched)
+    monkeypatch.setattr(run_module.Run, "trainer_class", Watched)
     assert train("-m", *BIGNET, "seed=0,1,2", "steps=2", "tracking=local").code == 0
     assert alive == [0, 0, 0]  # a run that stays counts as the next one's memory
 
