@@ -118,7 +118,7 @@ class Snapshot:
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
 
-def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, flush: Callable[[Path], None]) -> Path:
+def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, flush: Flush) -> Path:
     """Write a checkpoint below ``folder``, each rank its own files, and return its path.
 
     Args:
