@@ -184,8 +184,8 @@ def outcome_line(number: int, count: int, outcome: Outcome, known: bool, measure
     """Return what is printed after a run; the first four arguments are those of ``run_all``'s callback."""
     head = f"{number:>3}/{count}  {outcome.arm} s{outcome.seed}"
     if not outcome.finished:
-        return f"{head}  failed{' before' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}"
-    return "  ".join(filter(None, (head, measured, "done before" if known else f"{outcome.wall_time_s:.0f} s")))
+        return f"{head}  failed{' earlier' if known else ''} with exit code {outcome.exit_code}: {outcome.failure}"
+    return "  ".join(filter(None, (head, measured, "already done" if known else f"{outcome.wall_time_s:.0f} s")))
 
 
 def check_labels(arms: list[Arm]) -> None:
@@ -193,7 +193,7 @@ def check_labels(arms: list[Arm]) -> None:
     labels = [arm.label for arm in arms]
     for label in labels:
         if labels.count(label) > 1:
-            raise UserError(f'the arm {label} is there twice; give each a name: arm.<name>="precision={label} …"')
+            raise UserError(f'the arm {label} appears twice; give each a name: arm.<name>="precision={label} …"')
         if not label.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
 

@@ -40,7 +40,7 @@ class GPT2(LanguageRecipe):
         if self.pretrained:
             if self.size != "auto":
                 raise UserError(
-                    "recipe.size has no effect with recipe.pretrained, which brings its size; drop one of them"
+                    "recipe.size has no effect with recipe.pretrained, which sets the size; remove one of them"
                 )
             longest = pretrained_config(self.pretrained).n_positions
             if isinstance(self.context, int) and self.context > longest:

@@ -159,18 +159,18 @@ class LanguageRecipe(SizedRecipe):
             hidden = model.network.base_model(prompt, use_cache=False).last_hidden_state[:, -1]
             logits = model.network.lm_head(hidden)[:, : tokenizer.vocab_size].float()
             if not logits.isfinite().all():
-                return "no sample of text: the model's outputs are not finite"
+                return "no generated sample: the model's outputs are not finite"
             top, ids = logits.topk(min(40, logits.shape[-1]))
             prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
         written = prompt[0, len(start) :].tolist()
-        return f"a sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
+        return f"a generated sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
 
     def _check_tokenizer(self, data: DataSource) -> None:
         brought, chosen = self._tokenizer(), getattr(data, "tokenizer", OWN_BPE)
         if brought and chosen not in (OWN_BPE, brought):  # the default need not be dropped
             raise UserError(
-                f"data.tokenizer={chosen} has no effect with recipe.pretrained={brought}, which brings its own "
-                "tokenizer; drop one of them"
+                f"data.tokenizer={chosen} has no effect with recipe.pretrained={brought}, which has its own "
+                "tokenizer; remove one of them"
             )
 
     @property

@@ -187,7 +187,7 @@ def _check_arch(arch: str) -> None:
 
     known = torchvision.models.list_models(module=torchvision.models)
     if arch not in known:
-        raise UserError(f"recipe.arch={arch} is no classifier of torchvision.models{nearest(arch, known)}")
+        raise UserError(f"recipe.arch={arch} is not a classifier of torchvision.models{nearest(arch, known)}")
 
 
 def _build(arch: str, image_size: int, classes: int) -> nn.Module:

@@ -122,7 +122,7 @@ class T5(SizedTextRecipe):
         tokens = open_tokens(text_source(data, self.name), None, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
         train, valid = (SpanCorruption(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
-        cut = f"{train.noise} tokens in {train.spans} spans cut out of each {train.window}"
+        cut = f"{train.noise} tokens in {train.spans} spans removed from each {train.window}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", train.start), "eos_token": ("</s>", train.eos)}
         special |= {f"sentinel_{n}": (f"<extra_id_{n}>", train.sentinel + n) for n in range(train.spans)}

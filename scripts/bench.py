@@ -1,11 +1,11 @@
 """Measure the project's performance targets, as ratios from one run: ``python scripts/bench.py``.
 
-  only=memory,precision   some of the measurements (default: all):
+  only=memory,precision   run only these measurements (default: all):
                           precision, trainer, memory, startup, saving, parallel
-  repeats=5               of which the median is shown
+  repeats=5               repeats; the median is shown
   device=auto             as for train.py
-  json=FILE               also write everything measured to FILE
-Exit code: 0, 1 when a measurement fails, 2 for a mistake, 130 when interrupted.
+  json=FILE               also write all measurements to FILE
+Exit code: 0, 1 when a measurement fails, 2 for a user error, 130 when interrupted.
 """
 
 import sys

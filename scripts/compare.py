@@ -5,11 +5,11 @@
   baseline=<name>           the arm that the others are compared with (default: the first one)
   seeds=5 or seeds=3,4,5    pairs of runs (default: 5)
   margin=0.3%               the difference in final validation loss that is too small to matter
-  null=false                without the null arm (the baseline against itself with other seeds)
-  output_dir=outputs        of the runs and the report: <output_dir>/compare/<name>
-  name=<name>               of that folder (default: the recipe and the arms)
-Everything else goes to every run, as to train.py. The same command continues after a stop.
-Exit code: 0, 1 when a run failed, 2 for a mistake, 130 when interrupted.
+  null=false                no null arm (the null arm is the baseline with other seeds)
+  output_dir=outputs        the runs and the report go to <output_dir>/compare/<name>
+  name=<name>               name of that folder (default: the recipe and the arms)
+All other arguments are passed to every run, as for train.py. After a stop, the same command continues.
+Exit code: 0, 1 when a run failed, 2 for a user error, 130 when interrupted.
 """
 
 import sys

@@ -7,7 +7,7 @@
   max_batch    the largest batch that trains within a budget of memory, in one microbatch
     budget=1GiB  by=trials or forecast
 All take device=auto, seed=0, output_dir=outputs and run_name; clip_order and max_batch also what train.py takes.
-Exit code: 0, 1 when the measurement fails, 2 for a mistake, 130 when interrupted.
+Exit code: 0, 1 when the measurement fails, 2 for a user error, 130 when interrupted.
 """
 
 import sys

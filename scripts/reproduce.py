@@ -2,16 +2,16 @@
 
   python scripts/reproduce.py                    the claims, and every verdict so far
   python scripts/reproduce.py claim=two_x        test one, or several: claim=two_x,cpu_bf16
-  python scripts/reproduce.py all=true           test what this machine can
+  python scripts/reproduce.py all=true           test all claims that this machine can test
 
-  reduced=true       at a tiny size, to check that it runs; without a verdict or a record
+  reduced=true       run at a tiny size, to check that it works; no verdict and no record
   pages=true         only write docs/results.md and the table in docs/claims.md
   device=cpu         as for train.py
-  output_dir=…       of the runs (default: outputs)
+  output_dir=…       folder of the runs (default: outputs)
   data.path=…        and other overrides that a claim needs
-The same command continues after a stop, at the same commit. Outcomes are written to results/<machine>/<claim>.json,
+After a stop, the same command continues, at the same commit. Outcomes are written to results/<machine>/<claim>.json,
 docs/results.md and docs/claims.md.
-Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a mistake or a claim that needs another machine,
+Exit code: 0 whatever the verdict, 1 when a run failed, 2 for a user error or a claim that needs another machine,
 130 when interrupted.
 """
 

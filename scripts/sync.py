@@ -1,9 +1,9 @@
-"""Send to MLflow what it still lacks of the runs: ``python scripts/sync.py [run folder …]``.
+"""Send to MLflow what is still missing there: ``python scripts/sync.py [run folder …]``.
 
-  run folder …         these (default: every run that is not complete)
+  run folder …         the runs to send (default: every run that is not complete)
   output_dir=outputs   where the runs are
   uri=…                where to send them (default: the tracking store of each run when it was trained)
-Exit code: 0, 1 where MLflow still lacks something, 2 for a mistake, 130 when interrupted.
+Exit code: 0, 1 if something is still missing in MLflow, 2 for a user error, 130 when interrupted.
 """
 
 from __future__ import annotations

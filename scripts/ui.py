@@ -1,10 +1,10 @@
 """Show the runs in MLflow's page: ``python scripts/ui.py``.
 
-  port=5000          where it is served; the next free one is taken
+  port=5000          port of the page; if it is in use, the next free port
   uri=…              where the runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
-  experiment=…       which are shown (default: the one with the newest run)
+  experiment=…       the experiment to show (default: the one with the newest run)
   runs=6             how many to show side by side
-Exit code: 0, 1 when the server fails, 2 for a mistake. Ctrl-C stops it.
+Exit code: 0, 1 when the server fails, 2 for a user error. Ctrl-C stops it.
 """
 
 from __future__ import annotations

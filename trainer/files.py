@@ -169,14 +169,14 @@ def in_use(folder: Path) -> Iterator[None]:
         try:
             stack.enter_context(locked(folder / ".lock", timeout_s=0))
         except TimeoutError:
-            raise UserError(f"{folder} is being worked on by another process; wait until that one ends") from None
+            raise UserError(f"{folder} is in use by another process; wait until that process ends") from None
         yield
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key appears twice")
     return content
 
 

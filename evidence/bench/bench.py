@@ -69,7 +69,7 @@ class MeasuredRun(Run):
         assert self.tracker is not None
         while self.config.tracking.mlflow and self.tracker.run_id is None:
             if time.monotonic() > deadline:
-                raise RunError(f"MLflow has not started within {MLFLOW_PATIENCE_S:g} s, so its cost cannot be measured")
+                raise RunError(f"MLflow has not started within {MLFLOW_PATIENCE_S:g} s, so its overhead is unknown")
             time.sleep(0.05)
 
 
@@ -104,7 +104,7 @@ def _speedups(
             f"{job.name}, throughput, {fast} / {slow}",
             "x",
             ratios(times, slow, fast),
-            f"{job.line(*variants[fast])}; against {' '.join(variants[slow])}; {job.steps} steps a repeat",
+            f"{job.line(*variants[fast])}; vs. {' '.join(variants[slow])}; {job.steps} steps a repeat",
             target=BF16_TARGET if amx and (fast, slow) == ("bf16", "fp32") else None,
             at_most=False,
         )
@@ -226,7 +226,7 @@ def startup(hardware: Hardware, repeats: int, folder: Path, script: Path = PROJE
     rows = []
     for name, command, target in (("first step", train, 15.0), ("mistake", mistake, 4.0)):
         line = f"python scripts/train.py {' '.join(command[2:])}"
-        title = {"first step": "command to the end of the first step", "mistake": "command to the report of a mistake"}
+        title = {"first step": "command to the end of the first step", "mistake": "command to the error message"}
         rows.append(Row(f"{title[name]}, absolute", "s", times[name], f"{line}; warm caches", target))
         rows.append(Row(f"{name} / import torch", "x", ratios(times, name, "import torch"), line))
     rows.append(Row("import torch, absolute", "s", times["import torch"], "python -c 'import torch'"))

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     hardware = detect(options.device)
     facts = _machine(hardware)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    print(f"median of {options.repeats} repeats (lowest to highest); what is compared takes turns in one process")
+    print(f"median of {options.repeats} repeats (lowest to highest); compared loops alternate in one process")
     rows = []
     for name in options.only or MEASUREMENTS:
         began = time.monotonic()

@@ -54,7 +54,7 @@ def saving(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] =
         name = f"{job.name}, a checkpoint {how}"
         rows.append(Row(f"{name}: stall, of one step", "%", stalls, measured, 10.0 if background else None))
         rows.append(
-            Row(f"{name}: total cost, of one step", "%", slowed, f"{measured}; with the slower steps that follow")
+            Row(f"{name}: total overhead, of one step", "%", slowed, f"{measured}; with the slower steps that follow")
         )
     return rows
 
@@ -73,14 +73,14 @@ def parallel(hardware: Hardware, repeats: int, folder: Path, overrides: Sequence
             f"{PROCESSES} processes, Mantissa's DDP over torch's DDP written by hand",
             "%",
             [100 * (ratio - 1) for ratio in ratios(times, "mantissa", "bare")],
-            f"torchrun --nproc-per-node={PROCESSES} {line}; {STEPS} steps a repeat, in turns in the same processes",
+            f"torchrun --nproc-per-node={PROCESSES} {line}; {STEPS} steps a repeat, alternating in the same processes",
             3.0,
         ),
         Row(
-            f"step time, {PROCESSES} processes over one with the same global batch, {cores}",
+            f"step time, {PROCESSES} processes vs. one with the same global batch, {cores}",
             "x",
             [a / b for a, b in zip(two, one, strict=True)],
-            f"{line}; against parallel=single; one job after the other, not in turns",
+            f"{line}; vs. parallel=single; one job after the other, not alternating",
         ),
     ]
 

@@ -78,7 +78,7 @@ class Claim:
                 raise UserError(f"{key} is empty")
         if self.combines:
             if self.setups or self.arms or self.criteria:
-                raise UserError("combines stands alone; drop setups, arms and criteria")
+                raise UserError("combines excludes setups, arms and criteria; remove them")
             if self.id in self.combines:
                 raise UserError(f"combines: {self.id} is this claim; name other claims")
             return
@@ -90,7 +90,7 @@ class Claim:
         self._check_arms()
         for key in ("reduced", "on_cuda"):
             if unknown := [name for name in getattr(self, key) if name not in self.setups]:
-                raise UserError(f"{key} names the setup {unknown[0]}, which is not there")
+                raise UserError(f"{key} names the setup {unknown[0]}, which does not exist")
         for need in [*self.needs, *(need for needs in self.arms_need.values() for need in needs)]:
             _check_need(need)
         for criterion in self.criteria:
@@ -116,7 +116,7 @@ class Claim:
                         f"{key} name the null_arm; add which arm it repeats: null_arm: {next(iter(self.arms))}"
                     )
                 if name not in known:
-                    raise UserError(f"{key} name the arm {name}, which is not there{nearest(name, known)}")
+                    raise UserError(f"{key} name the arm {name}, which does not exist{nearest(name, known)}")
 
     def _check_measure(self, criterion: Criterion) -> None:
         for name in criterion.arms:

@@ -42,7 +42,7 @@ class Criterion:
         if not (self.measure and self.arm):
             raise UserError("a criterion needs a measure and an arm")
         if self.over and self.minus:
-            raise UserError(f"a criterion on {self.measure} has over and minus; drop one of them")
+            raise UserError(f"a criterion on {self.measure} has over and minus; remove one of them")
         other = self.over or self.minus
         if other and len(other) != len(self.arm):
             raise UserError(f"a criterion on {self.measure} needs as many arms as it is compared with")
@@ -51,7 +51,7 @@ class Criterion:
         if self.within is not None and not (self.over and 0 < self.within < 1):
             raise UserError("within goes with over and lies above 0, such as within: 0.003 for 0.3 %")
         if self.within is not None and (self.at_least is not None or self.at_most is not None):
-            raise UserError("within stands alone; drop at_least and at_most")
+            raise UserError("within excludes at_least and at_most; remove them")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
             raise UserError(f"at_least: {self.at_least:g} is above at_most: {self.at_most:g}; swap them")
 

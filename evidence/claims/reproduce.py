@@ -70,7 +70,7 @@ class Reproduction:
         arms = claim.runs(here, self.given, self.hardware.device.type, ledger)
         seeds = list(range(claim.repeats))
         runner = Runner(self.folder / self._key(claim), launch=self.launch)
-        self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, in turns; {runner.runs}")
+        self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
         outcomes = runner.run_all(arms, seeds, self._progress)
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
         verdict = combine([finding.verdict for finding in findings])

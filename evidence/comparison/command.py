@@ -59,11 +59,11 @@ def planned(arguments: list[str]) -> Comparison:
     if len(arms) < 2:
         raise UserError('a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"')
     if any(arm.label == NULL for arm in arms):
-        raise UserError(f"the label {NULL} is that of the null arm; choose another")
+        raise UserError(f"the label {NULL} is reserved for the null arm; choose another")
     check_labels(arms)
     for arm in arms:
         if fixed := [text for text in arm.overrides if text.partition("=")[0] in (*CHOSEN, "output_dir")]:
-            raise UserError(f"arm {arm.label}: {fixed[0]} cannot differ between arms; drop it, and use seeds=5")
+            raise UserError(f"arm {arm.label}: {fixed[0]} cannot differ between arms; remove it and use seeds=5")
     baseline = options.baseline or arms[0].label
     if baseline not in (labels := [arm.label for arm in arms]):
         raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
@@ -84,7 +84,7 @@ def _arm(item: str) -> Arm:
     if item not in known:
         raise UserError(
             f"arms: {item} is not a precision ({', '.join(known)}){nearest(item, known)}; "
-            f'other overrides are named: arm.{item}="key=value …"'
+            f'for other overrides use arm.{item}="key=value …"'
         )
     return Arm(item, (f"precision={item}",))
 

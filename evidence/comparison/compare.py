@@ -95,7 +95,7 @@ def compare(comparison: Comparison, configs: dict[str, Config], show: Callable[[
         "git": git_facts(),
     }
     _begin(comparison, common, facts)
-    show(f"{len(arms)} arms × {len(seeds)} seeds, in turns; every run is a fresh process. {folder}")
+    show(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
     with in_use(folder):  # a second process would remove this one's unfinished runs
         outcomes = Runner(folder, common).run_all(arms, seeds, _progress(show, first.recipe.unit))
     result = Result(comparison, judge(arms, comparison.baseline, outcomes, comparison.margin), outcomes, facts)
@@ -115,15 +115,15 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
         try:
             overrides = merged(comparison.common, arm.overrides)
             if swept := [text for text in overrides if len(combinations([text])) > 1]:
-                raise UserError(f"{swept[0]} has several values; give each an arm of its own")
+                raise UserError(f"{swept[0]} has several values; use one arm per value")
             composed = compose(overrides)
             if composed.parallel.kind != "single":
-                raise UserError("arms run on one device; drop parallel=…")
+                raise UserError("arms run on one device; remove parallel=…")
             config, plan, _ = composed.resolve(detect(composed.device))
             if plan.steps <= config.log_every:
                 raise UserError(
-                    f"steps={plan.steps} leaves no step to measure the speed of: those up to log_every="
-                    f"{config.log_every} are left out, as they warm up; use steps={4 * config.log_every}, "
+                    f"steps={plan.steps} leaves no steps to measure the speed: the steps up to log_every="
+                    f"{config.log_every} are warm-up and not counted; use steps={4 * config.log_every}, "
                     "or a smaller log_every"
                 )
         except UserError as error:
@@ -133,8 +133,8 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
     for arm in comparison.arms:
         if arm.label != comparison.baseline and not arm.seed_shift and _comparable(configs[arm.label]) == base:
             raise UserError(
-                f"arm {arm.label} is the same as the baseline {comparison.baseline}; drop it "
-                "(what noise looks like is shown by the null arm)"
+                f"arm {arm.label} is the same as the baseline {comparison.baseline}; remove it "
+                "(the null arm already measures the noise)"
             )
     return configs
 

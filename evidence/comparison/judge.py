@@ -122,7 +122,7 @@ def _set_verdicts(qualities: list[Quality], margin: float) -> None:
     for quality, test in zip(tested, tests, strict=True):
         quality.test, quality.verdict = test, test.verdict
         if test.pairs_needed:
-            settled = f"about {test.pairs_needed} seeds of this spread would decide it"
+            settled = f"about {test.pairs_needed} seeds with this spread would decide it"
             quality.why = "; ".join(filter(None, [quality.why, settled]))
 
 
@@ -160,7 +160,7 @@ def _quality(runs: dict[int, Outcome], base_runs: dict[int, Outcome] | None) -> 
         quality.why = f"{len(diverged)} of {len(runs)} runs diverged where the baseline's did not"
     elif len(quality.differences) < 2:
         quality.verdict = INCONCLUSIVE
-        quality.why = f"{len(quality.differences)} of {len(runs)} pairs finished, and an interval needs two"
+        quality.why = f"{len(quality.differences)} of {len(runs)} pairs finished, but an interval needs two"
     else:
         why = []
         if len(quality.differences) < len(runs):

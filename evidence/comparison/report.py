@@ -77,7 +77,7 @@ def _has_energy(result: Result) -> bool:
 
 
 def _unmeasured(result: Result) -> list[str]:
-    return [] if _has_energy(result) else ["Energy: not measured (it takes an NVIDIA GPU)."]
+    return [] if _has_energy(result) else ["Energy: not measured (it needs an NVIDIA GPU)."]
 
 
 def sentences(result: Result) -> list[str]:
@@ -157,8 +157,8 @@ def method(result: Result) -> list[str]:
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
         "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987), so "
         "that their 90 % interval lies within the margin. WORSE and BETTER: their 95 % interval lies wholly beyond it. "
-        "Of several arms the intervals are wider, by Holm's correction, so that any wrong verdict among them has a "
-        "chance of 5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
+        "With several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
+        "5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
     ]
 
 

@@ -52,6 +52,6 @@ def max_batch(arguments: list[str]) -> int:
     found = largest_micro_batch(overrides, budget_bytes, margin, print)
     print(f"\nlargest micro_batch_size in {options.budget}, {options.margin} of it left free: ", end="")
     print(f"{found.micro_batch_size} ({found.trials} trials)")
-    print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; to paste:")
+    print(f"largest of these that divides batch_size={found.batch_size}: {found.dividing}; paste:")
     print(found.overrides)
     return 0

@@ -184,7 +184,7 @@ def parse_margin(text: str) -> float:
     """
     margin = fraction(text)
     if margin is None or not 0 <= margin < 0.9:
-        raise UserError(f"margin={text} is not a part of the budget; write margin=5%, for example")
+        raise UserError(f"margin={text} is not a valid part of the budget; write, for example, margin=5%")
     return margin
 
 

@@ -58,7 +58,7 @@ class Hub(TokenizedText, ImageSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.name:
-            raise UserError("data.name is missing: name a dataset of the hub or a folder, as in data.name=ag_news")
+            raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
         local_path(self.name)
 
     def title(self) -> str:
@@ -75,7 +75,7 @@ class Hub(TokenizedText, ImageSource):
             return split_rows(train, self.valid_fraction)
         valid = self._corpus(data, "valid_split", names[0])
         whole = Split(train, range(len(train.sizes)))
-        return whole, Split(valid, range(len(valid.sizes)), origin=f"its own split {names[0]}")
+        return whole, Split(valid, range(len(valid.sizes)), origin=f"the dataset's split {names[0]}")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images; for None as large as the first one's shorter side, at most 224 pixels.
@@ -94,7 +94,7 @@ class Hub(TokenizedText, ImageSource):
         labels = class_numbers(train, label, classes, f"data.train_split={self.train_split}")
         train_set, valid_set, origin = self._image_splits(splits, train, label, classes, labels)
         if not len(valid_set):
-            raise UserError(f"data.name={self.name} has too few images of each class to set some aside")
+            raise UserError(f"data.name={self.name} has too few images of each class for a validation set")
         size = image_size or min(*train_set.image(0).size, 224)
         train_set.image_size = valid_set.image_size = size
         train_set.augment = valid_set.augment = augment = self.augment.choose(train_set.shorter_side())
@@ -122,7 +122,7 @@ class Hub(TokenizedText, ImageSource):
                 raise
             every = np.arange(len(labels)), np.arange(len(valid_labels))
             train_set, valid_set = self._images(train, labels, every[0]), self._images(valid, valid_labels, every[1])
-            return train_set, valid_set, f"its own split {name}"
+            return train_set, valid_set, f"the dataset's split {name}"
         chosen = held_out(labels, self.valid_fraction)
         train_set, valid_set = (self._images(train, labels, np.flatnonzero(rows)) for rows in (~chosen, chosen))
         return train_set, valid_set, f"{self.valid_fraction:.3g} of each class"

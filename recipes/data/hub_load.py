@@ -83,7 +83,7 @@ def column(dataset: Any, name: str, key: str, choice: str | None, fits: Callable
     wanted = key.removesuffix("_column")
     if choice is not None:
         if choice not in fitting:
-            why = f"is no {wanted}" if choice in dataset.features else "does not exist"
+            why = f"is not of type {wanted}" if choice in dataset.features else "does not exist"
             raise UserError(f"data.{key}={choice}: this column {why}; use {' or '.join(fitting) or every}")
         return choice
     if not fitting:

@@ -225,7 +225,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[.
         "tokens/s",
         " ms\n",
         "process memory (RSS)",
-        "a sample after",
+        "a generated sample after",
     ):
         assert words in after
     assert "run folder outputs/gpt2-bf16-s0; compare runs with: python scripts/ui.py" in after

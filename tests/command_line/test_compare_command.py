@@ -45,7 +45,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     shutil.copy(empty_store, folder / "mlflow.db")
     first = start(*COMMAND, script=SCRIPT)
     assert first.stdout
-    assert first.stdout.readline().startswith("2 arms × 2 seeds, in turns")
+    assert first.stdout.readline().startswith("2 arms × 2 seeds, alternating")
     assert first.stdout.readline().split()[:3] == ["1/4", "fp32", "s0"]  # told at once, though into a pipe
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=300)
@@ -55,7 +55,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert second.code == 1, second.out + second.err
     lines = second.out.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
-    assert lines[1].endswith("done before")
+    assert lines[1].endswith("already done")
     assert "hot s0  failed with exit code 3: step 2: the gradients are not finite" in lines[2]
     root = folder / "outputs" / "compare" / "it"
     assert f"report {root}/report.html" in second.out
@@ -69,7 +69,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
 
     third = compare(*COMMAND)
     assert third.code == 1
-    assert third.out.count("done before") == third.out.count("failed before") == 2
+    assert third.out.count("already done") == third.out.count("failed earlier") == 2
     assert third.out.splitlines()[-1] == second.out.splitlines()[-1]  # the address in MLflow
     client = connect(f"sqlite:///{folder}/mlflow.db")
     experiment = client.get_experiment_by_name("bignet")

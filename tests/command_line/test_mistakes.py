@@ -119,7 +119,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{TOKENS} precision=bf16 precision.fp32_modules=[lm_haed]": ("'lm_haed' matches no submodule", "lm_head"),
     f"{RESNET} data=digits recipe.classes=5": ("recipe.classes=5", "10 classes", "recipe.classes=auto"),
     f"{TUNED} recipe.pretrained=gpt2 data.tokenizer=chars": (
-        "data.tokenizer=chars has no effect with recipe.pretrained=gpt2, which brings its own tokenizer", "drop one",
+        "data.tokenizer=chars has no effect with recipe.pretrained=gpt2, which has its own tokenizer", "remove one",
     ),
     f"{TUNED} recipe.pretrained=gpt2 recipe.context=1024": ("recipe.context=1024 is longer", "use recipe.context=32"),
     # files and folders
@@ -128,7 +128,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a GPT-2",),
     f"{TUNED} recipe.pretrained=./nowhere": ("recipe.pretrained=./nowhere: there is no such folder",),
     f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),
-    "data=text": ("data.path is missing",),
+    "data=text": ("missing required option: data.path",),
     "data=text data.path=nowhere.txt": ("data.path=nowhere.txt", "no such file"),
     f"{GPT2} data=text 'data.path=mein Ordner ü'": ("data.path=mein Ordner ü: there is no such file or folder",),
     f"{GPT2} data=text data.path=docs.jsonl": ("is a file of rows", "use data=hub data.name=docs.jsonl"),
@@ -137,7 +137,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{GPT2} data=text data.path=binary.txt": ("binary.txt is not text", "zero byte at offset 3"),
     f"{GPT2} data=text data.path=latin1.txt": ("latin1.txt is not UTF-8 text", "offset 2"),
     f"{GPT2} data=text data.path=empty": ("data.path=empty", "data.pattern=*.txt", "it is empty"),
-    "recipe=resnet data=imagefolder": ("data.path is missing",),
+    "recipe=resnet data=imagefolder": ("missing required option: data.path",),
     f"{RESNET} data=imagefolder data.path=empty": ("no images in empty", ".png"),
     f"{RESNET} data=imagefolder data.path=corrupt": ("corrupt/a/4.png cannot be read", "data.skip_corrupt=true"),
     f"{TOKENS} output_dir=short.txt/runs": ("output_dir=short.txt/runs", "short.txt is a file", "output_dir="),
@@ -351,14 +351,14 @@ class TestResume:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         command = f"{BIGNET} steps=8 resume={self.run}"
-        self.refused(train, command, f"step-00000004 is damaged: {file}", "step 2 is whole: remove the folder")
+        self.refused(train, command, f"step-00000004 is damaged: {file}", "step 2 is intact: remove the folder")
         assert everything(folder) == self.before
         path.unlink()
         self.refused(train, command, f"step-00000004 is damaged: {file} is missing")
 
     def test_of_a_damaged_manifest(self, train: Callable[..., Any], folder: Path) -> None:
         (self.run / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
-        self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "manifest.json cannot be read", "step 2 is whole")
+        self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "manifest.json cannot be read", "step 2 is intact")
 
     def test_of_a_damaged_metric_log(self, train: Callable[..., Any], folder: Path) -> None:
         path = self.run / "metrics.jsonl"
@@ -392,7 +392,7 @@ class TestDivergence:
         step = int(last.name.removeprefix("step-"))
         assert step >= 1
         assert f"step {step + 1}: the gradients are not finite" in done.err
-        assert f"last good checkpoint is of step {step}, in outputs/bignet-{precision}-s0/checkpoints" in done.err
+        assert f"last valid checkpoint is step {step}, in outputs/bignet-{precision}-s0/checkpoints" in done.err
         weights = load_file(last / "model.safetensors")
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
         summary = json.loads((run / "summary.json").read_text())
@@ -405,7 +405,7 @@ class TestDivergence:
         for log_every in (1, 50):
             done = train(*f"{self.SGD} checkpoint=none log_every={log_every} eval_every=200".split())
             assert done.code == 3
-            assert "No checkpoint had been written yet." in done.err
+            assert "No checkpoint was saved." in done.err
             told.append(done.err.partition(":")[2].partition(":")[0])
         assert told[0].startswith(" step ")
         assert told[0] == told[1]
@@ -415,7 +415,7 @@ class TestDivergence:
         assert done.code == 3
         assert "26 steps in a row were skipped" in done.err
         assert "scaler.max_consecutive_skips=25" in done.err
-        assert "The last good checkpoint is of step" in done.err
+        assert "The last valid checkpoint is step" in done.err
 
     def test_gives_the_process_its_exit_code(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         process = start(*f"{self.SGD} checkpoint=none".split())

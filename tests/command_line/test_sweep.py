@@ -162,7 +162,7 @@ def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
     monkeypatch.setattr(run_module, "export_best", interrupted)
     done = train("-m", *BIGNET, "seed=0,1", "steps=2", "tracking=local")
     assert done.code == 130
-    assert done.err == "SIGINT came at the end of the run, which is finished\n"
+    assert done.err == "received SIGINT at the end of the run, which is complete\n"
     assert outputs(folder) == [NAMES[2]]
     assert json.loads((folder / "outputs" / NAMES[2] / "summary.json").read_text())["status"] == "FINISHED"
 

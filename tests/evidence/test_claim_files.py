@@ -105,7 +105,7 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
         ({"criteria": [{"measure": "", "arm": "bf16", "at_least": 2}]}, "a criterion needs a measure and an arm"),
         ({"criteria": [{"measure": "speed", "arm": "bf16", "at_least": 2, "at_most": 1}]}, "swap them"),
         ({"criteria": [{"measure": "speed", "arm": "bf16", "over": "null_arm", "at_least": 2}]}, "null_arm: fp32"),
-        ({"combines": ["two_x"]}, "combines stands alone"),
+        ({"combines": ["two_x"]}, "combines excludes setups"),
         ({"setups": {}, "arms": {}, "criteria": [], "combines": ["mine"]}, "combines: mine is this claim"),
     ],
 )

@@ -52,11 +52,11 @@ def test_arms_of_any_overrides() -> None:
         (["arms=[fp32,bf61]"], ("arms: bf61 is not a precision", "did you mean 'bf16'?", 'arm.bf61="key=value')),
         (["arms=[fp32]"], ("two arms or more", "arms=fp32,bf16")),
         ([], ("two arms or more",)),
-        (["arms=[fp32,fp32]"], ("the arm fp32 is there twice", "arm.<name>=")),
-        ([PAIR, "arm.bf16=clip=norm"], ("the arm bf16 is there twice",)),
+        (["arms=[fp32,fp32]"], ("the arm fp32 appears twice", "arm.<name>=")),
+        ([PAIR, "arm.bf16=clip=norm"], ("the arm bf16 appears twice",)),
         ([PAIR, "arm.a/b=clip=norm"], ("'a/b' needs a name of letters",)),
         ([PAIR, "arm.=clip=norm"], ("'' needs a name of letters",)),
-        ([PAIR, "arm.null=clip=norm"], ("the label null is that of the null arm",)),
+        ([PAIR, "arm.null=clip=norm"], ("the label null is reserved for the null arm",)),
         ([PAIR, "arm.other=precision=bf16 seed=3"], ("arm other: seed=3 cannot differ", "seeds=5")),
         ([PAIR, "arm.other=output_dir=b"], ("arm other: output_dir=b cannot differ",)),
         ([PAIR, "baseline=pf32"], ("baseline=pf32 is not among the arms (fp32, bf16)", "did you mean 'fp32'?")),
@@ -96,8 +96,8 @@ def test_mistakes_in_the_options(arguments: list[str], told: tuple[str, ...]) ->
         ([PAIR, "arm.typo=precison=bf16"], ("arm typo: precison is not a key", "did you mean 'precision'?")),
         ([PAIR, "arm.bare=compile"], ("arm bare: 'compile' is not an override",)),
         ([PAIR, "optimizer.lr=-1"], ("arm fp32: ", "optimizer.lr=-1")),
-        ([PAIR, "clip=none,norm"], ("arm fp32: clip=none,norm has several values; give each an arm of its own",)),
-        ([PAIR, "steps=10"], ("steps=10 leaves no step to measure the speed of", "log_every=10", "use steps=40")),
+        ([PAIR, "clip=none,norm"], ("arm fp32: clip=none,norm has several values; use one arm per value",)),
+        ([PAIR, "steps=10"], ("steps=10 leaves no steps to measure the speed", "log_every=10", "use steps=40")),
     ],
 )
 def test_mistakes_in_the_arms(arguments: list[str], told: tuple[str, ...]) -> None:
@@ -207,5 +207,5 @@ def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
 def test_two_at_a_time_do_not_take_each_others_runs_for_broken_off(tmp_path: Path) -> None:
     comparison = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
     comparison.folder.mkdir(parents=True)
-    with in_use(comparison.folder), pytest.raises(UserError, match="worked on by another process"):
+    with in_use(comparison.folder), pytest.raises(UserError, match="in use by another process"):
         compare(comparison, check_arms(comparison), show=lambda line: None)

@@ -109,7 +109,7 @@ def test_a_budget_above_what_is_there_is_refused() -> None:
 def test_margins() -> None:
     assert (parse_margin("5%"), parse_margin("0.1"), parse_margin("0")) == (0.05, 0.1, 0)
     for text in ("5", "-5%", "100%", "some"):
-        with pytest.raises(UserError, match="write margin=5%"):
+        with pytest.raises(UserError, match="write, for example, margin=5%"):
             parse_margin(text)
 
 

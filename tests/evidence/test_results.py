@@ -63,7 +63,7 @@ def test_notes_are_of_claims_that_exist_and_stand_below_their_traps() -> None:
     assert notes.keys() <= claims.keys()
     page = results.page({}, claims, {"half_everywhere": ["what came later"]})
     _, _, section = page.partition("## half_everywhere")
-    assert section.index("- Trap: ") < section.index("- Note, after the file was fixed: what came later") < 700
+    assert section.index("- Trap: ") < section.index("- Note, added later: what came later") < 700
 
 
 def test_an_outcome_of_an_earlier_file_does_not_count() -> None:
@@ -76,5 +76,5 @@ def test_an_outcome_of_an_earlier_file_does_not_count() -> None:
 def test_a_page_without_the_place_for_the_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / results.SUMMARY).parent.mkdir()
     (tmp_path / results.SUMMARY).write_text("nothing")
-    with pytest.raises(UserError, match=r"docs/claims\.md has lost the line"):
+    with pytest.raises(UserError, match=r"docs/claims\.md lacks the line"):
         results.update(tmp_path)

@@ -90,19 +90,19 @@ def test_text_with_its_own_validation_split(stories: Path) -> None:
     assert train.split("<|endoftext|>") == STORIES[:280]
     assert valid.split("<|endoftext|>") == STORIES[280:]
     assert isinstance(data.train, np.memmap)
-    assert "for validation (its own split validation)" in data.description
+    assert "for validation (the dataset's split validation)" in data.description
 
 
 def test_without_a_validation_split_the_test_split_is_used_unless_another_is_named(stories: Path) -> None:
     (stories / "validation.jsonl").rename(stories / "test.jsonl")
     data = Hub(name=str(stories), tokenizer="bytes").tokens(None)
     assert STORIES[280] in texts(data)[1]
-    assert "(its own split test)" in data.description
+    assert "(the dataset's split test)" in data.description
     (stories / "validation.jsonl").write_text(json.dumps({"id": 1, "story": "Validation. " * 9}))
     assert "Validation. " in texts(Hub(name=str(stories), tokenizer="bytes").tokens(None))[1]
     named = Hub(name=str(stories), tokenizer="bytes", valid_split="test").tokens(None)
     assert STORIES[280] in texts(named)[1]
-    assert "(its own split test)" in named.description
+    assert "(the dataset's split test)" in named.description
 
 
 def test_the_training_split_named_for_validation_is_divided(stories: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_named_validation_split(pictures: Path, tmp_path: Path) -> None:
         data = Hub(name=str(root), valid_split=valid_split).images(16)
         assert (len(data.train), len(data.valid)) == (40, 2)
         assert sorted(data.valid.batch([SampleId(0, None), SampleId(1, None)])["label"].tolist()) == [0, 1]
-        assert "(its own split test)" in data.description
+        assert "(the dataset's split test)" in data.description
     data = Hub(name=str(root), valid_split="train").images(16)
     assert (len(data.train), len(data.valid)) == (36, 4)
     assert "(0.1 of each class)" in data.description
@@ -299,7 +299,7 @@ def test_images_of_one_class(parquet: Path) -> None:
     [
         ({"train_split": "training"}, "data.train_split=training: .* has the splits train, validation"),
         ({"valid_split": "test"}, "data.valid_split=test: .* has the splits train, validation"),
-        ({"text_column": "id"}, "data.text_column=id: this column is no text; use story"),
+        ({"text_column": "id"}, "data.text_column=id: this column is not of type text; use story"),
         ({"subset": "english"}, "english"),
     ],
 )
@@ -317,7 +317,7 @@ def test_text_where_images_are_wanted(stories: Path, pictures: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "./nowhere", "/no/such/folder", "a/b/c"])
 def test_a_name_that_cannot_be(name: str) -> None:
-    with pytest.raises(UserError, match=f"data.name={name}: there is no" if name else "data.name is missing"):
+    with pytest.raises(UserError, match=f"data.name={name}: there is no" if name else "required option: data.name"):
         Hub(name=name)
 
 

@@ -59,7 +59,7 @@ def test_auto_chooses_what_the_device_can_carry_and_says_how_to_change_it() -> N
 def test_an_unknown_architecture_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"recipe\.arch=resnet5O .*did you mean 'resnet50'"):
         ResNet(arch="resnet5O").resolve(CPU, Digits())
-    with pytest.raises(UserError, match=r"recipe\.arch=fasterrcnn_resnet50_fpn is no classifier"):
+    with pytest.raises(UserError, match=r"recipe\.arch=fasterrcnn_resnet50_fpn is not a classifier"):
         ResNet(arch="fasterrcnn_resnet50_fpn").resolve(CPU, Digits())
 
 

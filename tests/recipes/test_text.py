@@ -365,7 +365,7 @@ def test_a_tokenizer_folder_that_does_not_exist(file: Path, name: str) -> None:
 def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="holds no tokenizer"):
+    with pytest.raises(UserError, match="has no valid tokenizer"):
         TextFiles(path=str(file), tokenizer=str(tmp_path / "empty")).tokens(None)
 
 

@@ -45,14 +45,14 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
         here = {key: value for key, value in group.items() if key != "params"}
         for key, value in there.items():
             if key not in here:
-                raise InvalidCheckpoint(f"{STATE_FILE}: {key!r:.80} is no option of {type(optimizer).__name__}")
+                raise InvalidCheckpoint(f"{STATE_FILE}: {key!r:.80} is not an option of {type(optimizer).__name__}")
             if key == "lr":  # the schedule's at every step
                 good = is_finite(value) and value >= 0
             elif key in _KERNELS:
                 good = value is None or isinstance(value, bool)
             else:
                 good = _same(value, here[key])
-            require(good, f"the optimizer's {key} is {value!r:.80} there and {here[key]!r:.80} here")
+            require(good, f"the optimizer's {key} was {value!r:.80}, now {here[key]!r:.80}")
 
 
 def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -93,10 +93,10 @@ def check_progress(
     if best is not None or score is not None:
         require_keys(best, {"step", "value"}, f"{STATE_FILE}: best")
         good = is_count(best["step"]) and 1 <= best["step"] <= step and is_finite(best["value"])
-        require(good and (score is None or best["value"] <= score), "best is no step and score of this run")
+        require(good and (score is None or best["value"] <= score), "best is not a valid step and score of this run")
     good = isinstance(final, dict) and all(name.startswith("valid/") for name in final)
-    require(good and all(map(is_number, final.values())), "final has values that are no validation metrics")
-    require(isinstance(progress["data"], str), "data is no fingerprint")
+    require(good and all(map(is_number, final.values())), "final has values that are not validation metrics")
+    require(isinstance(progress["data"], str), "data is not a fingerprint")
     _check_monitor(progress["monitor"], step, monitor, loss_scale.recovers)
     _check_loss_scale(progress["loss_scale"], step, loss_scale)
 
@@ -111,7 +111,7 @@ def check_counters(counters: list[Tensor], steps: int) -> None:
     values = [float(counter) if counter.numel() == 1 else -1 for counter in counters]
     limit = min(steps, _FP32_COUNTS)
     good = all(value in range(limit + 1) for value in values) and (not values or max(values) == limit)
-    require(good, f"the optimizer's counts of steps are not those of a run of {steps} updates", OPTIMIZER_FILE)
+    require(good, f"the optimizer's step counters do not match a run of {steps} updates", OPTIMIZER_FILE)
 
 
 def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
@@ -128,18 +128,18 @@ def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
     for name, tensor in sorted(state.items()):
         found, wanted = _kind(tensor), _kind(like.get(name, tensor))
         optional = name == "python_gauss" and found in (_kind(torch.zeros(count).double()) for count in (0, 1))
-        require(found == wanted or optional, f"{name} is {found} there and {wanted} here", RNG_FILE)
+        require(found == wanted or optional, f"{name} was {found}, now {wanted}", RNG_FILE)
         values = tensor.double()
         good = bool((values >= 0).all() and (values < 2**32).all()) if "gauss" not in name else True
-        require(good or name == "numpy_rest", f"{name} is no state of its generator", RNG_FILE)
+        require(good or name == "numpy_rest", f"{name} is not a valid state of its generator", RNG_FILE)
     position, has_gauss, _ = state["numpy_rest"].tolist()
     finite = all(bool(torch.isfinite(state[name]).all()) for name in ("numpy_rest", "python_gauss"))
     good = finite and position in range(625) and has_gauss in (0, 1)
-    require(good, "numpy_rest is no state of its generator", RNG_FILE)
+    require(good, "numpy_rest is not a valid state of its generator", RNG_FILE)
     try:
         set_random_state(state, device)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise InvalidCheckpoint(f"{RNG_FILE}: no state of a generator ({str(error).splitlines()[0]:.80})") from None
+        raise InvalidCheckpoint(f"{RNG_FILE}: not a valid generator state ({str(error).splitlines()[0]:.80})") from None
     finally:
         set_random_state(like, device)
 
@@ -171,13 +171,13 @@ def _stretched(value: Any, shape: tuple[int, ...]) -> Any:
 def _check_monitor(state: Any, step: int, like: Mapping[str, Any], recovers: bool) -> None:
     require_keys(state, set(like), f"{STATE_FILE}: monitor")
     skipped, in_a_row, losses, last = (state[key] for key in ("skipped_steps", "skipped_in_a_row", "losses", "last"))
-    require(is_count(skipped) and skipped <= (step if recovers else 0), "skipped_steps is no count of this run")
-    require(is_count(in_a_row) and in_a_row <= skipped, "skipped_in_a_row is no count of this run")
+    require(is_count(skipped) and skipped <= (step if recovers else 0), "skipped_steps is not valid for this run")
+    require(is_count(in_a_row) and in_a_row <= skipped, "skipped_in_a_row is not valid for this run")
     good = isinstance(losses, list) and len(losses) <= step and all(map(is_number, losses))
-    require(good, "losses are no numbers of this run")
+    require(good, "losses are not valid numbers for this run")
     names = {"lr", "grad_norm", "loss_scale"}
     good = isinstance(last, dict) and last.keys() <= names and all(map(is_number, last.values()))
-    require(good, "last has values that are no metrics")
+    require(good, "last has values that are not metrics")
 
 
 def _check_loss_scale(state: Any, step: int, like: LossScale) -> None:
@@ -186,12 +186,12 @@ def _check_loss_scale(state: Any, step: int, like: LossScale) -> None:
     scale = state["scale"]
     require(is_finite(scale) and 0 < scale <= torch.finfo(torch.float32).max, f"the loss scale is {scale!r:.80}")
     if not isinstance(like, DynamicLossScale):
-        require(state == here, f"the loss scale is {scale:g} there and {here['scale']:g} here")
+        require(state == here, f"the loss scale was {scale:g}, now {here['scale']:g}")
         return
     good_steps, config = state["good_steps"], like.config
     require(scale >= torch.tensor(config.floor).item(), f"the loss scale {scale:g} is below its floor")
     good = is_count(good_steps) and good_steps < config.interval and good_steps <= step
-    require(good, "good_steps is no count of this run")
+    require(good, "good_steps is not valid for this run")
 
 
 def _same(there: Any, here: Any) -> bool:

@@ -121,8 +121,8 @@ class CheckpointReader:
         here = untie(weights)[1]
         for alias, target in sorted(ties.items() ^ here.items()):
             if local_part(weights[alias]).numel():  # a rank without rows of a weight cannot know
-                where = "there" if alias in ties else "here"
-                raise InvalidCheckpoint(f"{file}: only {where} is {alias} the same as {target}")
+                where = "in the checkpoint" if alias in ties else "in this model"
+                raise InvalidCheckpoint(f"{file}: {alias} and {target} share their memory only {where}")
         for name, tensor in weights.items():
             self._weights.check(ties.get(name, name), tuple(tensor.shape), tensor.dtype, statistics.get(name))
 
@@ -151,7 +151,7 @@ class CheckpointReader:
                     shape = tuple(value.shape)
                     wanted[f"{name}.{key}"] = (shape, value.dtype)
                 elif type(scalars.get(key)) is not type(value):
-                    raise InvalidCheckpoint(f"{file}: {key} of {name} is no {type(value).__name__}")
+                    raise InvalidCheckpoint(f"{file}: {key} of {name} is not of type {type(value).__name__}")
             if unknown := sorted(key for key in scalars if key not in values or isinstance(values[key], Tensor)):
                 raise InvalidCheckpoint(f"{file}: {name} has an unknown {unknown[0]!r:.80}")
         for name in sorted(wanted.keys() ^ set(self._moments.names)):
@@ -213,7 +213,7 @@ class _TensorFiles:
             there, here = dimensions(self.shape(name)), dimensions(shape)
             raise InvalidCheckpoint(f"{self.file}: {name} is {there} there and {here} here")
         if (found := self._dtype(name, self._where[name][0])) not in (dtype, earlier):
-            raise InvalidCheckpoint(f"{self.file}: {name} is {found} there and {dtype} here")
+            raise InvalidCheckpoint(f"{self.file}: {name} was {found}, now {dtype}")
 
     def whole(self, name: str) -> Tensor:
         return self._number(name, self._stored(name))

@@ -113,13 +113,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise InvalidCheckpoint(f"{MANIFEST_FILE}: it has format {found:.60g}, this version reads {FORMAT}")
     require_keys(content, {"format", "step", "score", "sha256"}, MANIFEST_FILE)
     step, score, hashes = content["step"], content["score"], content["sha256"]
-    require(type(found) is int, "format is no whole number", MANIFEST_FILE)
-    require(is_count(step), "step is no count of steps", MANIFEST_FILE)
-    require(score is None or is_finite(score), "score is no finite number", MANIFEST_FILE)
-    require(isinstance(hashes, dict), "sha256 is no list of files", MANIFEST_FILE)
+    require(type(found) is int, "format is not a whole number", MANIFEST_FILE)
+    require(is_count(step), "step is not a valid number of steps", MANIFEST_FILE)
+    require(score is None or is_finite(score), "score is not a finite number", MANIFEST_FILE)
+    require(isinstance(hashes, dict), "sha256 is not a list of files", MANIFEST_FILE)
     for name, value in hashes.items():
         known = name == STATE_FILE or _PART.fullmatch(name)
-        require(known, f"{name!r:.80} is no file of a checkpoint", MANIFEST_FILE)
+        require(known, f"{name!r:.80} is not a file of a checkpoint", MANIFEST_FILE)
         require(isinstance(value, str) and _SHA256.fullmatch(value), f"{name} has no SHA-256", MANIFEST_FILE)
     manifest = Manifest(step, score, hashes)
     if STATE_FILE not in hashes:
@@ -144,19 +144,19 @@ def read_state(folder: Path) -> State:
     content = _read(folder / STATE_FILE)
     require_keys(content, {"step", "ties", "optimizer", "progress"}, STATE_FILE)
     step, ties, progress = content["step"], content["ties"], content["progress"]
-    require(is_count(step), "step is no count of steps")
-    require(isinstance(ties, dict) and _is_list_of(list(ties.values()), str), "ties are no names of weights")
+    require(is_count(step), "step is not a valid number of steps")
+    require(isinstance(ties, dict) and _is_list_of(list(ties.values()), str), "ties are not names of weights")
     require(isinstance(progress, dict), "progress has no keys")
     optimizer = content["optimizer"]
     require_keys(optimizer, {"names", "groups", "scalars"}, f"{STATE_FILE}: optimizer", optional={"stateless"})
     names, groups, scalars = optimizer["names"], optimizer["groups"], optimizer["scalars"]
     stateless = optimizer.get("stateless")
-    require(_is_list_of(names, str), "optimizer.names are no names of parameters")
-    require(_is_list_of(groups, dict), "optimizer.groups are no options")
+    require(_is_list_of(names, str), "optimizer.names are not names of parameters")
+    require(_is_list_of(groups, dict), "optimizer.groups are not options")
     good = isinstance(scalars, dict) and _is_list_of(list(scalars.values()), dict)
-    require(good, "optimizer.scalars are no values by parameter")
+    require(good, "optimizer.scalars are not values by parameter")
     good = "stateless" not in optimizer or _is_list_of(stateless, str)
-    require(good, "optimizer.stateless are no names of parameters")
+    require(good, "optimizer.stateless are not names of parameters")
     return State(step, ties, names, groups, scalars, stateless, progress)
 
 
@@ -216,7 +216,7 @@ def _check_header(path: Path, step: int) -> None:
         with safe_open(path, "pt") as file:
             noted = (file.metadata() or {}).get("step", str(step))  # earlier versions did not note it
     except SafetensorError:
-        raise InvalidCheckpoint(f"{path.name} is no safetensors file") from None
+        raise InvalidCheckpoint(f"{path.name} is not a safetensors file") from None
     if noted != str(step):
         raise InvalidCheckpoint(f"{path.name} is of step {noted:.20}")
 

@@ -198,9 +198,9 @@ def find_verified(folder: Path, step: int | None = None) -> Path:
         older = [candidate for candidate in reversed(saved) if candidate < step]
         whole = next((other for other in older if not damage(path_of(folder, other), other)), None)
         remedy = (
-            f"step {whole} is whole: remove the folder {path} and resume again"
+            f"step {whole} is intact: remove the folder {path} and resume again"
             if whole is not None
-            else "no older one is whole: start again without resume="
+            else "no older checkpoint is intact: start a new run without resume="
         )
         raise UserError(f"the checkpoint {path} is damaged: {found}; {remedy}")
     return path

@@ -59,7 +59,7 @@ class Optimizer:
                 f"optimizer.fused=true: torch.optim.{self.name} has no fused form; use optimizer.fused=auto"
             )
         if self.fused is True and self._dampened:
-            raise UserError("optimizer.fused=true cannot go with optimizer.options.dampening; use optimizer.fused=auto")
+            raise UserError("optimizer.fused=true cannot have optimizer.options.dampening; use optimizer.fused=auto")
 
     @property
     def _dampened(self) -> bool:
@@ -86,7 +86,7 @@ class Optimizer:
         accepted = set(inspect.signature(cls).parameters)
         if "weight_decay" not in accepted:
             if self.weight_decay:
-                raise UserError(f"optimizer.weight_decay: torch.optim.{self.name} has none; set it to 0")
+                raise UserError(f"optimizer.weight_decay: torch.optim.{self.name} has no weight decay; set it to 0")
             groups = [{"params": parameters}]
         keywords: dict[str, object] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
@@ -94,7 +94,7 @@ class Optimizer:
         # Of torch's fused kernels, only Adam's support sharded weights (FSDP2's DTensors).
         sharded = hasattr(parameters[0], "full_tensor") and self.name not in ("Adam", "AdamW")
         if sharded and self.fused is True:
-            raise UserError(f"optimizer.fused=true: {self.name} has none for parallel=fsdp; use optimizer.fused=auto")
+            raise UserError(f"optimizer.fused=true: {self.name} has no fused form for parallel=fsdp; use auto")
         halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
         unsound = device.type == "cpu" and "fused" in accepted and not all(_fused_is_sound(cls, d) for d in halves)
         if unsound and self.fused is True:

@@ -237,7 +237,7 @@ class Precision:
             if not matches:
                 last = [name.rpartition(".")[2] for name in modules]
                 near = difflib.get_close_matches(pattern, [*modules, *dict.fromkeys(last)], n=3)
-                hint = f"near it: {', '.join(near)}" if near else f"names are such as {', '.join([*modules][:4])}"
+                hint = f"similar: {', '.join(near)}" if near else f"examples of names: {', '.join([*modules][:4])}"
                 raise UserError(f"precision.fp32_modules: {pattern!r} matches no submodule; {hint}")
             kept |= {name: modules[name] for name in matches}
         for name in kept:

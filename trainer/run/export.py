@@ -57,7 +57,7 @@ def export_best(
                     terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
             return config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device), missing
     except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
-        terminal.warn("the finished model as a whole does not fit on the device; its sample is left out")
+        terminal.warn("the complete model does not fit on the device; no sample is generated")
         return None, missing
 
 

@@ -57,7 +57,7 @@ def fit_plan(
         rough = rough_bytes(resolved.config.recipe, datasets, size)
         if rough is None or rough < free / 2:
             return size, ""
-        log.info("this may need most of the free memory (%d MiB): forecasting a step of training", free / MIB)
+        log.info("this may need most of the free memory (%d MiB): forecasting the memory of a step", free / MIB)
         return _Search(config, resolved.plan.batching, int(USABLE * free)).choose(overrides)
 
     size, why = world.on_first(look)
@@ -76,7 +76,7 @@ def earlier_plan(folder: RunFolder, resolved: Resolved) -> Resolved:
     batching = resolved.plan.batching
     if size < 1 or size == batching.micro_batch_size or batching.batch_size % (size * batching.ranks):
         return resolved
-    return resolved.with_micro_batch_size(size, "as when the run was begun")
+    return resolved.with_micro_batch_size(size, "as at the start of the run")
 
 
 def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:
@@ -133,7 +133,7 @@ class _Search:
             return fitting, f"forecast to fit; {needs}"
         raise OutOfMemory(
             f"{KEY}={needs}, and no smaller one is forecast to fit; nothing was started.\n"
-            f"{advice(overrides, self.usable)}\n{KEY}=1, set by you, starts it all the same."
+            f"{advice(overrides, self.usable)}\nTo start it anyway, set {KEY}=1."
         )
 
     def need(self, size: int) -> int:

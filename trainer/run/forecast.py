@@ -46,7 +46,7 @@ def forecast(config: Config) -> Ledger:
     """
     if config.parallel.kind != "single":
         raise UserError(
-            f"parallel={config.parallel.kind}: memory is forecast and measured for one process; leave it out"
+            f"parallel={config.parallel.kind}: memory is forecast and measured for one process only; remove it"
         )
     hardware = detect(config.device)
     config, plan, _ = replace(config, compile=Compile()).resolve(hardware)
@@ -62,8 +62,8 @@ def forecast(config: Config) -> Ledger:
             ledger = recording.report()
     except _NEEDS_VALUES as error:
         raise RunError(
-            f"this model decides by the values of its tensors what to compute ({error}), so its memory cannot be "
-            "forecast; train with profiler=memory to see it"
+            f"the computation of this model depends on tensor values ({error}), so its memory cannot be "
+            "forecast; train with profiler=memory to measure it"
         ) from error
     # What the loader puts on the device waits there for its turn.
     waiting = [tensor for tensor in microbatches[0].values() if tensor.device == trainer.device]
@@ -93,7 +93,7 @@ class Forecast:
         cells = {name: f"{ledger.at_peak[name] / MIB:.1f}" if ledger.at_peak[name] else "" for name in CATEGORIES}
         cells["peak"] = f"{ledger.peak_bytes / MIB:.1f}"
         if self is not first:
-            cells["over the first"] = f"{ledger.peak_bytes / first.ledger.peak_bytes:.2f}x"
+            cells["ratio to first"] = f"{ledger.peak_bytes / first.ledger.peak_bytes:.2f}x"
         cells["reached in"] = ledger.peak_phase
         if self.measured_bytes is not None:
             cells["measured"] = f"{self.measured_bytes / MIB:.1f}"
@@ -120,7 +120,7 @@ def table(forecasts: list[Forecast], width: int = 120) -> str:
     return "\n".join(lines[:-1])
 
 
-_ROWS = (*CATEGORIES, "peak", "over the first", "reached in", "measured", "error")
+_ROWS = (*CATEGORIES, "peak", "ratio to first", "reached in", "measured", "error")
 
 
 def required_bytes(config: Config, ledger: Ledger) -> int:
@@ -163,8 +163,8 @@ class UpdateAlways(Update):
             super().apply(skipped)
         except _NEEDS_VALUES as error:
             raise RunError(
-                f"optimizer.name={type(self.optimizer).__name__} decides by the values of its tensors what to compute "
-                f"({error}), so its memory cannot be forecast; train with profiler=memory to see it, or use "
+                f"optimizer.name={type(self.optimizer).__name__} takes steps that depend on tensor values "
+                f"({error}), so its memory cannot be forecast; train with profiler=memory to measure it, or use "
                 "another optimizer"
             ) from error
 

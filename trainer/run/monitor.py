@@ -179,8 +179,8 @@ class Monitor:
         self._skipped_in_a_row += 1
         if limit is None or not self.recovers:
             return (
-                f"the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was not made and "
-                "the weights are those of the step before"
+                f"the gradients are not finite (loss {loss:g}, gradient norm {norm:g}); the update was not applied "
+                "and the weights are those before this step"
             )
         if scale <= self.scaler.floor:
             return (

@@ -193,7 +193,7 @@ class Run:
             with self.monitor.paused():
                 self._save(score)
             if save:
-                self.terminal.note(f"step {step}/{self.plan.steps}  a signal requested a checkpoint")
+                self.terminal.note(f"step {step}/{self.plan.steps}  saved (requested by a signal)")
 
     def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self.tracker:
@@ -260,7 +260,7 @@ class Run:
             missing.append("summary.json could not be written")
         self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
         if stop := self.world.largest(self.signals.stop or 0):  # a sweep must not begin another run
-            raise Interrupted(f"{signal.Signals(stop).name} came at the end of the run, which is finished", stop)
+            raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return asdict(summary), missing
 
     def _unfinished(self, missing: list[str]) -> RunError:
@@ -282,8 +282,8 @@ class Run:
     def _last_good(self) -> str:
         saved = checkpoint.steps(self.folder.checkpoints)
         if not saved:
-            return "No checkpoint had been written yet."
-        return f"The last good checkpoint is of step {saved[-1]}, in {self.folder.checkpoints}"
+            return "No checkpoint was saved."
+        return f"The last valid checkpoint is step {saved[-1]}, in {self.folder.checkpoints}"
 
     def _close(self, status: str) -> None:
         """Write the summary of a run that did not get to its end; finish the profile and the tracking."""

@@ -36,7 +36,7 @@ def _first_words(error: BaseException) -> str:
 
 
 def _advice(overrides: Sequence[str]) -> str:
-    typed = _Need("as typed", overrides)
+    typed = _Need("this run", overrides)
     usable = min(USABLE * available_bytes(detect(typed.config.device).device), USABLE * typed.bytes)
     remedies = [_smaller(typed, overrides, usable)] if typed.batching.micro_batch_size > 1 else []
     if typed.config.activation_checkpointing.mode == "none":
@@ -49,12 +49,12 @@ def _advice(overrides: Sequence[str]) -> str:
         tried.append(_Need(" ".join(need.label for need in tried), overrides))
         fitting = [need for need in tried[-1:] if need.bytes <= usable]
     columns = [Forecast(need.label, need.ledger) for need in [typed, *tried]]
-    free = f"the {usable / MIB:.0f} MiB that it could have"
+    free = f"the {usable / MIB:.0f} MiB that are available"
     if fitting:
         lines = [f"Forecast to fit into {free}:", *(f"  {need.label}" for need in fitting)]
     else:
         lines = [f"None of these is forecast to fit into {free}; train a smaller model."]
-    return "\n".join(["forecast of this step, at its peak, and of what takes less:\n", table(columns), "", *lines])
+    return "\n".join(["forecast peak memory of this step and of smaller alternatives:\n", table(columns), "", *lines])
 
 
 def advice(overrides: Sequence[str], usable: float) -> str:
@@ -75,7 +75,7 @@ def advice(overrides: Sequence[str], usable: float) -> str:
     except RunError:  # several processes, for which there is no forecast
         pass
     if not found:
-        return "A smaller model, activation_checkpointing=blocks, precision=bf16_master or bf16_sr need less."
+        return "To need less, try a smaller model, activation_checkpointing=blocks, precision=bf16_master or bf16_sr."
     return "\n".join(["Forecast to fit:", *(f"  {label}" for label in found)])
 
 

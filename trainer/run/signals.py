@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.errors import Interrupted
 
-OUTSIDE = "interrupted outside of training; what was saved before is untouched"
+OUTSIDE = "interrupted before or after training; saved files are unchanged"
 """What the user reads after a signal that did not come in training."""
 
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
@@ -74,7 +74,7 @@ class Signals:
         if not self.training:
             raise Interrupted(OUTSIDE, number)
         if self.stop is not None:
-            raise Interrupted("a second signal: left at once, without saving", number)
+            raise Interrupted("second signal: stopped immediately, without saving", number)
         self.stop = number
 
     def take_save(self) -> bool:

@@ -84,7 +84,7 @@ def ui(options: UiOptions) -> int:
             if port != options.port:
                 print(f"port {options.port} is taken, using {port}")
             _show(server_address(port), newest)
-            print(f"starting MLflow on {without_password(uri)}: open these as soon as it runs")
+            print(f"starting MLflow on {without_password(uri)}: open these addresses when it is running")
             serve(uri, port)
     except KeyboardInterrupt:
         print("\nstopped")
@@ -99,5 +99,5 @@ def _show(base: str, newest: Newest) -> None:
     if len(newest.run_ids) > 1:
         print(f"compare {', '.join(newest.run_names)}:")
         print(f"  {curves_address(base, newest.experiment_id, compared)}")
-        print("every param and metric of these, side by side:")
+        print("all params and metrics of these runs, side by side:")
         print(f"  {comparison_address(base, newest.experiment_id, newest.run_ids)}")

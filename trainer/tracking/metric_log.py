@@ -36,7 +36,7 @@ class MetricLog:
             self._file.close()
         if self._unwritten:
             lines = self._unwritten.count(b"\n")
-            log.warning("%s could not be written to the end: its last %d lines are lost.", self._path, lines)
+            log.warning("%s could not be written completely: its last %d lines are lost.", self._path, lines)
 
     def _write(self) -> None:
         try:
@@ -45,7 +45,7 @@ class MetricLog:
         except OSError as error:
             if not self._refused:
                 log.warning(
-                    "%s cannot be written (%s). Training continues, and the metrics wait in memory.",
+                    "%s cannot be written (%s). Training continues; the metrics are kept in memory.",
                     self._path,
                     error.strerror,
                 )

@@ -195,7 +195,7 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
     log.info("Sending the rest of this run to MLflow at %s.", without_password(uri))
     feed = Feed(folder, uri, replace(info, uri=lasting_uri(uri)), config.flush_every_s, training=False)
     missing = feed.conclude(final_status(folder) or "KILLED", config.patience_s)
-    log.log(logging.WARNING if missing else logging.INFO, "%s", missing or "MLflow has the whole run now.")
+    log.log(logging.WARNING if missing else logging.INFO, "%s", missing or "MLflow now has the complete run.")
 
 
 def _store_of(config: Tracking, before: RunInfo | None) -> str:

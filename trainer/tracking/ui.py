@@ -65,7 +65,7 @@ def open_store(uri: str) -> MlflowClient:
     try:
         return connect(uri)
     except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise UserError(f"no MLflow can be read at {without_password(uri)}: {first_line(error)}") from None
+        raise UserError(f"cannot read an MLflow store at {without_password(uri)}: {first_line(error)}") from None
 
 
 def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:

@@ -62,7 +62,7 @@ class Idx(ImageSource):
         check_fraction(self.valid_fraction)
         check_path(self.path, "the folder of the MNIST-format files")
         if (self.images_file is None) != (self.labels_file is None):
-            raise UserError("data.images_file and data.labels_file belong together: give both or neither")
+            raise UserError("data.images_file and data.labels_file must be set together: set both or neither")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Read the files; in their own size, or scaled when they are fetched.
@@ -80,7 +80,7 @@ class Idx(ImageSource):
             valid_images, valid_labels = images[valid], labels[valid]
             images, labels = images[~valid], labels[~valid]
         if not len(labels) or not len(valid_labels):
-            raise UserError(f"data.path={self.path} has too few images to train on and to validate")
+            raise UserError(f"data.path={self.path} has too few images for training and validation")
         if len(np.unique(labels)) < 2:
             raise UserError(f"data.path={self.path} has images of one class only; two are needed")
         size = image_size or max(images.shape[2:])
@@ -131,10 +131,10 @@ def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
     start = 4 + 4 * dimensions
     found = int.from_bytes(content[:4], "big")
     if len(content) < start or found != magic:
-        raise UserError(f"{path} is no MNIST-format file of {what}: expected magic number {magic}, found {found}")
+        raise UserError(f"{path} is not an MNIST-format file of {what}: expected magic number {magic}, found {found}")
     shape = [int(length) for length in np.frombuffer(content, ">u4", dimensions, 4)]
     if len(content) - start != np.prod(shape):
-        raise UserError(f"{path} is damaged: its header promises {shape} bytes, {len(content) - start} follow")
+        raise UserError(f"{path} is damaged: its header has shape {shape}, but {len(content) - start} bytes follow")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
 
 

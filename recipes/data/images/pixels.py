@@ -209,6 +209,6 @@ def check_path(path: str, what: str) -> None:
     from pathlib import Path
 
     if not path:
-        raise UserError(f"data.path is missing: name {what}, as in data.path=/folder")
+        raise UserError(f"missing required option: data.path; set {what}, as in data.path=/folder")
     if not Path(path).expanduser().is_dir():
-        raise UserError(f"data.path={path} is not a folder; name {what}")
+        raise UserError(f"data.path={path} is not a folder; set {what}")

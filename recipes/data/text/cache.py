@@ -62,7 +62,7 @@ def open_or_build(
     if not _complete(folder):
         with _lock(parent / f".{folder.name}.lock", cache_dir):
             if not _complete(folder):  # another process may have built it while this one waited
-                log.info("preparing %s: %s; later runs open it from %s", name, plan.task, folder)
+                log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
                 _build(folder, {"train": train, "valid": valid}, plan)
     meta = json.loads((folder / "meta.json").read_text())
     train_ids, valid_ids = (
@@ -79,8 +79,8 @@ def _lock(path: Path, cache_dir: str) -> Iterator[None]:
             stack.enter_context(locked(path))
         except OSError as error:
             raise UserError(
-                f"data.cache_dir={cache_dir} cannot be written ({error.strerror}); name another folder there, "
-                "or in the environment variable MANTISSA_CACHE"
+                f"data.cache_dir={cache_dir} cannot be written ({error.strerror}); set another folder, "
+                "here or in the environment variable MANTISSA_CACHE"
             ) from None
         yield
 
@@ -120,7 +120,7 @@ def _complete(folder: Path) -> bool:
     except (ValueError, KeyError, TypeError):
         damaged = ["meta.json"]
     if damaged:
-        log.info("%s is damaged (%s) and is built again", folder, ", ".join(damaged))
+        log.info("%s is damaged (%s) and is rebuilt", folder, ", ".join(damaged))
     return not damaged
 
 

@@ -39,8 +39,8 @@ class TokenizedText(TextSource):
             raise UserError("data.tokenizer is empty; use bpe, chars, bytes, or a hub id or folder")
         if self.tokenizer == OWN_BPE and not 257 <= self.vocab_size <= 2**31:
             raise UserError(
-                f"data.vocab_size={self.vocab_size}: a BPE has 256 bytes and an end-of-text token before it "
-                "learns anything; use 1024 or more, or data.tokenizer=bytes"
+                f"data.vocab_size={self.vocab_size}: a BPE starts with 256 bytes and an end-of-text "
+                "token; use 1024 or more, or data.tokenizer=bytes"
             )
         if not 0 < self.valid_fraction <= 0.5:
             raise UserError(f"data.valid_fraction={self.valid_fraction} must be above 0 and at most 0.5, such as 0.1")
@@ -111,7 +111,7 @@ class TextFiles(TokenizedText):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.path:
-            raise UserError("data.path is missing: name a text file or a folder, as in data.path=notes.txt")
+            raise UserError("missing required option: data.path; set a text file or a folder, such as notes.txt")
         path = Path(self.path).expanduser()
         if not path.exists():
             raise UserError(f"data.path={self.path}: there is no such file or folder")

@@ -47,7 +47,7 @@ class Pretrained:
             return cls(name, tokenizer)
         except (OSError, ValueError, ImportError) as error:
             if folder.is_dir():
-                raise UserError(f"{key}: the folder holds no tokenizer that opens ({first_line(error)})") from None
+                raise UserError(f"{key}: the folder has no valid tokenizer ({first_line(error)})") from None
         if name.startswith(("/", ".", "~")) or name.count("/") > 1:
             raise UserError(f"{key}: there is no such folder; {embedded}")
         if not hub_reachable():

@@ -351,7 +351,7 @@ def test_a_second_interrupt_leaves_at_once(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert err == "a second signal: left at once, without saving\n"
+    assert err == "second signal: stopped immediately, without saving\n"
     assert not (run / "checkpoints").exists()
     assert not (run / "summary.json").exists()
 
@@ -395,7 +395,7 @@ def test_an_interrupt_before_training_leaves_no_traceback(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert err.strip() == "interrupted outside of training; what was saved before is untouched"
+    assert err.strip() == "interrupted before or after training; saved files are unchanged"
     assert not (folder / "outputs").exists()
 
 
@@ -414,7 +414,7 @@ def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(
     assert process.returncode == 128 + number
     assert "Traceback" not in err
     if not (folder / "outputs").exists():
-        assert err == "interrupted outside of training; what was saved before is untouched\n"
+        assert err == "interrupted before or after training; saved files are unchanged\n"
 
 
 def test_a_process_that_is_told_to_end_at_once_leaves_no_traceback(start: Callable[..., subprocess.Popen[str]]) -> None:

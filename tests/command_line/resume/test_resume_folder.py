@@ -95,7 +95,7 @@ def test_what_agrees_or_is_free_may_be_typed(typed: list[str], run: Path, train:
         ("experiment=amp_mlp", "recipe.layers was 2, now 3"),
         ("loader=synthetic-on-device", "loader was plain, now synthetic-on-device"),
         ("recipe.arch=resnet18", "recipe.arch is not an option of recipe=bignet"),
-        ("-m", "continues one run, and -m starts several; leave out -m"),
+        ("-m", "continues one run, but -m starts several; remove -m"),
     ],
 )
 def test_what_would_be_another_run_is_refused(typed: str, told: str, run: Path, train: Train) -> None:
@@ -140,7 +140,7 @@ def plant_an_option(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "told"),
     [
-        (plant_an_option, "state.json: the optimizer's maximize is True there and False here"),
+        (plant_an_option, "state.json: the optimizer's maximize was True, now False"),
         (lambda path: (path / "manifest.json").write_text("[" * 10_000), "manifest.json cannot be read (it is nested"),
         (
             lambda path: shutil.copy(path / "model.safetensors", path / "model-00002-of-00002.safetensors"),

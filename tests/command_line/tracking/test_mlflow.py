@@ -307,7 +307,7 @@ def test_a_deleted_experiment_is_named_and_a_restored_one_gets_what_it_missed(
         wait_for_run(tracker)
         tracker.close("FINISHED", {})
     assert steps_of(uri, tracker.run_id, "loss") == [1]
-    assert "answers again" in caplog.text
+    assert "is available again" in caplog.text
     assert "upload incomplete" not in caplog.text
 
 

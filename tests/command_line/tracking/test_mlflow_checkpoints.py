@@ -265,8 +265,8 @@ def test_mistakes_are_answered_in_one_sentence(
         return str(done.err)
 
     assert "has no such run" in refusal(f"resume=mlflow:{'0' * 32}")
-    assert "names no run" in refusal("resume=mlflow:../../etc")
-    assert "names no run" in refusal("resume=runs:/a/b")
+    assert "is not a valid run" in refusal("resume=mlflow:../../etc")
+    assert "is not a valid run" in refusal("resume=runs:/a/b")
     assert "check tracking.uri" in refusal(f"resume=mlflow:{saved}", "tracking.uri=http://127.0.0.1:9")
     assert "there is no" in refusal(f"resume=mlflow:{saved}", "tracking.uri=sqlite:///absent.db")
     assert not (folder / "absent.db").exists()
@@ -279,7 +279,7 @@ def test_mistakes_are_answered_in_one_sentence(
     assert f"use resume={Path('outputs/run')}" in refused
     assert fetch(f"mlflow:{saved}", server, "outputs") == Path("outputs/run")  # a job that is started once more
     said = capsys.readouterr().out
-    assert said == "outputs/run is used: it is this run, at step 9, where MLflow has step 3\n"
+    assert said == "using outputs/run: it has this run at step 9, MLflow has step 3\n"
     step.with_name("step-00000009").rename(step.with_name("step-00000001"))
     assert "rename or remove that folder" in refusal(f"resume=mlflow:{saved}")
     (here / "mlflow.json").unlink()

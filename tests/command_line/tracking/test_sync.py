@@ -243,7 +243,7 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
 
     done = train(*run)
     assert [result.code for result in (first, again, some, done)] == [0] * 4
-    assert "MLflow has the whole run now" in done.out
+    assert "MLflow now has the complete run" in done.out
     assert "sync.py" not in done.out
     assert points(store) == {"bignet-fp32-s0": once(40)}
     assert runs(store) == [("bignet-fp32-s0", "FINISHED")]
@@ -260,7 +260,7 @@ def test_who_does_not_wait_for_mlflow_reads_how_to_send_the_run(
     left.abandon()
     left.abandon()
     (message,) = [record.getMessage() for record in caplog.records if "incomplete" in record.getMessage()]
-    assert "lacks this run: stopped at once" in message
+    assert "lacks this run: stopped immediately" in message
     assert message.endswith(f"retry with: python scripts/sync.py {folder}/outputs/left")
 
     caplog.clear()

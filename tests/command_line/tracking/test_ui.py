@@ -56,7 +56,7 @@ def test_a_server_that_does_not_answer_is_named(environment: dict[str, str]) -> 
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         done = ui(environment | {"MLFLOW_TRACKING_URI": address})
     assert done.returncode == 2
-    assert f"no MLflow can be read at {address}" in done.stderr
+    assert f"cannot read an MLflow store at {address}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

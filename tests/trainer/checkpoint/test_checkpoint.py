@@ -231,12 +231,12 @@ def test_damage_is_named_and_the_newest_whole_one_offered(how: str, name: str, t
         load(tmp_path)
     message = str(caught.value)
     assert f"step-00000003 is damaged: {name} {what}" in message
-    assert f"step 2 is whole: remove the folder {tmp_path}/step-00000003 and resume again" in message
+    assert f"step 2 is intact: remove the folder {tmp_path}/step-00000003 and resume again" in message
     damage(tmp_path / "step-00000002", how, name)
-    with pytest.raises(UserError, match=r"step 1 is whole"):
+    with pytest.raises(UserError, match=r"step 1 is intact"):
         load(tmp_path)
     damage(tmp_path / "step-00000001", how, name)
-    with pytest.raises(UserError, match=r"no older one is whole: start again without resume="):
+    with pytest.raises(UserError, match=r"no older checkpoint is intact: start a new run without resume="):
         load(tmp_path)
 
 
@@ -426,7 +426,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
     net = Net(0)
     net.conv = nn.Conv2d(3, 5, 3)
-    with pytest.raises(UserError, match=r"conv.weight is 4 × 3 × 3 × 3 there and 5 × 3 × 3 × 3 here"):
+    with pytest.raises(UserError, match=r"conv.weight was 4 × 3 × 3 × 3, now 5 × 3 × 3 × 3"):
         load(tmp_path).restore(net, None)
 
 

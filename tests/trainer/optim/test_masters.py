@@ -409,7 +409,7 @@ def test_a_checkpoint_whose_running_statistics_are_16_bit_is_taken_up(tmp_path: 
     load(tmp_path).restore(resumed.model, resumed.optimizer, resumed.masters)
     assert same_bits(resumed.model[1].running_mean, exact.bfloat16().float())
     fit(resumed, 1)
-    with pytest.raises(UserError, match=r"0.weight is torch.bfloat16 there and torch.float32 here"):
+    with pytest.raises(UserError, match=r"0.weight was torch.bfloat16, now torch.float32"):
         load(tmp_path).restore(conv_trainer("fp32").model, None)
 
 

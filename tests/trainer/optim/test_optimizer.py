@@ -170,7 +170,7 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
         (Optimizer("AdamW", options={"betas": [1.5, 0.9]}), r"torch.optim.AdamW refuses optimizer.options="),
         (Optimizer("SGD", options={"nesterov": True}), r"torch.optim.SGD refuses optimizer.options="),
         (Optimizer("AdamW", fused=True, options={"foreach": True}), r"torch.optim.AdamW refuses optimizer.options="),
-        (Optimizer("Rprop", weight_decay=0.1), r"optimizer.weight_decay: torch.optim.Rprop has none; set it to 0"),
+        (Optimizer("Rprop", weight_decay=0.1), r"torch.optim.Rprop has no weight decay; set it to 0"),
         (Optimizer("Muon"), r"torch.optim.Muon refuses"),
     ],
 )

@@ -277,9 +277,9 @@ def test_patterns_match_whole_names_and_last_parts() -> None:
     assert kept("h.0.*") == ["h.0.attn", "h.0.ln_1"]
     assert kept("lm_head", "attn") == ["h.0.attn", "h.1.attn", "lm_head"]
     assert kept() == []
-    with pytest.raises(UserError, match=r"'lmhead' matches no submodule; near it: .*lm_head"):
+    with pytest.raises(UserError, match=r"'lmhead' matches no submodule; similar: .*lm_head"):
         kept("lmhead")
-    with pytest.raises(UserError, match=r"'zzz' matches no submodule; names are such as h"):
+    with pytest.raises(UserError, match=r"'zzz' matches no submodule; examples of names: h"):
         kept("attn", "zzz")
 
 

@@ -119,7 +119,7 @@ def test_table_compares_with_the_first_column_and_wraps() -> None:
         "MiB                      one          two",
         "weights                  1.0          2.0",
         "peak                     1.0          2.0",
-        "over the first                      2.00x",
+        "ratio to first                      2.00x",
         "reached in           forward      forward",
         "measured                 2.0",
         "error                 -50.0%",
@@ -131,7 +131,7 @@ def test_table_compares_with_the_first_column_and_wraps() -> None:
 @pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
 def test_an_optimizer_that_looks_at_its_numbers_is_named_and_not_the_model(name: str) -> None:
     line = (*BIGNET, "device=cpu", "batch_size=4", f"optimizer.name={name}", "~optimizer.options.betas")
-    with pytest.raises(RunError, match=rf"^optimizer\.name={name} decides .* or use another optimizer") as raised:
+    with pytest.raises(RunError, match=rf"^optimizer\.name={name} takes steps .* or use another optimizer") as raised:
         forecast(compose(*line))
     assert "model" not in str(raised.value)
 

@@ -100,7 +100,7 @@ class Feed(threading.Thread):
             return None
         self._abandoned = True
         self._ending.set()
-        return self._incomplete("stopped at once")
+        return self._incomplete("stopped immediately")
 
     def _incomplete(self, reason: str) -> str:
         return (
@@ -116,7 +116,7 @@ class Feed(threading.Thread):
             try:
                 self._advance(ending)
                 if failures >= 2:
-                    log.info("MLflow at %s answers again.", without_password(self._uri))
+                    log.info("MLflow at %s is available again.", without_password(self._uri))
                 failures, self._problem = 0, None
                 if ending:
                     return

@@ -51,7 +51,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
     """
     match = _ADDRESS.fullmatch(resume)
     if not match or not re.fullmatch(r"\w+", match[1]):
-        raise UserError(f"resume={resume} names no run; use resume=mlflow:RUN_ID, with the run id from MLflow's page")
+        raise UserError(f"resume={resume} is not a valid run; use resume=mlflow:RUN_ID, with the id from MLflow's page")
     check_output_dir(output_dir)
     store = tracking_uri(uri)
     database = database_file(store)
@@ -183,7 +183,7 @@ def _here(target: Path, wanted: _Wanted) -> bool:
     if steps[-1:] == [newest]:
         return True
     if steps and steps[-1] > newest and (again or wanted.requested is None):
-        print(f"{target} is used: it is this run, at step {steps[-1]}, where MLflow has step {newest}", flush=True)
+        print(f"using {target}: it has this run at step {steps[-1]}, MLflow has step {newest}", flush=True)
         return True
     with in_use(target):  # refused if a process works on it
         steps = checkpoint.steps(target / CHECKPOINTS)

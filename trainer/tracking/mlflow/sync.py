@@ -101,7 +101,7 @@ def _send(folder: Path, uri: str, info: RunInfo) -> SyncResult:
                 if delivery.elsewhere is not None:
                     step = delivery.elsewhere
                     return SyncResult(
-                        SyncStatus.SKIPPED, f"continued elsewhere (MLflow has step {step}); not sent over that"
+                        SyncStatus.SKIPPED, f"continued elsewhere (MLflow has step {step}); skipped to keep that run"
                     )
                 return SyncResult(SyncStatus.SENT, f"sent to {without_password(uri)}")
             except Exception as error:  # of many kinds, by MLflow and what lies below it
