@@ -53,6 +53,6 @@ def test_help_wraps_whole_sentences(columns: str, monkeypatch: pytest.MonkeyPatc
     text = cli._choices()
     assert max(map(len, text.splitlines())) <= int(columns)
     together = " ".join(text.split())
-    assert "and keeps what products with weights, convolutions and fused attention gave." in together
+    assert "and keeps the results of matmuls with weights, convolutions and fused attention." in together
     assert "python scripts/train.py" not in together
     assert "  bf16 " in text

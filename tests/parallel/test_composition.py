@@ -17,13 +17,13 @@ PAGE = PROJECT / "docs" / "composition.md"
 COLUMNS = [("gpt2", precision, "off") for precision in PRECISIONS]
 COLUMNS += [("resnet", "bf16", "off"), ("bignet", "bf16", "default")]
 HEAD = """\
-# What goes together
+# Tested combinations of options
 
-Every combination below took two optimizer steps (of microbatches of two samples) and an evaluation on a CPU, `ddp` and
-`fsdp` in two processes. The number is the training loss of the second step: down a column of gpt2 and BigNet it must
-stay the same. (ResNet's batch norm sees one microbatch of one process, and FSDP2 keeps weights in another layout, so
-that small differences grow there.) Compiling is tried on the smallest model. `tests/parallel/test_composition.py`
-writes this page, and fails when it is no longer true.
+Every combination below ran two optimizer steps (of microbatches of two samples) and an evaluation on a CPU, `ddp` and
+`fsdp` in two processes. The number is the training loss of the second step. Within a column of gpt2 and BigNet it must
+be the same. (ResNet's batch norm sees one microbatch of one process, and FSDP2 stores weights in another layout, so
+small differences grow there.) Compilation is tested on the smallest model. `tests/parallel/test_composition.py`
+generates this page, and fails if it is out of date.
 
 """
 
