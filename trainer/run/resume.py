@@ -46,9 +46,7 @@ def complete(arguments: list[str]) -> list[str]:
     if not named or named[-1] in _NO_FOLDER or not isinstance(named[-1], str):
         return arguments
     if {"-m", "--multirun"} & set(arguments):
-        raise UserError(
-            f"resume={named[-1]} continues one run, but -m starts several; remove -m, or use resume=auto"
-        )
+        raise UserError(f"resume={named[-1]} continues one run, but -m starts several; remove -m, or use resume=auto")
     plain = {override.key_or_group: str(override.value()) for override in typed.values() if not _is_choice(override)}
     folder = local_folder(named[-1], plain.get("output_dir", "outputs"), plain.get("tracking.uri"))
     recorded = folder.config()
