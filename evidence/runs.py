@@ -1,4 +1,4 @@
-"""Arms of an experiment: sets of overrides, trained in turns, each run in its own process."""
+"""Arms of an experiment: sets of overrides, trained alternately, each run in a separate process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Arm:
 
 @dataclass
 class Outcome:
-    """One run that has ended, well or not."""
+    """One run that has ended, successfully or not."""
 
     arm: str
     seed: int

@@ -41,7 +41,7 @@ def choose(shape: Shape, dtype: torch.dtype | None, hardware: Hardware, determin
     """Return what ``recipe.attention=auto`` becomes.
 
     Measured on a CPU in a 16-bit format, once for each shape, format, number of threads, processor and torch. Elsewhere
-    it is sdpa; with ``deterministic`` too, because a measurement does not repeat itself.
+    it is sdpa; with ``deterministic`` too, because a measurement is not repeatable.
 
     Args:
         shape: of a microbatch.
@@ -69,7 +69,7 @@ _KEY = "recipe.attention"
 def measure(shape: Shape, dtype: torch.dtype) -> dict[str, float]:
     """Return the shortest time of each fused form, forward and backward, in seconds; taken in turns.
 
-    It is this thread's time on a core: what other programs take meanwhile does not count.
+    It is this thread's time on a core: the time of other programs does not count.
     """
     forms: dict[str, Callable[..., Tensor]] = {"sdpa": F.scaled_dot_product_attention, "sdpa_fp32": _fused_in_fp32}
     times = dict.fromkeys(forms, float("inf"))
@@ -97,8 +97,8 @@ def measure(shape: Shape, dtype: torch.dtype) -> dict[str, float]:
 def use_causal_kernels(network: Any, in_fp32: bool = False) -> None:
     """Let a causal model with sdpa's attention call it without a mask: every sample is one text.
 
-    Otherwise transformers looks in every forward pass whether texts are packed into a sample: the host waits for
-    the device, and where it cannot see the values (a forecast of memory) a mask of T × T is made.
+    Otherwise transformers checks in every forward pass whether texts are packed into a sample: the host waits for
+    the device, and where it cannot read the values (a forecast of memory) a mask of T × T is made.
 
     Args:
         network: transformers' model.

@@ -40,8 +40,8 @@ class Quotations(Dataset):
     """Questions made of a text: where in the passage do these words stand?
 
     A sample is [CLS] question [SEP] passage [SEP] and padding, as in SQuAD, and the question quotes 8 to 16 tokens of
-    the passage (fewer where ``context`` is small). Passages fill half of the room to all of it. An answer that the
-    passage's end cuts off has no end.
+    the passage (fewer where ``context`` is small). Passages fill half of the room to all of it. If the answer
+    continues beyond the passage, it has no end.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, vocabulary: int) -> None:
@@ -138,7 +138,7 @@ class Bert(SizedTextRecipe):
         return list(model.bert.encoder.layer)
 
     def count_targets(self, batch: Batch) -> int:
-        """Return the number of starts and of ends that are not cut off."""
+        """Return the number of starts and of ends within the passage."""
         return len(batch["start"]) + int((batch["end"] != IGNORED).sum())
 
     def count_units(self, batch: Batch) -> int:
@@ -149,7 +149,7 @@ class Bert(SizedTextRecipe):
         """Add up the cross-entropies of starts and ends over all positions, in fp32."""
         tokens = batch["tokens"]
         dtype = next(model.parameters()).dtype
-        # What is added to the scores, B × 1 × 1 × T. With a mask of B × T transformers would look into it, and wait.
+        # What is added to the scores, B × 1 × 1 × T. With a mask of B × T transformers would read its values, and wait.
         mask = torch.zeros_like(tokens, dtype=dtype).masked_fill_(
             tokens == model.config.pad_token_id, torch.finfo(dtype).min
         )

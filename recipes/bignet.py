@@ -1,4 +1,4 @@
-"""BigNet: a tall stack of equal linear layers, to see what memory goes to and what autocast can save."""
+"""BigNet: a stack of equal linear layers, to show the memory by category and what autocast can save."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class BigNet(Recipe):
         return [f"recipe.width={self.width // 2}"] if self.width > 1 else []
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
-        """Vectors and the answers of a fixed teacher."""
+        """Vectors and the outputs of a fixed teacher network."""
         assert isinstance(data, Synthetic)
         return data.vectors(self.width)
 
     def build_model(self, datasets: Datasets) -> nn.Module:
-        """Build the stack with He's initialisation, without which the signal dies out over 20 layers."""
+        """Build the stack with He's initialisation, without which the signal vanishes over 20 layers."""
         blocks = []
         layers: list[nn.Module] = []
         for index in range(self.layers):

@@ -87,7 +87,7 @@ def open_pretrained(source: str, vocabulary: int, dropout: float, attention: str
     """
     from transformers import GPT2LMHeadModel
 
-    if torch.get_default_device().type == "meta":  # a forecast wants the shapes only
+    if torch.get_default_device().type == "meta":  # a forecast needs only the shapes
         config = pretrained_config(source)
         config.vocab_size, config._attn_implementation = vocabulary, attention
         return GPT2LMHeadModel(config)

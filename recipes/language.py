@@ -138,7 +138,7 @@ class LanguageRecipe(SizedRecipe):
     def export(self, model: LanguageModel, datasets: TextDatasets, folder: Path) -> None:
         """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, the tokenizer beside the weights.
 
-        The padding of the vocabulary stays behind: nothing can predict an id that the tokenizer does not know.
+        The padding of the vocabulary is not exported: nothing can predict an id that the tokenizer does not know.
         """
         folder.mkdir(parents=True, exist_ok=True)
         eos = save_tokenizer(datasets.tokens.tokenizer, folder)

@@ -19,7 +19,7 @@ class LossHead(nn.Linear):
     Args:
         weight: padded vocabulary × width; may be the embedding's.
         chunked: let torch compute the loss in pieces, so that the logits (tokens × vocabulary, in fp32)
-            never exist as a whole; costs a second product with the weight in the backward pass.
+            never exist completely; needs a second product with the weight in the backward pass.
         vocabulary: how many rows of ``weight`` are token ids; the rest are padding, which the loss leaves out.
             None: all.
 
@@ -42,7 +42,7 @@ class LossHead(nn.Linear):
         if not self.chunked:
             logits = super().forward(hidden)
             if self.vocabulary < logits.shape[-1]:
-                # In place and behind autograd's back: the gradient of a logit of -inf is 0 without its help.
+                # In place and without autograd: the gradient of a logit of -inf is 0 anyway.
                 logits.detach()[:, self.vocabulary :].fill_(-math.inf)
             # Autocast does it too; a model of 16-bit weights has none, and its sum would be 16-bit.
             return F.cross_entropy(logits.float(), targets, reduction="sum")
@@ -58,7 +58,7 @@ class LossHead(nn.Linear):
         return losses.float().sum()
 
     def _padding_bias(self, hidden: Tensor) -> Tensor | None:
-        """Return what makes the logits of padding -inf: the chunks' logits are out of reach."""
+        """Return a bias that makes the logits of padding -inf: the logits of the chunks are not accessible."""
         rows = self.weight.shape[0]
         if self.vocabulary == rows:
             return None
@@ -105,6 +105,6 @@ class LanguageModel(nn.Module):
 
 
 def torch_can_chunk() -> bool:
-    """Tell whether torch has linear_cross_entropy with chunking (2.13 and later)."""
+    """Return whether torch has linear_cross_entropy with chunking (2.13 and later)."""
     function = getattr(F, "linear_cross_entropy", None)
     return function is not None and "options" in inspect.signature(function).parameters

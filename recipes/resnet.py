@@ -42,7 +42,7 @@ class ResNet(Recipe):
     classes: int | str = "auto"
     """Outputs of the head; auto: as many as the data has."""
     channels_last: bool = True
-    """Keep weights and images in NHWC order, which tensor cores want."""
+    """Keep weights and images in NHWC order, which tensor cores prefer."""
     label_smoothing: float = 0.0
     """Of the training loss only; evaluation reports plain cross-entropy."""
 
@@ -158,7 +158,7 @@ class ResNet(Recipe):
 class Normalise:
     """From pixels to the model's input: less the mean, divided by the standard deviation of each channel, in fp32.
 
-    It is no module, and its tensors are no buffers: nothing saves, counts, exchanges or converts them.
+    It is not a module, and its tensors are not buffers: nothing saves, counts, exchanges or converts them.
     """
 
     def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> None:

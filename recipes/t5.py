@@ -1,4 +1,4 @@
-"""T5 that fills in what was cut out of a text (Raffel et al. 2020), with random weights."""
+"""T5 that fills in removed spans of a text (Raffel et al. 2020), with random weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Sizes
 
 NOISE, SPAN = 0.15, 3
-"""The share of a text that is cut out, in spans of so many tokens on average."""
+"""The share of a text that is removed, in spans of so many tokens on average."""
 IGNORED = -100
 """No target: padding, where labels are padded."""
 VOCABULARY_MULTIPLE = 128
@@ -48,7 +48,7 @@ SHAPES = {
 
 
 class SpanCorruption(Dataset):
-    """Windows of a text with spans cut out: T5's own objective.
+    """Windows of a text with spans removed: T5's objective.
 
     In the input a sentinel stands for each span; the target is each sentinel and the span it stands for. Both end with
     EOS. All samples are equally long: from 512 input tokens on, 114 are the target.
@@ -87,7 +87,7 @@ class SpanCorruption(Dataset):
 
 
 def _cuts(window: int) -> tuple[int, int]:
-    """Return how many of so many tokens are cut out, and in how many spans."""
+    """Return how many of so many tokens are removed, and in how many spans."""
     noise = max(1, round(window * NOISE))
     return noise, max(1, round(noise / SPAN))
 
@@ -118,7 +118,7 @@ class T5(SizedTextRecipe):
         return Sizes(steps=2000, batch_size=32, micro_batch_size=32)
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
-        """Tokenise, and cut spans out."""
+        """Tokenise, and remove spans."""
         tokens = open_tokens(text_source(data, self.name), None, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
         train, valid = (SpanCorruption(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))

@@ -49,11 +49,11 @@ OnShortage = Callable[[BaseException, Sequence[str]], OutOfMemory]
 
 
 def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
-    """Run ``sys.argv`` and return the exit code: 0, 2 a mistake, 3 not finite, 4 no memory, 128 + signal.
+    """Run ``sys.argv`` and return the exit code: 0, 2 a user error, 3 not finite, 4 out of memory, 128 + signal.
 
     Args:
-        on_shortage: called when the memory ran out and what the run held is given back.
-        run_class: what trains.
+        on_shortage: called after memory ran out and the run's memory is freed.
+        run_class: the class that trains.
 
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -74,7 +74,7 @@ def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
         return _report(UserError(explain(error)))
     if (table := sweep.table()) and os.environ.get("RANK", "0") == "0":
         print(f"\n{table}", flush=True)
-    if dist.is_initialized() and not any(codes):  # after a failure the others may not be there to say goodbye to
+    if dist.is_initialized() and not any(codes):  # after a failure the other ranks may have exited
         dist.destroy_process_group()
     return max(codes, default=0)
 
@@ -93,7 +93,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
         overrides: list[str] = []
         shortage: BaseException | None = None
         try:
-            # As typed: Hydra would look up ${…} within them among its own keys.
+            # As given: Hydra would resolve ${…} in them against its own keys.
             overrides = cast("list[str]", OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
             built = config.build(composed, overrides)
             built = sweep.begin(built, overrides)
@@ -142,7 +142,7 @@ _PATIENCE = 60.0
 
 
 def _report(error: RunError | Interrupted) -> int:
-    """Tell the user, once where several ranks raise the same, and return the exit code."""
+    """Report the error, once if several ranks raise the same, and return the exit code."""
     prefix = "" if isinstance(error, Interrupted) else "error: "
     speaks = True
     if launched_processes() > 1:
@@ -165,7 +165,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 def _report_of_rank(error: Exception) -> int:
-    """Name the rank that failed. One that only lost its connection to it gets no traceback: it would hide the cause."""
+    """Name the rank that failed. A rank that lost its connection to it prints no traceback: it would hide the cause."""
     rank = os.environ["RANK"]
     if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _GONE):
         print(f"rank {rank}: lost connection to another rank; see its error", file=sys.stderr, flush=True)
@@ -179,7 +179,7 @@ def _report_of_rank(error: Exception) -> int:
 
 
 def _choices() -> str:
-    """Return the choices of every config group, each with what the first sentence of its YAML's comment says."""
+    """Return the choices of every config group, each with the first sentence of its YAML's comment."""
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     lines = []
     for group in sorted(path for path in CONF.iterdir() if path.is_dir()):

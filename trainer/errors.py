@@ -1,4 +1,4 @@
-"""The ways a run can end early, each with its exit code, and what their messages are made of."""
+"""The errors that end a run early, each with its exit code, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import re
 from collections.abc import Iterable
 
-# What torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN and NCCL say where CUDA's allocator has a type of its own.
+# Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN and NCCL. (CUDA's allocator has an error type.)
 _NO_MEMORY = re.compile(
     "can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc"
     # Not "a primitive descriptor": that is an operation that oneDNN does not have.
@@ -21,17 +21,17 @@ class RunError(Exception):
 
     exit_code = 1
     shared = False
-    """Whether every process of the job raises it at the same point, so that one tells the user and all stay in step."""
+    """Whether every process of the job raises it at the same point, so that one reports it and all stay in step."""
 
 
 class UserError(RunError):
-    """An option or a file of the user cannot work: the message names it and says what to set instead."""
+    """An option or a file of the user cannot work: the message names it and what to set instead."""
 
     exit_code = 2
 
 
 class NonFiniteError(RunError):
-    """Training turned non-finite, and the update that would have kept the damage was not made."""
+    """Training was no longer finite; the update with the non-finite values was not applied."""
 
     exit_code = 3
     shared = True
@@ -52,7 +52,7 @@ class MemoryRanOut(MemoryError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked the run to stop.
+    """A signal requested the run to stop.
 
     Not an ``Exception``: it can be raised in the middle of any library call, and many libraries catch every
     ``Exception`` and continue (``shutil.rmtree`` with ``ignore_errors`` in Python 3.11, for example).
@@ -70,7 +70,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, at most 300 characters, without the passwords of addresses in it.
+    """Return the first line of an error's message, at most 300 characters, without the passwords of addresses in it.
 
     Errors of MLflow, SQLAlchemy and the Hub have many lines, and some repeat the address with its password.
     """
@@ -79,7 +79,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, on whatever device."""
+    """Return whether memory ran out, on any device."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:  # a process or a mapping that could not be made
@@ -88,7 +88,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Return ``"; did you mean 'bf16'?"`` or, with nothing near, an empty string; ``prefix`` is shown, not compared."""
+    """Return ``"; did you mean 'bf16'?"`` or an empty string if none is similar; ``prefix`` is shown, not compared."""
     names = list(valid)
     lowered = {name.lower(): name for name in reversed(names)}
     near = difflib.get_close_matches(typed.lower(), list(lowered), n=1, cutoff=0.5)

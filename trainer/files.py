@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, JSON that is read with care, locks, caches, and where the project is."""
+"""Atomic file writes, strict JSON reading, locks, caches, and the folder of the project."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
-    flush(partial)  # else some file systems would keep the new name and lose the content
+    flush(partial)  # otherwise some file systems could keep the new name and lose the content
     partial.replace(path)
     flush(path.parent)
 
@@ -45,7 +45,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON, names a key twice, or is nested more than 32 levels deep.
+        ValueError: it is not JSON, has a key twice, or is nested more than 32 levels deep.
 
     """
     text = path.read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file with one on each line, such as a run's ``metrics.jsonl``; none if there is no file.
 
-    A last line that a kill has cut off is left out.
+    An incomplete last line (after a kill) is skipped.
     """
     if path.exists():
         with path.open("rb") as file:
@@ -132,7 +132,7 @@ def check_output_dir(output_dir: str) -> None:
 
 @contextmanager
 def locked(path: Path, timeout_s: float = -1) -> Iterator[None]:
-    """Hold the lock file ``path`` against every other process; the lock ends with the process, however it ends.
+    """Lock the file ``path`` against all other processes; the lock ends when the process ends for any reason.
 
     On a file system without locks nothing is held.
 
@@ -162,7 +162,7 @@ def in_use(folder: Path) -> Iterator[None]:
     """Keep every other process from working on a run's or a comparison's folder.
 
     Raises:
-        UserError: another process works on it.
+        UserError: another process uses it.
 
     """
     with ExitStack() as stack:
@@ -181,14 +181,14 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """Return where the project keeps what it can make again: ``$MANTISSA_CACHE``, or ``~/.cache/mantissa``."""
+    """Return the folder of files that can be generated again: ``$MANTISSA_CACHE``, or ``~/.cache/mantissa``."""
     return Path(os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa").expanduser()
 
 
 def remembered(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
     """Return what ``work`` returned when it was first called for ``kind`` and ``of``, here or in an earlier process.
 
-    Where the cache cannot be read or written, it is worked out every time.
+    If the cache cannot be read or written, ``work`` is called every time.
 
     Args:
         kind: the name of a folder in the cache.

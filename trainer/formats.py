@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them, in the terminal and in reports."""
+"""Format numbers and tables for the terminal and for reports."""
 
 from __future__ import annotations
 

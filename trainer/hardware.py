@@ -34,11 +34,11 @@ class Hardware:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether published sizes fit this device: a CUDA GPU."""
+        """Whether this is a CUDA GPU, on which the published sizes fit."""
         return self.device.type == "cuda"
 
     def support(self, mode: str) -> str:
-        """Tell how this device computes fp32, tf32, bf16, fp16 or fp8: native, emulated, not available.
+        """Return how this device computes fp32, tf32, bf16, fp16 or fp8: native, emulated, not available.
 
         Native means that matrix products run in that format's own instructions; emulated, that the results
         are right but computed in another format (usually no faster). Modes such as ``bf16_master`` are as bf16.
@@ -62,7 +62,7 @@ class Hardware:
 
     def _support_on_cuda(self, mode: str) -> str:
         if torch.version.hip:
-            return UNAVAILABLE if mode in ("tf32", "fp8") else NATIVE  # fp8 there: never tried here
+            return UNAVAILABLE if mode in ("tf32", "fp8") else NATIVE  # fp8 there: never tested here
         assert self.capability is not None
         if mode == "fp8":
             return NATIVE if self.capability >= (8, 9) else UNAVAILABLE
@@ -142,7 +142,7 @@ def product_slowdown(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget the peak so far, so that runs one after another in a process each have their own."""
+    """Reset the peak, so that consecutive runs in one process are measured separately."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -159,7 +159,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     import psutil
 
     memory = psutil.Process().memory_info()
-    return int(getattr(memory, "peak_wset", memory.rss))  # Windows knows its peak, macOS only the present
+    return int(getattr(memory, "peak_wset", memory.rss))  # Windows has the peak, macOS only the present value
 
 
 def _ram_bytes() -> int:

@@ -27,7 +27,7 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much one optimizer step and one run take, after every ``auto`` is resolved."""
+    """The sizes of an optimizer step and of a run, after every ``auto`` is resolved."""
 
     steps: int
     batch_size: int
@@ -85,12 +85,12 @@ class Recipe(SetOnce):
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
     predictor: ClassVar[str] = "forward"
-    """Who answers for the exported model in MLflow: a file of ``trainer/tracking/mlflow/predictors``. ``forward``
+    """The file of ``trainer/tracking/mlflow/predictors`` that serves the exported model in MLflow. ``forward``
     takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
     """
 
     measured: ClassVar[tuple[str, ...]] = ()
-    """Fields whose ``auto`` is decided by ``measure``; a resumed run keeps what it had."""
+    """Fields whose ``auto`` is decided by ``measure``; a resumed run keeps their values."""
 
     def chosen(self, choices: Iterable[Choice]) -> Self:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
@@ -108,7 +108,7 @@ class Recipe(SetOnce):
         return self, []
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        """Return what ``steps``, ``batch_size`` and ``micro_batch_size`` become where they say ``auto``."""
+        """Return the values of ``steps``, ``batch_size`` and ``micro_batch_size`` where they are ``auto``."""
         raise NotImplementedError
 
     def smaller(self) -> list[str]:
@@ -118,7 +118,7 @@ class Recipe(SetOnce):
     def measure(
         self, hardware: Hardware, dtype: torch.dtype | None, micro_batch_size: int, deterministic: bool
     ) -> list[Choice]:
-        """Return what becomes of ``auto`` fields that only a measurement can decide.
+        """Return the values of ``auto`` fields that require a measurement.
 
         Called on rank 0 before the model is built, on a new run; it must take less than a second.
 
@@ -168,7 +168,7 @@ class Recipe(SetOnce):
         return {"loss": loss} | {key: value / targets for key, value in sums.items()}
 
     def export(self, model: Any, datasets: Any, folder: Path) -> None:
-        """Write all that is needed to use the weights without this project.
+        """Write everything that is needed to use the weights without this project.
 
         By default model.safetensors, under the model's own names, and ``description`` as config.json.
         """

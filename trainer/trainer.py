@@ -30,11 +30,11 @@ from trainer.recipe import Choice
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
 
 _FEW = 2
-"""Samples of a forward pass that only looks; batch norm takes no statistics of one."""
+"""Samples of a forward pass that only inspects the model; batch norm cannot take statistics of one."""
 
 
 class StepRecord(NamedTuple):
-    """What one optimizer step leaves behind. The tensors are scalars that stay on the device."""
+    """The results of one optimizer step. The tensors are scalars that stay on the device."""
 
     step: int
     """Counted from 1."""
@@ -70,7 +70,7 @@ class Trainer:
         self.plan = plan
         self.hardware = hardware
         self.device = hardware.device
-        if self.device.type == "cuda":  # what asks for "the" device (streams, synchronisation) means this one
+        if self.device.type == "cuda":  # calls without a device (streams, synchronisation) use this one
             torch.cuda.set_device(self.device)
         config.precision.apply()
         attention.allow_cudnn(not config.recipe.masks_attention)
@@ -84,7 +84,7 @@ class Trainer:
         seed_everything(config.seed)
         self.model = self.first_model()
         self.conv_in_fp32 = self._protect_convolutions()
-        """Names of the convolutions whose 16-bit gradients this CPU does not write whole."""
+        """Names of the convolutions whose 16-bit gradients this CPU does not write completely."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
         blocks = self.recipe.blocks(self.model)
@@ -160,7 +160,7 @@ class Trainer:
         return names
 
     def _forward_of_few(self) -> None:
-        """Take one forward pass over the first samples, which leaves no trace in the generators."""
+        """Take one forward pass over the first samples, and restore the state of the generators."""
         generators = random_state(self.device)
         few = self.order.samples(0, min(_FEW, self.plan.batching.micro_batch_size))
         try:
@@ -175,7 +175,7 @@ class Trainer:
             with self.config.precision.autocast(self.device):
                 self._forward_of_few()
 
-        # Sharded, a forward pass that no backward follows would stay in the books of FSDP.
+        # With FSDP, a forward pass without a backward pass would leave stale state in FSDP.
         return attention.taken(self.model, forward, self.config.parallel.kind != "fsdp")
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,8 +269,8 @@ class Trainer:
     def close(self) -> None:
         """End the loading processes that are kept for evaluation.
 
-        Left to the garbage collector they would never end: it closes their queues first, and then DataLoader has no
-        way left to tell them.
+        The garbage collector would never end them: it closes their queues first, and then DataLoader cannot
+        stop them.
         """
         self._validation = None
 
@@ -307,9 +307,9 @@ def seed_everything(seed: int) -> None:
 def set_determinism(deterministic: bool) -> None:
     """Make torch refuse operations without a repeatable implementation, or let it choose the fastest."""
     if deterministic:
-        # cuBLAS asks for it, before its first use.
+        # cuBLAS requires it, before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    # It costs a pass over memory and changes no result.
+    # It takes a pass over memory and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not deterministic

@@ -1,4 +1,4 @@
-"""The measurements of scripts/bench.py: ratios between loops that take turns in one process, under the same load."""
+"""The measurements of scripts/bench.py: ratios between loops that alternate in one process, under the same load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MLFLOW_PATIENCE_S = 60.0
 
 
 class MeasuredRun(Run):
-    """A run with everything on, which pauses between its steps while other loops take their turns."""
+    """A run with all features on, which pauses between its steps while other loops run."""
 
     turns: Turns
     background_s: float = 0.0
@@ -64,7 +64,7 @@ class MeasuredRun(Run):
                 self.background_s += _background_s()
 
     def _wait_for_mlflow(self) -> None:
-        # Its import and first connection are a cost of the start, not of a step.
+        # Its import and first connection belong to the start, not to a step.
         deadline = time.monotonic() + MLFLOW_PATIENCE_S
         assert self.tracker is not None
         while self.config.tracking.mlflow and self.tracker.run_id is None:

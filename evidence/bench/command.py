@@ -26,7 +26,7 @@ class BenchOptions:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the measurements that are asked for, print each one's rows as soon as they are there."""
+    """Run the requested measurements; print the rows of each as soon as they are available."""
     options, _ = parse(arguments, BenchOptions)
     if unknown := [name for name in options.only if name not in MEASUREMENTS]:
         raise UserError(

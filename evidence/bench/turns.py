@@ -1,4 +1,4 @@
-"""Loops that take turns, repeat by repeat, and the rows of the report."""
+"""Loops that alternate in each repeat, and the rows of the report."""
 
 from __future__ import annotations
 

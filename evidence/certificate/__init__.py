@@ -1,1 +1,1 @@
-"""A run that is killed again and again, compared with one that is not."""
+"""A run that is killed repeatedly, compared with an uninterrupted one."""

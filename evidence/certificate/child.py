@@ -37,14 +37,14 @@ PATIENCE_STEPS = 8
 
 
 class TracedOrder(DataOrder):
-    """The data order, which also keeps what it has handed out."""
+    """The data order, which also records the samples that it has returned."""
 
     def __init__(self, order: DataOrder) -> None:
         super().__init__(order.length, order.seed)
         self.handed_out: list[list[SampleId]] = []
 
     def batches(self, first: int, size: int, count: int) -> Iterator[list[SampleId]]:
-        """Yield as before; the loader asks for one list at a time, in the order of training."""
+        """Yield as before; the loader requests one list at a time, in the order of training."""
         for samples in super().batches(first, size, count):
             self.handed_out.append(samples)
             yield samples

@@ -35,7 +35,7 @@ class Differences:
     elements: int = 0
     steps: int = 0
     repeated_steps: int = 0
-    """Steps that were trained more than once, as a kill came before they were saved."""
+    """Steps that were trained more than once, because a kill came before they were saved."""
     metric_lines: int = 0
     ulp: float = 0
     """The largest distance of two numbers in units in the last place; infinite for integers, shapes and NaNs."""
@@ -81,7 +81,7 @@ def differences_between(whole: Path, killed: Path, last_step: int) -> Difference
 
 
 def trace(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a trace, without a line that a kill has cut off."""
+    """Return the lines of a trace, without an incomplete line (after a kill)."""
     lines = []
     for line in (run / TRACE_FILE).read_text(encoding="utf-8").splitlines():
         try:

@@ -1,4 +1,4 @@
-"""The YAML of a claim: OmegaConf reads it into dataclasses, and a mistake is answered with how to write it."""
+"""The YAML of a claim: OmegaConf reads it into dataclasses, and an error message shows the correct form."""
 
 from __future__ import annotations
 

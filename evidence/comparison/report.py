@@ -1,4 +1,4 @@
-"""A comparison in words and tables: for the terminal, as Markdown, and as one self-contained page of HTML."""
+"""The report of a comparison: for the terminal, as Markdown, and as one self-contained page of HTML."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Hub(TokenizedText, ImageSource):
                 valid_labels = class_numbers(valid, label, classes, f"data.valid_split={name}")
             except UserError:
                 if self.valid_split is None:
-                    continue  # many a published test split has no labels
+                    continue  # many published test splits have no labels
                 raise
             every = np.arange(len(labels)), np.arange(len(valid_labels))
             train_set, valid_set = self._images(train, labels, every[0]), self._images(valid, valid_labels, every[1])

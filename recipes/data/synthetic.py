@@ -1,4 +1,4 @@
-"""``data=synthetic``: generated data for every recipe, which costs next to nothing and can be learnt."""
+"""``data=synthetic``: generated data for every recipe; it is cheap and can be learnt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEACHER_RANK = 8
 
 @dataclass
 class Synthetic(TextSource, ImageSource):
-    """Tokens, images or vectors, whichever the recipe asks for; always the same ones."""
+    """Tokens, images or vectors, whichever the recipe requests; always the same ones."""
 
     kind: ClassVar[str] = "synthetic"
     vocab_size: int = 50257
@@ -66,7 +66,7 @@ class Synthetic(TextSource, ImageSource):
     def images(self, image_size: int | None) -> ImageDatasets:
         """Return noise over a coarse pattern that depends on the class; by default 224 × 224 pixels.
 
-        An epoch repeats a pool of 256 images, so a batch costs one copy.
+        An epoch repeats a pool of 256 images, so a batch takes one copy.
         """
         size = image_size or 224
         augment = self.augment.choose(None)

@@ -1,1 +1,1 @@
-"""Everything that is needed to resume a run exactly: written, verified, restored."""
+"""Checkpoints, with everything that is needed to resume a run exactly: write, verify, restore."""

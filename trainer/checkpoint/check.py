@@ -1,6 +1,6 @@
 """Checks that a checkpoint fits the run that is resumed. All of them are made before anything is loaded.
 
-The optimizer's options, for example, come from the config; a checkpoint that has other ones is not of this run.
+The optimizer's options, for example, come from the config; a checkpoint with other options is from another run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.precision.scaler import DynamicLossScale, LossScale
 
 OPTIMIZER_FILE, RNG_FILE = "optimizer.safetensors", "rng.safetensors"
 _KERNELS = ("fused", "foreach")
-"""Options that choose kernels: they depend on the device, so they may differ from the checkpoint's."""
+"""Options that select kernels. They depend on the device, so the checkpoint may have other values."""
 _FP32_COUNTS = 2**24
 """An fp32 counter that grows by one stays at this value."""
 
@@ -38,7 +38,7 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
     """Compare the options of the optimizer's groups with those that the config gave it.
 
     Raises:
-        InvalidCheckpoint: names the first one that differs.
+        InvalidCheckpoint: an option differs; the message has the first one.
 
     """
     for there, group in zip(state.groups, optimizer.param_groups, strict=True):
@@ -58,7 +58,7 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
 def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return, for each parameter, what its state looks like after a step: tensors without data, or other values.
 
-    Each kind of parameter is tried on a small twin, so this holds for every optimizer of torch.
+    Each kind of parameter is tested on a small copy, so this works for every optimizer of torch.
     """
     tried: dict[tuple[Any, ...], dict[str, Any]] = {}
     expected = []
@@ -85,7 +85,7 @@ def check_progress(
         loss_scale: this run's.
 
     Raises:
-        InvalidCheckpoint: names the first value that is not possible.
+        InvalidCheckpoint: a value is not possible; the message has the first one.
 
     """
     require_keys(progress, {"best", "final", "loss_scale", "monitor", "data"}, f"{STATE_FILE}: progress")
@@ -102,10 +102,10 @@ def check_progress(
 
 
 def check_counters(counters: list[Tensor], steps: int) -> None:
-    """Compare the optimizer's own counts of steps with those that changed weights.
+    """Compare the optimizer's step counters with the number of steps that changed weights.
 
     Raises:
-        InvalidCheckpoint: one is no count, or none is right (parameters that had no gradients count less).
+        InvalidCheckpoint: one is not a count, or none is correct (parameters without gradients have lower counts).
 
     """
     values = [float(counter) if counter.numel() == 1 else -1 for counter in counters]
@@ -115,10 +115,10 @@ def check_counters(counters: list[Tensor], steps: int) -> None:
 
 
 def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
-    """Try the states of a rank's generators, and put back those that were.
+    """Test the states of a rank's generators, and restore the present ones.
 
     Raises:
-        InvalidCheckpoint: one of them is missing, unknown, or no state of its generator.
+        InvalidCheckpoint: one of them is missing, unknown, or not a valid state of its generator.
 
     """
     like = random_state(device)

@@ -1,4 +1,4 @@
-"""The random number generators that a run uses, saved and put back."""
+"""Save and restore the random number generators that a run uses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what ``random_state`` returned."""
+    """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
     position, has_gauss, cached = state["numpy_rest"].tolist()
     keys = state["numpy"].numpy().astype(np.uint32)

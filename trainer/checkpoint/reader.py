@@ -1,4 +1,4 @@
-"""A checkpoint read back into a model, an optimizer and the generators, whatever number of ranks wrote it."""
+"""Load a checkpoint, written by any number of ranks, into a model, an optimizer and the generators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.precision.scaler import LossScale
 class CheckpointReader:
     """An open checkpoint. Tensors are read when they are needed, and of sharded ones only the rows of this rank.
 
-    Whatever does not fit is refused with a UserError that names the file, before anything is loaded.
+    A mismatch raises a UserError that names the file, before anything is loaded.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class CheckpointReader:
         """Return the states of a rank's generators, checked where a ``device`` is given; None: no such rank.
 
         Raises:
-            UserError: one is no state of its generator.
+            UserError: one is not a valid state of its generator.
 
         """
         files = self._manifest.files("rng")
@@ -249,7 +249,7 @@ class _TensorFiles:
         return tensor
 
     def fill(self, target: Tensor, name: str) -> None:
-        """Overwrite ``target``, or the rows of it that this rank has; infinities stand only where it has them, too."""
+        """Overwrite ``target``, or the rows of it that this rank has; infinities must be in both."""
         source, held = self.own(name, target), local_part(target)
         # Such weights are not saved. A mask of -inf is a buffer that was built with infinities.
         if source.is_floating_point() and bool((source.isinf() & held.isfinite().to(source.device)).any()):

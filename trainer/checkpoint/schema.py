@@ -63,9 +63,9 @@ class State:
     groups: list[dict[str, Any]]
     """The options of the optimizer's groups."""
     scalars: dict[str, dict[str, Any]]
-    """State that is no tensor, by parameter."""
+    """State that is not a tensor, by parameter."""
     stateless: list[str] | None
-    """Parameters without any state; None: an earlier version wrote the file, which did not note them."""
+    """Parameters without any state; None: the file is from an earlier version, which did not record them."""
     progress: dict[str, Any]
 
 
@@ -182,17 +182,17 @@ def require(condition: object, problem: str, file: str = STATE_FILE) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether this is a whole number from 0 on."""
+    """Return whether this is a whole number of at least 0."""
     return type(value) is int and 0 <= value <= _LARGEST
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether this is a number, perhaps infinite or NaN, but no bool."""
+    """Return whether this is a number (infinity and NaN included) and not a bool."""
     return type(value) is float or (type(value) is int and abs(value) <= _LARGEST)
 
 
 def is_finite(value: Any) -> bool:
-    """Tell whether this is a finite number, and no bool."""
+    """Return whether this is a finite number and not a bool."""
     return is_number(value) and math.isfinite(value)
 
 
@@ -214,7 +214,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 def _check_header(path: Path, step: int) -> None:
     try:
         with safe_open(path, "pt") as file:
-            noted = (file.metadata() or {}).get("step", str(step))  # earlier versions did not note it
+            noted = (file.metadata() or {}).get("step", str(step))  # earlier versions did not record it
     except SafetensorError:
         raise InvalidCheckpoint(f"{path.name} is not a safetensors file") from None
     if noted != str(step):

@@ -72,7 +72,7 @@ def _optimizer_tensors(
             else:
                 scalars.setdefault(names[index], {})[key] = value
     groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
-    # So that one whose state was lost is told from one that never had any.
+    # To distinguish a parameter whose state was lost from one that never had any.
     stateless = [name for index, name in enumerate(names) if not state["state"].get(index)]
     return tensors, {"names": names, "groups": groups, "scalars": scalars, "stateless": stateless}
 

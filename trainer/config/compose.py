@@ -25,7 +25,7 @@ CONF = PROJECT / "conf"
 # What Hydra reads as something other than text.
 _NO_NAME = re.compile(r"null|true|false|nan|[+-]?(inf|[\d._]+(e[+-]?\d+)?)", re.IGNORECASE)
 
-# Hydra's own; what follows them is not looked at, for none of it begins with a dash.
+# Hydra's flags. Their values are not checked, because none begins with a dash.
 _FLAGS = {
     *("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run"),
     *("-m", "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name"),
@@ -53,7 +53,7 @@ def compose(overrides: Sequence[str]) -> Config:
 
 
 def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Return every combination of overrides with several values (``precision=fp32,bf16``), by what tells it apart.
+    """Return every combination of overrides with several values (``precision=fp32,bf16``), by a label of its values.
 
     Raises:
         UserError: one of them is no override.
@@ -93,7 +93,7 @@ def quoted(value: Any) -> str:
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line that Hydra's grammar can read: paths with characters of which it knows nothing are quoted.
+    """Return a command line that Hydra's grammar can read: paths with other characters are quoted.
 
     Raises:
         UserError: an argument without a key, with dashes before the key, or a choice that is no name.

@@ -7,7 +7,7 @@ import re
 from trainer.config import schema as config
 from trainer.errors import nearest
 
-# What OmegaConf's messages say, and what the value has to be.
+# Parts of OmegaConf's messages, and what the value must be.
 _WANTED = (
     ("converted to Integer", "a whole number"),
     ("converted to Float", "a number"),
@@ -65,7 +65,7 @@ def _where(text: str) -> str:
 
 
 def _unknown(key: str, owner: str, value: str = "") -> str:
-    """Say which choice of the group has this option, if any, or what is nearest to it; ``value`` was typed."""
+    """Return which choice of the group has this option, if any, or the nearest option; ``value`` is the given value."""
     group, _, option = key.partition(".")
     classes = config.groups().get(group, {})
     holders = [name for name, cls in classes.items() if any(entry.name == option for entry in config.options(cls))]
@@ -105,11 +105,11 @@ _OTHER_NAMES = {
     **dict.fromkeys(("dataset_name",), "data.name"),
     **dict.fromkeys(("augmentation", "aug"), "augment"),
 }
-"""What other trainers call a key, and what it is here; a dot at the end: the name follows."""
+"""Names of keys in other trainers, and the key here; a final dot: the name is appended."""
 
 
 def intended_key(key: str) -> str:
-    """Return the key that somebody meant who typed ``lr`` or ``model.size``, or ``key`` itself.
+    """Return the intended key of, for example, ``lr`` or ``model.size``; else ``key`` itself.
 
     That is an option of a group by the option's name alone, or the name that other trainers have for it.
     """

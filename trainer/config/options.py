@@ -57,7 +57,7 @@ def run(
 def parse(
     arguments: Sequence[str], options: type[Options], others: Literal["none", "overrides", "paths"] = "none"
 ) -> tuple[Options, list[str]]:
-    """Read ``key=value`` arguments into a dataclass; of a key that is given twice the last value counts.
+    """Read ``key=value`` arguments into a dataclass; if a key is given twice, the last value counts.
 
     Args:
         arguments: of the command line.

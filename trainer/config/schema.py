@@ -118,7 +118,7 @@ class Config(SetOnce):
         return self.recipe.datasets(self.data, self.seed)
 
     def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Config, list[Choice]]:
-        """Return the config without the ``auto`` that only the open data decides, and what is worth saying of it."""
+        """Return the config with the ``auto`` values that depend on the data resolved, and the choices to report."""
         workers = self.loader.processes(datasets.decodes, hardware)
         config = replace(self, loader=replace(self.loader, workers=workers))
         if not isinstance(self.augment, AutomaticAugment):
@@ -129,11 +129,11 @@ class Config(SetOnce):
         return config.with_augment(augment), [Choice("augment", augment.kind, REASONS[augment.kind])]
 
     def default_name(self) -> str:
-        """Return the name of a run that was given none."""
+        """Return the default name of a run."""
         return f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
 
     def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved:
-        """Return the config without the ``auto`` that the hardware decides, and check what depends on the hardware.
+        """Return the config with the ``auto`` values that depend on the hardware resolved, and check it.
 
         Args:
             hardware: of this process.
@@ -204,7 +204,7 @@ class Plan:
 
 
 class Resolved(NamedTuple):
-    """What becomes of a config on some hardware."""
+    """A config, resolved for some hardware."""
 
     config: Config
     """The same with values in the place of ``auto``, as it is recorded."""
@@ -232,7 +232,7 @@ def groups() -> dict[str, dict[str, type]]:
 
 
 def register() -> None:
-    """Tell Hydra the schema of every config group."""
+    """Register the schema of every config group with Hydra."""
     store = ConfigStore.instance()
     schemas: dict[tuple[str | None, str], type] = {(None, "root"): Config}
     schemas |= {(group, name): cls for group, classes in groups().items() for name, cls in classes.items()}
@@ -243,7 +243,7 @@ def register() -> None:
 
 
 _registered: dict[tuple[str | None, str], type] = {}
-"""What Hydra knows already: a process that composes many configs makes each schema once."""
+"""The registered schemas: a process that composes many configs makes each schema once."""
 
 
 def _subclasses(cls: type) -> list[Any]:

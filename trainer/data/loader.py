@@ -53,7 +53,7 @@ class DataOrder:
 
     def batches(self, first: int, size: int, count: int) -> Iterator[list[SampleId]]:
         """Yield ``count`` lists of ``size`` consecutive samples, from position ``first`` on."""
-        ahead = max(1, 1024 // size)  # batches computed at once: calls of numpy cost more than their arithmetic
+        ahead = max(1, 1024 // size)  # batches computed at once: calls of numpy take longer than their arithmetic
         for batch in range(0, count, ahead):
             samples = self.samples(first + batch * size, min(ahead, count - batch) * size)
             for start in range(0, len(samples), size):
@@ -126,8 +126,8 @@ class _Fetch(torch.utils.data.Dataset[Batch]):
 def _forkserver() -> BaseContext:
     """Return the context that starts loading processes: a fork server, in which the run's signals are blocked.
 
-    A terminal, torchrun and SLURM signal every process of a job. Workers (or the server, or Python's tracker of
-    shared memory) that a signal ends would end the unfinished step too. They inherit the blocked signals.
+    A terminal, torchrun and SLURM signal every process of a job. If a signal ended workers (or the server, or Python's
+    tracker of shared memory), the unfinished step would fail. They inherit the blocked signals.
     """
     # A server, because a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
     # there once; otherwise every worker of every evaluation would spend seconds on it.
@@ -195,7 +195,7 @@ class Loader:
             _Fetch(dataset),
             batch_sampler=samples,
             collate_fn=_as_fetched,  # type: ignore[arg-type]
-            generator=torch.Generator(),  # DataLoader draws a seed: not from the generator training uses
+            generator=torch.Generator(),  # DataLoader draws a seed, which must not be from the generator of training
             **options,  # type: ignore[arg-type]
         )
 
@@ -260,7 +260,7 @@ def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
             try:
                 raise batch
             finally:
-                del batch  # its traceback holds this frame: a cycle, which would put off the end of the workers
+                del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
         yield batch
 
 

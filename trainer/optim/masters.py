@@ -1,9 +1,9 @@
-"""fp32 weights that only the optimizer sees, for a model whose own weights are 16-bit.
+"""fp32 master weights of the optimizer, for a model with 16-bit weights.
 
 An update that is less than half the distance to the next 16-bit number is lost when it is added to a 16-bit weight: in
 bf16, less than 1/512 of the weight. Two remedies: the optimizer adds it to an fp32 copy, of which the model gets the
 rounded values (Micikevicius et al., "Mixed Precision Training", 2018, section 3.1), or the sum is rounded up or down at
-random so that it is right on average (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015, section 3;
+random so that it is unbiased (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015, section 3;
 for bf16 training: Zamirai et al., "Revisiting BFloat16 Training", 2020).
 """
 
@@ -101,7 +101,7 @@ class MasterWeights:
 
 
 def _mover(master: nn.Parameter, backward: _Backward) -> Callable[[Tensor], None]:
-    """Return a hook of a weight; it holds nothing that refers to that weight, which would keep both for ever."""
+    """Return a hook of a weight; it has no reference to that weight, which would keep both alive forever."""
 
     @torch.no_grad()
     def move(weight: Tensor) -> None:
@@ -174,8 +174,8 @@ class StochasticWeights(MasterWeights):
 def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round fp32 values to one of the two nearest bf16 numbers, with the probabilities that make the mean exact.
 
-    A number drawn evenly from 0 to 2^16 - 1 is added to the bits that bf16 lacks, and these are then cut off: the carry
-    comes up as often as they are large. What bf16 holds exactly stays as it is; so do infinities and NaN. The generator
+    A number drawn evenly from 0 to 2^16 - 1 is added to the bits that bf16 lacks, which are then truncated: the
+    probability of a carry is proportional to them. Exact bf16 numbers, infinities and NaN do not change. The generator
     is on the device of the values.
     """
     noise = torch.randint(

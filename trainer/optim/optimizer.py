@@ -30,7 +30,7 @@ class Optimizer:
     fused: bool | str = "auto"
     """Use one kernel for the whole update; auto: if torch has one for this device."""
     set_to_none: bool = True
-    """Clear gradients to None; false: fill them with zeros, to measure the cost."""
+    """Clear gradients to None; false: fill them with zeros, to measure the difference."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class, such as ``betas`` or ``momentum``."""
 
@@ -128,10 +128,10 @@ class Optimizer:
 
 @functools.cache
 def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> bool:
-    """Try whether torch's fused form of an optimizer updates 16-bit weights on a CPU as it does those of fp32.
+    """Test whether torch's fused form of an optimizer updates 16-bit weights on a CPU like fp32 weights.
 
-    The true gradient of the trial, 2^-30, is 0 in fp16. In torch 2.11 SGD's leaves whole vectors of weights as they
-    were and overruns its momentum; Adagrad's computes in 16 bits.
+    The true gradient of the trial, 2^-30, is 0 in fp16. In torch 2.11 fused SGD does not update some vectors of weights
+    and overruns its momentum buffer; fused Adagrad computes in 16 bits.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -155,10 +155,10 @@ _NOT_DECAYED = ("bias", "scale", "gamma", "gain", "norm", "token", "pos_emb", "p
 def decayed(model: nn.Module) -> set[str]:
     """Return the names of the parameters that weight decay applies to.
 
-    A parameter's role decides: it has two or more dimensions (a matrix or a convolution's kernel), belongs to no
-    normalisation layer, and its own name speaks of no bias, scale, token or position. So ConvNeXt's ``layer_scale``,
+    The role of a parameter decides: it has two or more dimensions (a matrix or a convolution's kernel), is not in a
+    normalisation layer, and its name does not contain bias, scale, token or position. So ConvNeXt's ``layer_scale``,
     a vision transformer's ``class_token`` and ``pos_embedding``, and Swin's ``relative_position_bias_table`` and
-    ``logit_scale`` are left alone. ``nn.Embedding`` is decayed, of positions too, as in GPT-2's published recipe.
+    ``logit_scale`` are not decayed. ``nn.Embedding`` is decayed, also of positions, as in GPT-2's published recipe.
     """
     names = set()
     for owner, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The end of an optimizer step as one act: unscale, measure, clip, step, update the scale, clear."""
+"""The end of an optimizer step as one operation: unscale, measure, clip, step, update the scale, clear."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ClipNorm(Clip):
 
 @dataclass
 class ClipValue(Clip):
-    """``clip=value``: cut every gradient element to ±``max_value``."""
+    """``clip=value``: clamp every gradient element to ±``max_value``."""
 
     kind: ClassVar[str] = "value"
     max_value: float = 1.0
@@ -76,7 +76,7 @@ class ClipValue(Clip):
     def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
         limit = torch.full_like(norm, self.max_value) if factor is None else self.max_value / factor
         for gradient in gradients:
-            gradient.clamp_(-limit, limit)  # beyond fp16's range the limit is infinite, and nothing is cut
+            gradient.clamp_(-limit, limit)  # beyond fp16's range the limit is infinite, and nothing is clamped
         return factor
 
 
@@ -130,8 +130,8 @@ class Update:
         self._norm_dtype = torch.float32 if device.type == "mps" else torch.float64
         self._blocked = torch.zeros((), dtype=torch.bool, device=device)
         # The protocol of torch.amp.GradScaler with fused optimizers: they divide by a scale while they compute in fp32,
-        # and on CUDA take the flag on the device. For all others the host has to look, which costs nothing on a CPU
-        # and two waits per step on a GPU: whether the norm is finite, and whether the step is taken.
+        # and on CUDA take the flag on the device. For all others the host has to read two flags: whether the
+        # norm is finite, and whether the step is taken. That is free on a CPU; on a GPU it takes two waits per step.
         self._takes_scale = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._takes_flag = device.type == "cuda" and self._takes_scale
 
@@ -188,8 +188,8 @@ class Update:
         )
         norm = norm if factor is None else norm * factor
         finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
-        # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. A GPU is not waited for:
-        # there it is always done (one more read of the gradients), but not in fp16, whose numbers end at 65504.
+        # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. To avoid a wait,
+        # a GPU always does it (one more read of the gradients), but not in fp16, whose numbers end at 65504.
         in_doubt = not self.loss_scale.recovers if self._takes_flag else self.read(~finite)
         if not in_doubt:
             return norm, finite
@@ -231,6 +231,6 @@ def _total_norm(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """Return a norm over the rows on all ranks, where gradients are cut into rows and it is a DTensor."""
+    """Return a norm over the rows on all ranks, if gradients are sharded by rows and it is a DTensor."""
     whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
     return whole

@@ -81,7 +81,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
 
 
 def _is_traced() -> bool:
-    """Tell whether torch.compile is tracing a graph now. What it cannot trace runs eagerly."""
+    """Return whether torch.compile is tracing a graph now. What it cannot trace runs eagerly."""
     # In torch 2.11 is_compiling() is false while operators of the graph are marked as kept or recomputed.
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 

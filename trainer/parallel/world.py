@@ -28,7 +28,7 @@ def launched_local_rank() -> tuple[int, int]:
 
 
 def restarted() -> bool:
-    """Tell whether torchrun started this process again after a failure."""
+    """Return whether torchrun started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
@@ -89,7 +89,7 @@ class ProcessWorld(World):
     """Several processes, joined by torch.distributed."""
 
     def __init__(self, device_type: str, timeout_s: float) -> None:
-        """Join the job that torchrun described in the environment.
+        """Join the job that torchrun describes in the environment.
 
         Args:
             device_type: ``cpu`` (gloo) or ``cuda`` (NCCL for tensors on the GPU, gloo for those on the host).

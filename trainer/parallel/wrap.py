@@ -249,7 +249,7 @@ class FSDP(SeveralProcesses):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether the tensor is sharded (a DTensor, whose import would cost a third of a second)."""
+    """Return whether the tensor is sharded (a DTensor, whose import would take a third of a second)."""
     return hasattr(tensor, "to_local")
 
 

@@ -1,1 +1,1 @@
-"""Which dtype what is computed in, and the scale of the loss."""
+"""The dtype of each computation, and the loss scale."""

@@ -63,7 +63,7 @@ def unreliable(
 
 
 def computed_by_onednn(dtype: torch.dtype) -> bool:
-    """Tell whether oneDNN computes convolutions of this dtype on this CPU; torch's own kernels are correct."""
+    """Return whether oneDNN computes convolutions of this dtype on this CPU; torch's own kernels are correct."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
@@ -72,7 +72,7 @@ def computed_by_onednn(dtype: torch.dtype) -> bool:
 
 
 def written_whole(layer: Any, shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype) -> bool:
-    """Tell whether the weight gradient in ``dtype`` matches that in fp32, whatever was in memory before.
+    """Return whether the weight gradient in ``dtype`` matches that in fp32, whatever was in memory before.
 
     Args:
         layer: a convolution; it is not changed.
@@ -176,7 +176,7 @@ def _inputs(
 
 
 def _sees_only_padding(layer: Any, shape: tuple[int, ...]) -> bool:
-    """Tell whether some tap of the kernel is outside of the image for every position of the output."""
+    """Return whether some tap of the kernel is outside of the image for every position of the output."""
     for dim, size in enumerate(shape[2:]):
         kernel, stride, dilation = layer.kernel_size[dim], layer.stride[dim], layer.dilation[dim]
         before, after = _padding(layer, dim)

@@ -255,7 +255,7 @@ class Precision:
         return sorted(kept)
 
     def keeps_in_fp32(self, module: str) -> bool:
-        """Tell whether ``fp32_modules`` has a pattern for this submodule or for one that contains it."""
+        """Return whether ``fp32_modules`` has a pattern for this submodule or for one that contains it."""
         parts = module.split(".")
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(_matches(name, pattern) for name in around for pattern in self.fp32_modules)

@@ -28,7 +28,7 @@ def export_best(
         terminal: for warnings.
 
     Returns:
-        What the recipe has to say at the end, such as a sample of text, and what could not be written.
+        The closing text of the recipe, such as a sample of text, and what could not be written.
 
     """
     config, missing = trainer.config, []
@@ -56,7 +56,7 @@ def export_best(
                 except Exception as error:  # it does not support all that a recipe may do
                     terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
             return config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device), missing
-    except torch.OutOfMemoryError:  # trained in parts, it need not fit on one device
+    except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
         terminal.warn("the complete model does not fit on the device; no sample is generated")
         return None, missing
 

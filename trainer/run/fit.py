@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, looked at before it starts: what ``micro_batch_size=auto`` becomes, or a refusal."""
+"""Check before the start that a run fits into memory: choose ``micro_batch_size=auto``, or refuse the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fit_plan(
     """Return the resolved config with a microbatch that is forecast to fit into the free memory.
 
     A forecast takes seconds, so it is made only where ``rough_bytes`` is half of the free memory or more. A
-    ``micro_batch_size`` that was typed stays as it is, with a warning.
+    ``micro_batch_size`` that the user set is not changed; there is a warning.
 
     Args:
         config: as composed.
@@ -65,13 +65,13 @@ def fit_plan(
 
 
 def earlier_plan(folder: RunFolder, resolved: Resolved) -> Resolved:
-    """Return it with the microbatch that the run in ``folder`` was begun with, whatever memory is free now.
+    """Return it with the microbatch that the run in ``folder`` started with, whatever memory is free now.
 
     With another number of processes, among which it cannot be divided, it stays as it is.
     """
     try:
         size = int(json.loads((folder.path / "config.json").read_text())[KEY])
-    except (OSError, ValueError, KeyError, TypeError):  # it is refused with a sentence when it is compared
+    except (OSError, ValueError, KeyError, TypeError):  # the comparison with the config will report it
         return resolved
     batching = resolved.plan.batching
     if size < 1 or size == batching.micro_batch_size or batching.batch_size % (size * batching.ranks):
@@ -89,7 +89,7 @@ def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> in
         with torch.device("meta"):
             shapes = [parameter.shape for parameter in recipe.build_model(datasets).parameters()]
         sample = datasets.train.batch([SampleId(0, None)]).values()
-    except Exception:  # it computes while it is built, or is broken, and then the trainer says how
+    except Exception:  # it computes while it is built, or it is broken, and then the trainer reports the error
         return None
     rows = max((shape[0] for shape in shapes if len(shape) == 2), default=0)
     a_sample = sum(tensor.numel() * (24 * rows if tensor.dtype == torch.int64 else 800) for tensor in sample)

@@ -58,7 +58,7 @@ class RunFolder:
         write_json(self.path / name, content)
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says, or nothing where there is none that can be read."""
+        """Return the content of summary.json; empty if it cannot be read."""
         return read_object(self.path / "summary.json")
 
     def write_config(self, flat: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
     Every process of a job may call it, also before they know each other. ``uri`` is ``tracking.uri``, if it is set.
 
     Raises:
-        UserError: the folder does not exist or holds no checkpoint; or MLflow does not give the run.
+        UserError: the folder does not exist or holds no checkpoint; or MLflow cannot provide the run.
 
     """
     if resume.startswith(("mlflow:", "runs:/")):

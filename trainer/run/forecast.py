@@ -29,7 +29,7 @@ from trainer.recipe import Recipe
 from trainer.trainer import Trainer
 
 _SAMPLES = 2
-"""Real samples that are looked at for the shapes of a batch."""
+"""Real samples that give the shapes of a batch."""
 
 
 def forecast(config: Config) -> Ledger:
@@ -41,7 +41,7 @@ def forecast(config: Config) -> Ledger:
 
     Raises:
         UserError: the config, the data or the hardware cannot do this.
-        RunError: the model decides by the values of its tensors what to compute.
+        RunError: the computation of the model depends on tensor values.
 
     """
     if config.parallel.kind != "single":
@@ -65,7 +65,7 @@ def forecast(config: Config) -> Ledger:
             f"the computation of this model depends on tensor values ({error}), so its memory cannot be "
             "forecast; train with profiler=memory to measure it"
         ) from error
-    # What the loader puts on the device waits there for its turn.
+    # Microbatches that the loader puts on the device wait there.
     waiting = [tensor for tensor in microbatches[0].values() if tensor.device == trainer.device]
     more = (plan.batching.accumulation - taken) * sum(tensor.nbytes for tensor in waiting)
     ledger.peak_bytes += more
@@ -75,7 +75,7 @@ def forecast(config: Config) -> Ledger:
 
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What is raised where the result depends on numbers, which fake tensors have not."""
+"""The errors for results that depend on values, which fake tensors do not have."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ def required_bytes(config: Config, ledger: Ledger) -> int:
 
 
 def copies_on_device(config: Config) -> bool:
-    """Tell whether the host's copy of a checkpoint (weights, buffers, optimizer state) takes the device's memory."""
+    """Return whether the host's copy of a checkpoint (weights, buffers, optimizer state) takes the device's memory."""
     on_host = detect(config.device).device.type != "cuda"
     return on_host and config.checkpoint.enabled and config.checkpoint.background
 

@@ -1,4 +1,4 @@
-"""What happened in each step, copied from the device once per log interval, and judged."""
+"""The results of each step, copied from the device once per log interval and checked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Monitor:
     def __post_init__(self) -> None:
         self.skipped_steps = 0
         self.units = 0
-        """Trained on since this process began or went on."""
+        """Units trained since this process started or resumed the run."""
         self._disturbed = False
         self._stall_s = 0.0
         self._memory = 0
@@ -79,10 +79,10 @@ class Monitor:
         return self._metrics()
 
     def collect(self) -> None:
-        """Copy the pending records to the host and judge them.
+        """Copy the pending records to the host and check them.
 
         Raises:
-            NonFiniteGradients: they were not finite and no loss scale can recover, or it has given up.
+            NonFiniteGradients: they were not finite and no loss scale can recover, or it has reached its limit.
 
         """
         if not self._on_device:
@@ -116,11 +116,11 @@ class Monitor:
         self._clock += time.perf_counter() - began
 
     def stalled(self, seconds: float) -> None:
-        """Put the seconds that a checkpoint has cost into the next line."""
+        """Add the seconds that training waited for a checkpoint to the next line."""
         self._stall_s += seconds
 
     def leave_out(self) -> None:
-        """Keep the window under way out of ``throughput``: something other than training slows it."""
+        """Exclude the current window from ``throughput``: something other than training slows it."""
         self._disturbed = True
 
     def throughput(self) -> tuple[float, float] | None:
@@ -195,6 +195,6 @@ class Monitor:
         return None
 
     def _memory_bytes(self, now: float) -> int:
-        if now > self._memory_read + 0.25:  # asking the system costs as much as a tiny model's step
+        if now > self._memory_read + 0.25:  # reading it takes as long as a step of a tiny model
             self._memory, self._memory_read = peak_memory_bytes(self.device), now
         return self._memory

@@ -1,4 +1,4 @@
-"""What is written down about a run before its first step: its options, its precision, and what MLflow gets."""
+"""What is recorded about a run before its first step: its options, its precision, and what is sent to MLflow."""
 
 from __future__ import annotations
 

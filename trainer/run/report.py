@@ -1,4 +1,4 @@
-"""The words and figures of the start block, the summary table and summary.json."""
+"""The text and numbers of the start block, the summary table and summary.json."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RunSummary:
     parallel: str
     processes: int
     checkpoints: dict[str, Any]
-    """What saving cost, see ``CheckpointWriter.facts``."""
+    """Counts and times of saving, see ``CheckpointWriter.facts``."""
     skipped_steps: int
     wall_time_s: float
     resume: str

@@ -38,7 +38,7 @@ def complete(arguments: list[str]) -> list[str]:
     Every process of a job does so for itself, before they know each other.
 
     Raises:
-        UserError: the folder holds no run to resume, or a choice that was typed is not its own.
+        UserError: the folder holds no run to resume, or a given choice differs from that of the run.
 
     """
     typed = {argument: parsed for argument in arguments if (parsed := _parse(argument)) is not None}
@@ -140,9 +140,9 @@ def _base(folder: RunFolder, recorded: dict[str, Any], leave_out: set[str]) -> l
 
 
 def _check_choices(folder: RunFolder, recorded: dict[str, Any], choices: list[str], typed: set[str]) -> None:
-    """Refuse a typed choice, or an experiment, that sets something to another value than the run has.
+    """Refuse a given choice, or an experiment, that sets something to another value than the run has.
 
-    What is typed as a value of its own is checked later.
+    Values that are given individually are checked later.
     """
     if not choices:
         return

@@ -55,14 +55,14 @@ class Run:
         signals: Signals,
         choices: list[Choice],
     ) -> None:
-        """Restore the checkpoint, if there is one, and write down what this run is.
+        """Restore the checkpoint, if there is one, and record the facts of this run.
 
         Args:
             trainer: ready for its first step.
             folder: of the run, which this process has locked.
             saved: the checkpoint that the run continues from; None: a new run.
             terminal: what the user sees.
-            signals: that ask the run to stop or to save.
+            signals: requests to stop or to save.
             choices: the options that were chosen automatically, to be shown.
 
         """
@@ -106,7 +106,7 @@ class Run:
         self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device)
 
     def _begin(self, resume_step: int | None, choices: list[Choice]) -> Tracker:
-        """Write down what this run is, show it, and open its metric log."""
+        """Record the facts of this run, show them, and open its metric log."""
         options = write_config(self.folder, self.config)
         self._show_start(choices)
         self.folder.write("precision.json", self.manifest)
@@ -131,7 +131,7 @@ class Run:
             self.writer.finish()
             if self.trainer.step == self.plan.steps:
                 summary, missing = self._finish()
-        except Interrupted:  # a second signal: nothing that takes time any more
+        except Interrupted:  # a second signal: do nothing that takes time
             self.terminal.end_progress()
             if self.tracker:
                 self.tracker.abandon()
@@ -153,13 +153,13 @@ class Run:
         return summary
 
     def _take_steps(self) -> None:
-        """Take the optimizer steps that are left, until a signal asks to stop."""
+        """Take the remaining optimizer steps, until a signal requests a stop."""
         trainer = self.trainer
         batches = trainer.batches()
         self.monitor.start()
         self.energy.start()
         while trainer.step < self.plan.steps and self.stopped_by is None:
-            microbatches = next(batches)  # not profiled: a dataset held in memory is no part of the step's memory
+            microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
             profiled = self.profiler.step(trainer.step + 1)
             if not isinstance(profiled, nullcontext):
                 self.monitor.leave_out()
@@ -173,12 +173,12 @@ class Run:
         return self.trainer.train_step(microbatches)
 
     def log(self, record: StepRecord) -> None:
-        """Hand a step's record to the monitor, and log the metrics of an interval that it ends."""
+        """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
             self._log_metrics(record.step, metrics)
 
     def after_step(self) -> None:
-        """Evaluate and save what is due after a step, and find out whether a signal asks to stop."""
+        """Evaluate and save if due after a step, and check whether a signal requests a stop."""
         step = self.trainer.step
         last = step == self.plan.steps
         # Read once for each step: a signal that comes later is answered after the next one, by all ranks alike.
@@ -244,7 +244,7 @@ class Run:
     def _finish(self) -> tuple[dict[str, Any], list[str]]:
         """Export the best weights, show the summary, finish the profile and the tracking.
 
-        Returns the summary, and what the run could not leave behind, for want of disk space for example.
+        Returns the summary, and what could not be written, for example because the disk is full.
         """
         self.terminal.end_progress()
         self.profiler.finish()
@@ -295,7 +295,7 @@ class Run:
             self.tracker.close(status, asdict(self._summary(status)))
 
     def _summary(self, status: str) -> RunSummary:
-        """Return what the run amounts to so far."""
+        """Return the summary of the run so far."""
         config, monitor = self.config, self.monitor
         units_per_s, step_time_s = monitor.throughput() or (None, None)
         return RunSummary(

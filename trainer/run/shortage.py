@@ -12,7 +12,7 @@ from trainer.profiling.ledger import MIB
 from trainer.run.forecast import Forecast, copies_on_device, forecast, required_bytes, table
 
 USABLE = 0.9
-"""Of what is free, since allocators waste some. And what failed takes too much: what fits takes clearly less."""
+"""Of what is free, since allocators waste some. The failed run needs too much, so what fits must need clearly less."""
 
 
 def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
@@ -23,7 +23,7 @@ def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory
     words = _first_words(error)
     try:
         return OutOfMemory(f"out of memory ({words})\n{_advice(overrides)}")
-    except Exception:  # no forecast for this model, several processes, or too little memory even for this
+    except Exception:  # no forecast for this model, several processes, or not enough memory for a forecast
         remedies = "half the micro_batch_size, activation_checkpointing=blocks or precision=bf16"
         return OutOfMemory(f"out of memory ({words}); try {remedies}")
 

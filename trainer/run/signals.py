@@ -1,4 +1,4 @@
-"""Signals: before torch is loaded they end the process, in training they are requests that the loop answers.
+"""Signals: before torch is loaded they end the process, in training they are requests to the loop.
 
 Nothing here imports anything large: scripts/train.py needs it first.
 """
@@ -15,14 +15,14 @@ from typing import Any
 from trainer.errors import Interrupted
 
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
-"""What the user reads after a signal that did not come in training."""
+"""The message after a signal that did not arrive during training."""
 
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 """Options that print something to be read by itself, or by a program."""
 
 
 def open_the_program(arguments: Sequence[str]) -> None:
-    """Answer SIGINT and SIGTERM from now on, and say what is loaded."""
+    """Handle SIGINT and SIGTERM from now on, and print what is being loaded."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     if _speaks() and not any(argument.partition("=")[0] in _QUIET for argument in arguments):
@@ -37,21 +37,21 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _speaks() -> bool:
-    """Tell whether this process speaks for those that torchrun started on this machine."""
+    """Return whether this process prints for all that torchrun started on this machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 class Signals:
-    """While entered: in training, the first SIGINT or SIGTERM asks to stop, and a second one leaves at once.
+    """While entered: in training, the first SIGINT or SIGTERM requests a stop, and a second one ends the run at once.
 
-    Before training there is nothing to save, so the first one leaves. Others, such as USR1, ask for a checkpoint.
+    Before training there is nothing to save, so the first one ends the run. Others, such as USR1, request a checkpoint.
     """
 
     def __init__(self, save_on: Sequence[str] = ()) -> None:
         """Prepare the handlers; ``save_on`` names signals without their ``SIG``."""
         self.training = False
         self.stop: int | None = None
-        """The number of the signal that asked to stop."""
+        """The number of the signal that requested the stop."""
         self._save = False
         self._save_on = [signal.Signals[f"SIG{name}"] for name in save_on]
         self._previous: dict[signal.Signals, Any] = {}

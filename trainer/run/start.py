@@ -1,4 +1,4 @@
-"""Where a run begins: a new one, or one that is taken up where it stopped."""
+"""Start a new run, or resume one where it stopped."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
 
     Args:
         config: as composed.
-        overrides: the command line's overrides, for what would fit where memory does not suffice.
-        run_class: what trains; another one for those who measure.
+        overrides: the command line's overrides, to find what would fit if memory does not suffice.
+        run_class: the class that trains; measurements use another one.
 
     Raises:
         UserError: the config, the data or the hardware cannot do this; nothing was written.
@@ -60,7 +60,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             resolved = resolved._replace(config=_as_before(world.on_first(folder.config), resolved.config))
             saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
             status = partial(final_status, folder.path)
-            # One that was killed while it was closed has taken its steps, but has yet to export and sum up.
+            # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
             if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(status) == "FINISHED"):
                 terminal.note(
                     f"{folder.path} is already complete ({saved.step} steps); set steps={2 * saved.step} to continue"
@@ -94,7 +94,7 @@ def _as_before(before: dict[str, Any], config: Config) -> Config:
     """Return the config with what ``auto`` became when the run was begun, where data or a measurement decides it."""
     recipe = config.recipe
     if before.get("recipe") != recipe.name:
-        return config  # another run, as check_same will say
+        return config  # another run, which check_same will report
     left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
     config = replace(config, recipe=replace(recipe, **{name: before[f"recipe.{name}"] for name in left}))
     if config.augment.kind != AutomaticAugment.kind or before.get("data") != config.data.kind:

@@ -65,7 +65,7 @@ class _Row:
     name: str
     values: dict[str, str]
     summary: dict[str, Any] = field(default_factory=dict)
-    """Empty of a run that did not get to its end."""
+    """Empty for a run that did not finish."""
 
     @property
     def score(self) -> tuple[bool, float]:
@@ -90,7 +90,7 @@ class Sweep:
         return config
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Take note of what the run came to."""
+        """Record the result of the run."""
         self.rows[-1].summary = summary
 
     def table(self) -> str:

@@ -25,7 +25,7 @@ class Terminal:
         self.console = console or Console(highlight=False, quiet=not shown)
         self._live: Live | None = None
         self._shown = -math.inf
-        # A refresh costs about a millisecond, which a tiny model's step would feel.
+        # A refresh takes about a millisecond, which would slow the steps of a tiny model.
         self._interval_s = 0.2 if self.console.is_terminal else 2.0
         logger = logging.getLogger("mantissa")
         logger.handlers[:] = [_Shown(self)]
@@ -33,7 +33,7 @@ class Terminal:
         logger.propagate = False
 
     def block(self, title: str, rows: Rows) -> None:
-        """Show aligned ``name  value`` rows under a title; long values go on below their beginning."""
+        """Show aligned ``name  value`` rows under a title; long values are wrapped."""
         self.note(title, style="bold")
         rows = list(rows)
         widest = max((len(name) for name, _ in rows), default=0)
@@ -51,10 +51,10 @@ class Terminal:
     def note(self, message: str | Text = "", style: str = "") -> None:
         """Show a line as it is, above the progress line."""
         text = message if isinstance(message, Text) else Text(message, style)
-        self.console.print(text, soft_wrap=not self.console.is_terminal)  # a file has no edge to fold at
+        self.console.print(text, soft_wrap=not self.console.is_terminal)  # a file has no line width
 
     def progress(self, step: int, steps: int, metrics: dict[str, float], unit: str) -> None:
-        """Show where training is; called once per log interval, redrawn a few times a second at most."""
+        """Show the progress of training; called once per log interval, redrawn a few times a second at most."""
         now = time.perf_counter()
         if now - self._shown < self._interval_s and step not in (1, steps):
             return
@@ -69,7 +69,7 @@ class Terminal:
         self._live.update(Text(line, style="green", no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def end_progress(self) -> None:
-        """Take the progress line away."""
+        """Remove the progress line."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,4 +1,4 @@
-"""What scripts/sync.py and scripts/ui.py do, and their options."""
+"""The commands of scripts/sync.py and scripts/ui.py, and their options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
         named: run folders; none: every run that is not complete.
 
     Returns:
-        The exit code: 1 where MLflow still lacks something.
+        The exit code: 1 if something is still missing in MLflow.
 
     Raises:
         UserError: ``uri`` is not one, or a folder holds no run.

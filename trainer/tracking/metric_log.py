@@ -14,7 +14,7 @@ log = logging.getLogger("mantissa")
 
 
 class MetricLog:
-    """Appends lines to a file. Lines that a full disk refuses wait in memory and are tried again; nothing is raised."""
+    """Appends lines to a file. If the disk is full, lines are kept in memory and retried; nothing is raised."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -28,7 +28,7 @@ class MetricLog:
         self._write()
 
     def close(self) -> None:
-        """Try a last time."""
+        """Try to write the remaining lines, and close the file."""
         if self._file.closed:
             return
         self._write()

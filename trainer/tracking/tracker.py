@@ -25,7 +25,7 @@ log = logging.getLogger("mantissa")
 
 @dataclass
 class Tracking:
-    """The ``tracking`` config group: whether MLflow gets the run, where it is, and how often it is fed."""
+    """The ``tracking`` config group: whether MLflow gets the run, where it is, and how often metrics are sent."""
 
     mlflow: bool = True
     uri: str | None = None
@@ -205,7 +205,7 @@ def _store_of(config: Tracking, before: RunInfo | None) -> str:
 
 
 def _tolerate(write: Callable[[], object], path: Path) -> bool:
-    """Write a file that the run does not depend on: if the disk refuses, warn and return False."""
+    """Write a file that the run does not depend on; if that fails, warn and return False."""
     try:
         write()
     except OSError as error:

@@ -41,7 +41,7 @@ def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str], co
         comparison: the key of that view.
 
     Returns:
-        Whether the store has the views; where it cannot be written, the user reads a warning.
+        Whether the store has the views; if it cannot be written, there is a warning.
 
     """
     runs = ", ".join(f"'{run_id}'" for run_id in run_ids)

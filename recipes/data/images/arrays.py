@@ -119,7 +119,7 @@ def _read_pair(images_file: Path, labels_file: Path) -> tuple[np.ndarray, np.nda
 def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
     """Read a file of bytes: magic number and dimensions as big-endian 32-bit words, then the data.
 
-    (torchvision's reader takes no compressed file, and says nothing about what is wrong with one.)
+    (torchvision's reader does not read compressed files, and its errors do not explain what is wrong.)
     """
     try:
         content = path.read_bytes()

@@ -13,8 +13,8 @@ from trainer.errors import UserError
 from trainer.recipe import SetOnce
 
 SMALL = 64
-"""Pixels. Images with a shorter side below this are not cropped unless the user asks for it: they hold little else
-than what they show, and digits must not be mirrored.
+"""Pixels. Images with a shorter side below this are not cropped unless the user requests it: the object fills most of
+the image, and digits must not be mirrored.
 """
 
 
@@ -24,7 +24,7 @@ class View(NamedTuple):
     box: tuple[float, float, float, float] | None = None
     """Left, upper, right and lower edge in pixels. None: the whole image, or the middle square of an oblong one."""
     flip: bool = False
-    """Whether left and right change places."""
+    """Whether the image is mirrored horizontally."""
     shift: tuple[float, float] = (0.0, 0.0)
     """To the right and downwards, as fractions of the square's side. Its edge pixels fill what is left empty."""
 
@@ -111,7 +111,7 @@ class ImageNet(Augment):
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a crop and a flip; without a seed, return the middle square."""
         if seed is None:
-            if self.evaluated == 1 or width == height == size:  # it was cut for the model already
+            if self.evaluated == 1 or width == height == size:  # it already has the size of the model
                 return View()
             side = min(width, height) * self.evaluated
             return View(_placed(width, height, side, side, 0.5, 0.5))
@@ -202,5 +202,5 @@ def _placed(
 ) -> tuple[float, float, float, float]:
     """Return a box within the image; ``x`` and ``y`` from 0 to 1 say where between its edges."""
     left, top = x * (width - box_width), y * (height - box_height)
-    # Rounding may carry the far edge a hair outside the image, which Pillow refuses.
+    # Rounding may move the far edge slightly outside the image, which Pillow refuses.
     return left, top, min(left + box_width, width), min(top + box_height, height)

@@ -32,12 +32,12 @@ log = logging.getLogger("mantissa")
 
 
 class TokenizerPlan(NamedTuple):
-    """How the tokenizer of a corpus comes about."""
+    """How to make or load the tokenizer of a corpus."""
 
     identity: Any
     """JSON of what its ids depend on beside the text."""
     task: str
-    """What the log says while the user waits, such as ``training a BPE of 4096``."""
+    """The log message while the user waits, such as ``training a BPE of 4096``."""
     make: Callable[[], CorpusTokenizer]
     load: Callable[[Path], CorpusTokenizer]
     """Opens the folder that the tokenizer's ``save`` wrote to."""
@@ -49,7 +49,7 @@ def open_or_build(
     """Return the token ids of both splits as memory maps, and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
-    for the first; one that is killed leaves nothing that looks finished; what is damaged is built again.
+    for the first; one that is killed leaves nothing that looks complete; damaged entries are rebuilt.
     ``name`` begins the folder's name.
 
     Raises:
@@ -155,7 +155,7 @@ def _encoded(documents: Iterable[str], tokenizer: CorpusTokenizer) -> Iterator[n
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """Cut a long document where tokenizers cut anyway, so that all cores encode it and memory stays small.
+    """Split a long document where tokenizers split anyway, so that all cores encode it and memory stays small.
 
     That is between two lines, but not at a blank or indented one: runs of white space are tokens. In a long
     stretch without such a place, before a line end: there GPT-2 and our own BPE cut too, others may not.

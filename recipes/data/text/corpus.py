@@ -28,7 +28,7 @@ class TokenizedText(TextSource):
     tokenizer: str = OWN_BPE
     """bpe (trained on the training part), chars, bytes, or a hub id or folder that AutoTokenizer opens."""
     vocab_size: int = 4096
-    """Of the own BPE; a small text gives fewer."""
+    """Of the BPE; a small text gives fewer."""
     valid_fraction: float = 0.1
     """Of the text, set aside for validation."""
     cache_dir: str = field(default_factory=lambda: os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa")
@@ -46,7 +46,7 @@ class TokenizedText(TextSource):
             raise UserError(f"data.valid_fraction={self.valid_fraction} must be above 0 and at most 0.5, such as 0.1")
 
     def splits(self) -> tuple[Split, Split]:
-        """Return the text to train on and the text to be judged by. Raises UserError if there is none."""
+        """Return the text for training and the text for validation. Raises UserError if there is none."""
         raise NotImplementedError
 
     def title(self) -> str:
@@ -78,7 +78,7 @@ class TokenizedText(TextSource):
 
 @dataclass
 class PythonDocs(TokenizedText):
-    """The sources of the running interpreter's standard library, docstrings and all: always there."""
+    """The sources of the running interpreter's standard library, including docstrings: always available."""
 
     kind: ClassVar[str] = "python_docs"
 

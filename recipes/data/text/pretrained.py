@@ -82,14 +82,14 @@ class Pretrained:
 
 
 def in_hub_cache(name: str) -> bool:
-    """Tell whether the config of this hub id, and so the rest of it most likely, was downloaded before."""
+    """Return whether the config of this hub id, and so the rest of it most likely, was downloaded before."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def hub_reachable(timeout_s: float = 8) -> bool:
-    """Tell within ``timeout_s`` whether the Hugging Face hub answers.
+    """Return whether the Hugging Face hub answers within ``timeout_s``.
 
     Its own client would retry for most of a minute before it gives up.
     """

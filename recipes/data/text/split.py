@@ -1,4 +1,4 @@
-"""Which text is trained on, and which is set aside to judge by."""
+"""Split text into training and validation."""
 
 from __future__ import annotations
 

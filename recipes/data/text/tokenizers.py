@@ -1,4 +1,4 @@
-"""Tokenizers of the text data: characters, bytes, and an own byte-pair encoding."""
+"""Tokenizers of the text data: characters, bytes, and a byte-pair encoding trained on the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = "<|endoftext|>"
 """What GPT-2 puts between two documents."""
 
 _BPE_TRAINING_CHARACTERS = 200_000_000
-"""More text than this costs memory and minutes, and hardly changes the merges."""
+"""More text takes memory and minutes, and hardly changes the merges."""
 
 
 class CorpusTokenizer(Tokenizer, Protocol):

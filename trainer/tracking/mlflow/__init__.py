@@ -1,1 +1,1 @@
-"""MLflow: where it keeps things, what it is sent, what comes back."""
+"""MLflow: the tracking store, what is sent to it, and what is fetched from it."""

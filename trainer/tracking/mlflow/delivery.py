@@ -214,7 +214,7 @@ class Delivery:
         self._checkpoints.send(self._client, self._client.get_run(self.run_id), between)
 
     def has_new_checkpoints(self) -> bool:
-        """Tell whether there are checkpoints to send while the run is training."""
+        """Return whether there are checkpoints to send while the run is training."""
         return self._info.checkpoints == "all" and self.elsewhere is None and bool(self._checkpoints.unsent())
 
     def _send_summary_metrics(self) -> None:

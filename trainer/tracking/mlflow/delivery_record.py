@@ -24,7 +24,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def is_delivered(folder: Path, uri: str | None = None) -> bool:
-    """Tell whether MLflow (at ``uri``; None: at any) has all that is in the folder, by ``mlflow.json``."""
+    """Return whether MLflow (at ``uri``; None: at any) has all that is in the folder, by ``mlflow.json``."""
     record = read_record(folder)
     mark = record.get("delivered")
     if not mark or (uri and lasting_uri(uri) != record.get("tracking_uri")):

@@ -17,15 +17,15 @@ log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
 MAX_SHARE = 0.1
-"""The largest share of the time in which the thread works while a run trains: threads take turns."""
+"""The largest share of time that the thread uses while a run trains, because only one thread runs at a time."""
 LONGEST_PAUSE_S = 5.0
 LAST_ATTEMPTS = 3
-"""How often the end of a run is tried if MLflow answers with errors."""
+"""Number of attempts to complete a run if MLflow returns errors."""
 SYSTEM_METRICS_EVERY_S = 5.0
 
 
 class DeliveryAbandoned(Exception):
-    """Nobody waits for this delivery any more."""
+    """The caller no longer waits for this delivery."""
 
 
 class Feed(threading.Thread):
@@ -67,7 +67,7 @@ class Feed(threading.Thread):
         A feed that was never started does only this.
 
         Returns:
-            A message: what MLflow lacks and how to send it; None: it has everything.
+            A message: what is missing in MLflow and how to send it; None: nothing is missing.
 
         """
         self._status = status
@@ -79,7 +79,7 @@ class Feed(threading.Thread):
         try:
             while self.is_alive() and time.monotonic() < self._deadline:
                 self.join(0.1)
-        except BaseException:  # a signal: nobody waits any longer
+        except BaseException:  # a signal: the caller no longer waits
             log.warning("%s", self._incomplete("interrupted"))
             raise
         finally:
@@ -109,7 +109,7 @@ class Feed(threading.Thread):
         )
 
     def run(self) -> None:
-        """Send until everything is delivered or nobody waits any more."""
+        """Send until everything is delivered or the caller no longer waits."""
         failures = last_failures = 0
         while not self._abandoned:
             ending = self._ending.is_set()

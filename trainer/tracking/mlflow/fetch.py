@@ -75,7 +75,7 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Tell whether it was this machine's disk that failed. MLflow reports errors of a download as text only."""
+    """Return whether this machine's disk failed. MLflow reports errors of a download as text only."""
     own = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
     return (isinstance(error, OSError) and error.errno in own) or os.strerror(errno.ENOSPC) in str(error)
 
@@ -160,7 +160,7 @@ def _choose(client: MlflowClient, resume: str, run_id: str, step: int | None, pa
 
 
 def _here(target: Path, wanted: _Wanted) -> bool:
-    """Tell whether this folder already has the run, at this step or later; then it is resumed from there.
+    """Return whether this folder already has the run, at this step or later; then it is resumed from there.
 
     Raises:
         UserError: the folder is of another run, or of another state of this one, or in use.

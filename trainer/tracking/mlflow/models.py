@@ -36,7 +36,7 @@ Progress = Callable[[float], None]
 
 
 def is_servable(folder: Path) -> bool:
-    """Tell whether a run folder has what a logged model is made of."""
+    """Return whether a run folder has what a logged model is made of."""
     return (folder / SERVING / "serving.json").is_file() and (folder / BEST).is_dir()
 
 

@@ -1,4 +1,4 @@
-"""What turns exported weights into a servable model: written beside ``best/`` when a run ends, without MLflow.
+"""The files that make exported weights a servable model, written beside ``best/`` when a run ends, without MLflow.
 
 ``serving/`` holds ``serving.json`` (which file of ``predictors/`` answers, what it needs, an example) and for recipes
 that no library knows, the source that builds the model. ``models.py`` makes an MLflow model of both folders.

@@ -1,4 +1,4 @@
-"""MLflow's SQLite file: set up under another name and renamed, so that no kill leaves half a database behind."""
+"""MLflow's SQLite file: set up under another name and renamed, so that a kill never leaves an incomplete database."""
 
 from __future__ import annotations
 

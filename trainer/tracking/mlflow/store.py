@@ -68,7 +68,7 @@ def without_password(uri: str) -> str:
 
 
 def whole_uri(uri: str) -> str:
-    """Return a stored tracking URI with its password, which is never stored but in ``MLFLOW_TRACKING_URI``.
+    """Return a stored tracking URI with its password, which is only in ``MLFLOW_TRACKING_URI``, never in a file.
 
     Raises:
         UserError: it is not there.
@@ -107,7 +107,7 @@ def import_mlflow(uri: str) -> None:
     """
     # MLflow reads these settings from the environment only. What the user has set stays.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # MLflow's own retries take minutes and may store a point twice; the feed asks the store first.
+    # MLflow's retries take minutes and may store a point twice; the feed queries the store first.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -189,7 +189,7 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         folder = re.sub(r"[^\w.-]", "_", name)
         location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
         try:
-            # With the kind, MLflow's page does not ask the user for it.
+            # If the kind is set, MLflow's page does not ask the user for it.
             tags = {"mlflow.experimentKind": "custom_model_development"}
             return str(client.create_experiment(name, artifact_location=location, tags=tags))
         except MlflowException as error:

@@ -37,7 +37,7 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
     """Return the summary metrics of a run.
 
     Args:
-        log: its ``metrics.jsonl``; a last line that a kill has cut off is left out.
+        log: its ``metrics.jsonl``; an incomplete last line (after a kill) is skipped.
         summary: the content of its ``summary.json``; empty for a run that was killed.
 
     """
