@@ -1,4 +1,4 @@
-"""Hydra for tests, which compose thousands of configs: what cannot have changed is not asked again."""
+"""Hydra for tests, which compose thousands of configs: what cannot have changed is cached."""
 
 from __future__ import annotations
 

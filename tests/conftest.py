@@ -12,7 +12,7 @@ from trainer.recipe import Choice
 
 PROJECT = Path(__file__).resolve().parents[1]
 
-# A shell starts what runs in its background with Ctrl-C ignored, and what a test starts would inherit that.
+# A shell starts background processes with Ctrl-C ignored, and processes that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 compose_quickly()
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is as fast as something else would be chosen by chance, and runs that are compared would differ."""
+    """Between equally fast choices a measurement decides by chance, and compared runs would differ."""
     monkeypatch.setattr(attention, "choose", lambda *_: Choice("recipe.attention", "sdpa", "not measured in tests"))
 
 

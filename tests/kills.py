@@ -2,7 +2,7 @@
 
 python -m tests.kills [kills=200] [seed=0] [folder=kills] [recipes=gpt2,resnet,bignet] [processes=forked|real]
 
-Each run is compared with one that nobody disturbed: the last checkpoint by bit (weights, optimizer, generators), the
+Each run is compared with an uninterrupted one: the last checkpoint by bit (weights, optimizer, generators), the
 metric log line by line (without clocks), and MLflow's points, each exactly once. A moment is an event in the run
 folder (the database is being set up, a line is logged, the summary is written) and a random part of a second after it,
 so how fast the machine is decides only where the kill falls. ``forked`` runs are those of ``tests.forks``; ``real``
@@ -195,7 +195,7 @@ def job_of(recipe: str, steps: int, name: str) -> list[str]:
 
 
 def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: Starter, steps: int = 40) -> list[Round]:
-    """Kill runs of these recipes in turn until there were so many kills; print what came of each round."""
+    """Kill runs of these recipes in turn until there were so many kills; print the result of each round."""
     from trainer.tracking.mlflow.sync import SyncStatus, send
 
     draw = random.Random(seed)

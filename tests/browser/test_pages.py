@@ -1,4 +1,4 @@
-"""What a person sees: MLflow's pages over runs made with the tracker, in a real browser."""
+"""What a user sees: MLflow's pages of runs made with the tracker, in a real browser."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two runs as a sweep over precisions makes them."""
+    """Two runs like those of a sweep over precisions."""
     folder = tmp_path_factory.mktemp("runs")
     uri = f"sqlite:///{folder}/mlflow.db"
     for precision, loss in (("fp32", 3.125), ("bf16", 3.25)):

@@ -27,7 +27,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Result:
-    """What a command left behind, besides files."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -36,7 +36,7 @@ class Result:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, an environment of its own, and caches that tests share with nobody else."""
+    """An empty current folder, a separate environment, and caches that only tests use."""
     for name in ("MLFLOW_TRACKING_URI", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     current = tmp_path / "here"

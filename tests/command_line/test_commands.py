@@ -243,7 +243,7 @@ def test_bignet_ends_with_the_ledger(train: Callable[..., Any], folder: Path) ->
     assert " of the peak of " in after
 
 
-def test_help_tells_every_choice(train: Callable[..., Any], folder: Path) -> None:
+def test_help_lists_every_choice(train: Callable[..., Any], folder: Path) -> None:
     done = train("--help")
     assert (done.code, done.err) == (0, "")
     for choice in CHOICES:

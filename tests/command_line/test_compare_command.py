@@ -1,4 +1,4 @@
-"""scripts/compare.py as a user runs it: interrupted, gone on with, and with an arm that diverges."""
+"""scripts/compare.py as a user runs it: interrupted, continued, and with an arm that diverges."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def compare(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return lambda *arguments: Result(run(main, None, arguments), *capsys.readouterr())
 
 
-def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
+def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     folder: Path, empty_store: Path, start: Callable[..., subprocess.Popen[str]], compare: Callable[..., Result]
 ) -> None:
     shutil.copy(empty_store, folder / "mlflow.db")
     first = start(*COMMAND, script=SCRIPT)
     assert first.stdout
     assert first.stdout.readline().startswith("2 arms × 2 seeds, alternating")
-    assert first.stdout.readline().split()[:3] == ["1/4", "fp32", "s0"]  # told at once, though into a pipe
+    assert first.stdout.readline().split()[:3] == ["1/4", "fp32", "s0"]  # printed immediately, also into a pipe
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=300)
     assert (first.returncode, "run the same command again to continue" in err) == (130, True), out + err
@@ -91,7 +91,7 @@ def test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed(
     assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
 
 
-def test_a_mistake_is_told_and_nothing_is_written(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_an_error_is_reported_and_nothing_is_written(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     done = finish(start(*TINY, "arms=[fp32,bf61]", script=SCRIPT))
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: arms: bf61 is not a precision")

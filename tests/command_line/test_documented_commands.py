@@ -64,7 +64,7 @@ def test_lists_within_the_text_are_quoted(path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "bash"])
-def test_a_shell_hands_every_command_on_as_it_stands(shell: str, tmp_path: Path) -> None:
+def test_a_shell_passes_every_command_unchanged(shell: str, tmp_path: Path) -> None:
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")

@@ -23,10 +23,10 @@ from trainer.config import schema
 from trainer.config.compose import combinations, compose
 
 HERE = "tests/command_line"
-OWN = (f"{HERE}/test_own_recipe.py::test_runs_and_learns_as_the_page_says", "its recipe is written by the reader")
-HOSTS = "tests/parallel/test_command.py::test_two_hosts_meet_and_train_together"
+OWN = (f"{HERE}/test_own_recipe.py::test_runs_and_learns_as_documented", "its recipe is written by the reader")
+HOSTS = "tests/parallel/test_command.py::test_two_hosts_connect_and_train_together"
 RANKS = "tests/parallel/test_command.py::test_a_run_goes_from_two_processes_to_one_and_back"
-COMPARISON = f"{HERE}/test_compare_command.py::test_it_goes_on_where_it_was_interrupted_and_keeps_what_failed"
+COMPARISON = f"{HERE}/test_compare_command.py::test_it_continues_where_it_was_interrupted_and_keeps_what_failed"
 TRAIN = "python scripts/train.py"
 
 # What is not run here, by how it begins: the test that runs such a command whole, and why this one does not.
@@ -41,11 +41,11 @@ ELSEWHERE = {
     "python scripts/certify.py": (f"{HERE}/test_certify.py::test_a_healthy_job_is_bitwise", "kills many processes"),
     "python scripts/compare.py": (COMPARISON, "starts many processes"),
     "python scripts/max_batch.py": (
-        f"{HERE}/test_memory_commands.py::test_max_batch_says_what_to_paste", "fills memory",
+        f"{HERE}/test_memory_commands.py::test_max_batch_prints_what_to_paste", "fills memory",
     ),
     "python scripts/reproduce.py claim=": (f"{HERE}/test_claims.py::test_every_claim_runs_reduced", "takes an hour"),
     "python scripts/sync.py": (
-        f"{HERE}/tracking/test_sync.py::test_sync_says_what_it_did_with_each_run", "needs runs that MLflow lacks",
+        f"{HERE}/tracking/test_sync.py::test_sync_reports_what_it_did_with_each_run", "needs runs that MLflow lacks",
     ),
     "python scripts/ui.py": (
         f"{HERE}/tracking/test_ui.py::test_it_serves_the_newest_runs_until_it_is_stopped", "serves until it is stopped",
@@ -89,7 +89,7 @@ def run_here(page: str) -> list[str]:
 
 
 def small(arguments: list[str]) -> list[str]:
-    """What makes a training command tiny, but for its number of steps."""
+    """Overrides that make a training command tiny, except its number of steps."""
     given = dict(each.partition("=")[::2] for each in arguments)
     recipe = given.get("recipe", "gpt2")
     sizes = [*SMALL[recipe], "batch_size=4", "eval_samples=4"]

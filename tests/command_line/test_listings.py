@@ -26,7 +26,7 @@ def listing(here: str) -> str:
     return file.getvalue()
 
 
-def test_a_listing_says_which_machine_each_verdict_is_from() -> None:
+def test_a_listing_shows_the_machine_of_each_verdict() -> None:
     text = listing("epyc")
     assert "xeon (another machine)" in text
     assert "epyc (this machine)" in text
@@ -35,7 +35,7 @@ def test_a_listing_says_which_machine_each_verdict_is_from() -> None:
     assert text.splitlines()[-1].startswith("This machine: epyc. Test one claim with claim=")
 
 
-def test_a_machine_without_verdicts_is_told_so() -> None:
+def test_a_machine_without_verdicts_is_reported() -> None:
     text = listing("h200")
     assert "this machine)" not in text
     assert "NOT TESTABLE THERE" in text

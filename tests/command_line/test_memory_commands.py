@@ -1,4 +1,4 @@
-"""What scripts/memory.py and scripts/max_batch.py answer, and what a run that ran out of memory says."""
+"""The output of scripts/memory.py and scripts/max_batch.py, and the message of a run that ran out of memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_memory_forecasts_and_checks_itself(folder: Path, capsys: pytest.Capture
         (("parallel=fsdp",), "memory is forecast and measured for one process"),
     ],
 )
-def test_memory_tells_mistakes(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_reports_errors(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(memory, None, [*JOB, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -73,7 +73,7 @@ def test_a_trial_fails_where_its_limit_is_reached() -> None:
     ).fits  # activations alone: 4 × 256 × 16384 × 4 bytes
 
 
-def test_max_batch_says_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_batch_prints_what_to_paste(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def pretended(overrides: list[str], limit_bytes: int) -> Trial:
         return Trial(int(overrides[-2].split("=")[1]) <= 1000)
 
@@ -144,7 +144,7 @@ sys.exit(main(out_of_memory))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
-def test_a_run_out_of_memory_says_what_fits_and_that_fits(folder: Path) -> None:
+def test_a_run_out_of_memory_reports_what_fits_and_that_fits(folder: Path) -> None:
     def train(*overrides: str) -> subprocess.CompletedProcess[str]:
         job = ["recipe=bignet", "recipe.width=64", "recipe.layers=32", "data.samples=512", "device=cpu"]
         common = [*job, "batch_size=65536", "steps=2", "tracking=local", "profiler=none", "eval_samples=8"]

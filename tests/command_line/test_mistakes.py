@@ -39,7 +39,7 @@ def choices(group: str) -> str:
     return f"({', '.join(sorted(file.stem for file in (CONF / group).glob('*.yaml')))})"
 
 
-# A command, and what its message has to say.
+# A command, and what its message must contain.
 TYPED: dict[str, tuple[str, ...]] = {
     # choices and keys
     "precision=bf61": ("precision=bf61", "did you mean 'bf16'?", choices("precision")),
@@ -103,7 +103,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "device=tpu": ("device=tpu is not a device; use auto, cpu, cuda",),
     "run_name=a/b": ("run_name=a/b", "without a slash"),
     "tracking.uri=mlruns": ("tracking.uri=mlruns is not a URI", "sqlite:///mlruns"),
-    # what does not go together
+    # options that exclude each other
     "batch_size=7 micro_batch_size=2": ("batch_size=7", "micro_batch_size=1 or 7", "batch_size=6 or 8"),
     "precision=bf16 scaler=dynamic": ("scaler=dynamic with precision=bf16", "scaler=auto", "scaler.force=true"),
     "precision=fp16 scaler=none": ("scaler=none with precision=fp16", "scaler=auto", "scaler.force=true"),
@@ -274,7 +274,7 @@ print(json.dumps([answers, questions]))
     assert not (folder / "outputs").exists()
 
 
-def test_a_corrupt_image_is_left_out_if_asked(train: Callable[..., Any], files: Path) -> None:
+def test_a_corrupt_image_is_skipped_if_requested(train: Callable[..., Any], files: Path) -> None:
     done = train(*f"{RESNET} data=imagefolder data.path=corrupt data.skip_corrupt=true loader.workers=0".split())
     assert done.code == 0, done.err
     assert "left out 1 of 8 images" in done.out
@@ -375,7 +375,7 @@ class TestResume:
 
 
 class TestDivergence:
-    """Training that leaves the finite numbers ends before the update, whenever the host gets to see it."""
+    """Training that is no longer finite ends before the update, whenever the host reads the flag."""
 
     SGD = f"{BIGNET} optimizer=sgd optimizer.lr=30 schedule=constant schedule.warmup_steps=0 steps=200"
 
@@ -400,7 +400,7 @@ class TestDivergence:
         for line in (run / "metrics.jsonl").read_text().splitlines():
             json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are not JSON
 
-    def test_names_the_same_step_however_seldom_it_looks(self, train: Callable[..., Any], folder: Path) -> None:
+    def test_names_the_same_step_with_any_log_interval(self, train: Callable[..., Any], folder: Path) -> None:
         told = []
         for log_every in (1, 50):
             done = train(*f"{self.SGD} checkpoint=none log_every={log_every} eval_every=200".split())
@@ -428,7 +428,7 @@ def no_space(*arguments: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_costs_the_checkpoints_and_says_so(
+def test_a_full_disk_loses_the_checkpoints_and_reports_it(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CheckpointWriter, "flush", no_space)

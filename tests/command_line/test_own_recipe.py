@@ -43,9 +43,7 @@ def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
     assert sum(text.count("\n") for text in blocks().values()) < 60
 
 
-def test_runs_and_learns_as_the_page_says(
-    copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     page = (PROJECT / "README.md").read_text()
     said = re.search(r"After 200 steps it is right about (\d+) of 100", page)
     assert said

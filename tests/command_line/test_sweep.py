@@ -167,7 +167,7 @@ def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
     assert json.loads((folder / "outputs" / NAMES[2] / "summary.json").read_text())["status"] == "FINISHED"
 
 
-def test_a_run_whose_export_fails_is_told_and_can_be_finished(
+def test_a_run_whose_export_fails_is_reported_and_can_be_finished(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:

@@ -70,7 +70,7 @@ def test_without_warm_up_every_repeat_is_kept() -> None:
     assert interleave({"a": lambda: next(seconds)}, repeats=2, warm_up=0) == {"a": [4.0, 6.0]}
 
 
-def test_a_stopwatch_tells_the_time_of_its_own_steps_only() -> None:
+def test_a_stopwatch_measures_only_its_own_steps() -> None:
     clock = FakeClock()
     block = stopwatch(clock.work(0.5), CPU, clock)
     clock.now += 100
@@ -202,7 +202,7 @@ def frameworks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_the_cost_of_the_trainer_is_measured(tmp_path: Path, frameworks: list[tuple[str, int]]) -> None:
+def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path, frameworks: list[tuple[str, int]]) -> None:
     jobs = (replace(SMALL, overrides=(*SMALL.overrides, "tracking=local")), replace(TINY_MLP, steps=2, rounds=3))
     rows = bench.trainer_cost(detect("cpu"), 2, tmp_path, jobs)
     titles = [f"{name} over a bare loop" for name in ("Mantissa", "steps", "fits", "absent")]

@@ -1,4 +1,4 @@
-"""Claims as files: what a mistake in one is answered with, what a machine lacks, and how arms become command lines."""
+"""Claims as files: their error messages, what a machine lacks, and how arms become command lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison's command line: what is planned, in which order, and how mistakes are answered."""
+"""The comparison's command line: what is planned, in which order, and the error messages."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_arm_may_change_what_all_arms_have() -> None:
     assert merged(["a=1", "+b=2"], ["b=3"], ["c=4", "a=5"]) == ["a=5", "b=3", "c=4"]
 
 
-def test_arms_take_turns_in_an_order_that_turns_round() -> None:
+def test_arms_alternate_in_an_order_that_reverses() -> None:
     arms = [Arm(label, ()) for label in "abc"]
     found = [(arm.label, seed) for arm, seed in interleaved(arms, [0, 7, 9])]
     assert found == [(label, seed) for order, seed in (("abc", 0), ("cba", 7), ("abc", 9)) for label in order]
@@ -204,7 +204,7 @@ def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:
         compare(comparison, check_arms(comparison))
 
 
-def test_two_at_a_time_do_not_take_each_others_runs_for_broken_off(tmp_path: Path) -> None:
+def test_two_at_a_time_do_not_remove_each_others_unfinished_runs(tmp_path: Path) -> None:
     comparison = planned([*TINY, PAIR, f"output_dir={tmp_path}", "name=it", "null=false"])
     comparison.folder.mkdir(parents=True)
     with in_use(comparison.folder), pytest.raises(UserError, match="in use by another process"):

@@ -1,4 +1,4 @@
-"""What a comparison is told as: tables, sentences, Markdown, and a page that needs nothing else."""
+"""The report of a comparison: tables, sentences, Markdown, and a self-contained page."""
 
 from __future__ import annotations
 

@@ -117,14 +117,14 @@ def test_differences_are_taken_run_by_run() -> None:
     assert finding.values == pytest.approx([0.01, 0.01])
 
 
-def test_a_failed_run_leaves_the_verdict_open_and_says_why() -> None:
+def test_a_failed_run_leaves_the_verdict_open_and_reports_why() -> None:
     finding = evaluate(speed(at_least=1.5), [*SLOW, *FAST[:2], outcome("fast", 2, code=1)])
     assert finding.verdict == INCONCLUSIVE
     assert finding.why == "fast, seed 2, failed: it broke"
     assert len(finding.values) == 2
 
 
-def test_a_pair_that_cannot_be_compared_is_not_left_out_in_silence() -> None:
+def test_a_pair_that_cannot_be_compared_is_reported() -> None:
     base = [outcome("base", 0), outcome("base", 1), outcome("base", 2, code=3)]
     other = [outcome("other", 0), outcome("other", 1), outcome("other", 2, code=3)]
     finding = evaluate(Criterion("loss", "other", "base", within=0.01), [*base, *other])
@@ -132,7 +132,7 @@ def test_a_pair_that_cannot_be_compared_is_not_left_out_in_silence() -> None:
     assert finding.why.startswith("1 of 3 pairs cannot be compared: neither run finite")
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_what_was_not_measured_is_reported() -> None:
     outcomes = runs("slow", 100, 110)
     outcomes[1].summary["units_per_s"] = None
     finding = evaluate(speed(at_least=1.5), [*outcomes, *FAST[:2]])

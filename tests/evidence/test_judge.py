@@ -1,4 +1,4 @@
-"""What made-up runs are judged to be: pairs by seed, failures, the null arm, what was not measured."""
+"""Verdicts on synthetic runs: pairs by seed, failures, the null arm, what was not measured."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_failed_seed_leaves_the_other_pairs(runs: Runs) -> None:
     assert bf16.quality.why == "only 3 of 4 pairs finished"
 
 
-def test_a_seed_that_only_the_baseline_lost_is_no_pair_and_is_told(runs: Runs) -> None:
+def test_a_seed_that_only_the_baseline_lost_is_not_a_pair_and_is_reported(runs: Runs) -> None:
     runs.fail(FP32, 0, 3)
     runs.add(BF16, 0, speed=900.0, losses=(9.0, 9.0, 9.0))
     for seed in (1, 2):
@@ -211,7 +211,7 @@ def test_curves_separate_where_they_are_further_apart_than_any_null_curve(
     assert separation(runs, apart) == step
 
 
-def test_one_null_run_does_not_tell_what_noise_is(runs: Runs) -> None:
+def test_one_null_run_does_not_measure_the_noise(runs: Runs) -> None:
     assert separation(runs, (5.0, 5.0, 5.0), seeds=1) is None
 
 

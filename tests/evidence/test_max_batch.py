@@ -113,7 +113,7 @@ def test_margins() -> None:
             parse_margin(text)
 
 
-def test_mistakes_are_told_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_reported_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(max_batch, "trial", None)
     job = ["recipe=bignet", "device=cpu", "data.samples=8"]
     with pytest.raises(UserError, match="leave it out"):

@@ -251,7 +251,7 @@ def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[...,
         (["device=tpu"], "use auto, cpu"),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_type(
+def test_an_error_is_reported_with_what_to_set(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
@@ -271,7 +271,7 @@ def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(tm
         reproduce_cli._check(claims.load("mine", folder), CPU, [], reduced=True)
 
 
-def test_all_leaves_alone_what_has_an_outcome_of_the_same_file(
+def test_all_skips_claims_with_an_outcome_of_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
@@ -333,7 +333,7 @@ def test_the_list_shows_every_claim(capsys: pytest.CaptureFixture[str], monkeypa
         assert re.search(rf"^{name}\b", shown, re.MULTILINE)
 
 
-def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_says_how_to_continue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -56,7 +56,7 @@ def test_a_number_changed_by_hand_changes_the_pages(tmp_path: Path) -> None:
     assert results.page(records, claims, {}) != before[0]
 
 
-def test_notes_are_of_claims_that_exist_and_stand_below_their_traps() -> None:
+def test_notes_are_of_existing_claims_and_are_below_their_traps() -> None:
     claims = {name: load(name) for name in names()}
     notes = results.read_notes()
     assert notes

@@ -152,7 +152,7 @@ def test_a_skipped_fused_step_of_sharded_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_first_step_that_overflows_leaves_no_trace(optimizer: str) -> None:
+def test_a_first_step_that_overflows_changes_nothing(optimizer: str) -> None:
     """Fused SGD of torch would leave its momentum uninitialised."""
     options = [*BIGNET, "precision=fp16", "scaler.init=1024", f"optimizer={optimizer}", "optimizer.lr=0.001"]
     overflown, clean = on_gpu(*options), on_gpu(*options)

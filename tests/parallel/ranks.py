@@ -158,7 +158,7 @@ def overflow(mode: str) -> dict[str, Any]:
 
 def flag(mode: str) -> dict[str, Any]:
     """Three steps, the second with an infinity on one rank; the fused optimizer gets the flag as on CUDA, or the host
-    looks.
+    reads it.
     """
     states: dict[bool, list[dict[str, Any]]] = {}
     skipped = {}
@@ -312,7 +312,7 @@ def attempt(column: Config, mode: Parallel, activation: ActivationCheckpointing)
 
 
 def exchange() -> dict[str, Any]:
-    """What every rank hears of what rank 0 did alone."""
+    """What every rank receives from work that only rank 0 did."""
     world = parallel.join("cpu", 60)
 
     def fails(error: BaseException) -> Any:

@@ -99,7 +99,7 @@ def test_a_run_goes_from_two_processes_to_one_and_back(start: Start, tmp_path: P
     run = tmp_path / "outputs" / "run"
     out, err = done(start(2, "parallel=fsdp", "precision=bf16", "steps=3"))
     assert "8 samples a step = 2 × 2 × 2 processes (fsdp)" in out
-    assert out.count("run folder") == 1  # one process speaks
+    assert out.count("run folder") == 1  # one process prints
     assert "rank" not in out + err.replace("nproc", "")
     assert (run / "checkpoints/step-00000003/model-00002-of-00002.safetensors").exists()
     shard = run / "checkpoints/step-00000003/optimizer-00002-of-00002.safetensors"
@@ -142,7 +142,7 @@ sys.exit(cli.main(out_of_memory))
 """
 
 
-def test_a_lost_rank_is_named_and_the_restart_goes_on(start: Start, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_and_the_restart_continues(start: Start, tmp_path: Path) -> None:
     (tmp_path / "lost.py").write_text(LOST)
     run = tmp_path / "outputs" / "run"
     more = ("parallel=ddp", "steps=12", "checkpoint.every=2", "deterministic=true", "recipe.dropout=0.1")
@@ -187,7 +187,7 @@ sys.exit(cli.main(out_of_memory))
 """
 
 
-def test_an_error_on_one_rank_is_told_with_the_rank(start: Start, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_reported_with_the_rank(start: Start, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     _, err = done(start(2, "parallel=ddp", "steps=9", script=str(tmp_path / "broken.py")), code=1)
     assert "rank 1: error: ArithmeticError: the third step is unlucky" in err
@@ -198,7 +198,7 @@ def test_an_error_on_one_rank_is_told_with_the_rank(start: Start, tmp_path: Path
 MISTAKEN = BROKEN.replace("ArithmeticError", "UserError").replace("import os, sys", IMPORTS)
 
 
-def test_a_sweep_does_not_go_on_with_some_of_the_ranks(start: Start, tmp_path: Path) -> None:
+def test_a_sweep_does_not_continue_with_some_of_the_ranks(start: Start, tmp_path: Path) -> None:
     """The other ranks would meet this one in another run."""
     (tmp_path / "mistaken.py").write_text(MISTAKEN)
     script = str(tmp_path / "mistaken.py")
@@ -207,7 +207,7 @@ def test_a_sweep_does_not_go_on_with_some_of_the_ranks(start: Start, tmp_path: P
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
 
 
-def test_a_mistake_that_all_ranks_find_is_told_once_and_the_sweep_goes_on(start: Start, tmp_path: Path) -> None:
+def test_an_error_on_all_ranks_is_reported_once_and_the_sweep_continues(start: Start, tmp_path: Path) -> None:
     wrong_first = ("hydra.mode=MULTIRUN", "batch_size=7,8", "parallel=ddp", "steps=2")
     _, err = done(start(2, *wrong_first), code=1)
     assert err.count("error: batch_size=7 is not a multiple") == 1
@@ -227,7 +227,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
         assert process.poll() is None
         time.sleep(0.02)
     first = max(losses(run))
-    wait_for_step(run, first + 2, process)  # and goes on
+    wait_for_step(run, first + 2, process)  # and continues
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert "saved (requested by a signal)" in out
@@ -239,7 +239,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     assert re.fullmatch(r"torchrun --nproc-per-node=2 \S+/scripts/train\.py resume=outputs/run", told[2])
 
 
-def test_two_hosts_meet_and_train_together(start: Start, tmp_path: Path) -> None:
+def test_two_hosts_connect_and_train_together(start: Start, tmp_path: Path) -> None:
     """Two agents, as on two machines, find each other through torchrun's c10d rendezvous."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -299,7 +299,7 @@ sys.exit(cli.main(out_of_memory))
 """
 
 
-def test_a_mistake_is_told_where_another_rank_finds_it_first(start: Start, tmp_path: Path) -> None:
+def test_an_error_is_reported_if_another_rank_finds_it_first(start: Start, tmp_path: Path) -> None:
     """torchrun ends all ranks as soon as one exits with an error: the one that reports it must exit first."""
     (tmp_path / "slow.py").write_text(SLOW_SPEAKER)
     _, err = done(start(2, "parallel=single", script=str(tmp_path / "slow.py")), code=1)

@@ -1,4 +1,4 @@
-"""Which parallel mode, activation checkpointing, precision and compilation go together: tried, not asserted by hand.
+"""Which parallel mode, activation checkpointing, precision and compilation work together: tested by running them.
 
 docs/composition.md is this test's output; MANTISSA_WRITE_DOCS=1 writes it anew.
 """
@@ -60,7 +60,7 @@ def test_every_combination_trains_the_same(outcome: dict[str, str]) -> None:
         assert losses == pytest.approx([losses[0]] * len(losses), abs=0.003)
 
 
-def test_the_page_says_so(outcome: dict[str, str]) -> None:
+def test_the_page_is_up_to_date(outcome: dict[str, str]) -> None:
     """What runs and what is refused; the numbers are one machine's."""
     if os.environ.get("MANTISSA_WRITE_DOCS"):
         PAGE.write_text(table(outcome), encoding="utf-8")

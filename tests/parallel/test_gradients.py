@@ -110,7 +110,7 @@ def test_microbatches_of_16_bit_weights_add_up_in_fp32_on_every_rank(mode: str, 
         assert (torch.tensor(step["gradient"]) - expected).norm() < 3e-3 * expected.norm()
 
 
-def test_what_rank_0_does_alone_is_heard_by_all(ranks: Ranks) -> None:
+def test_results_and_errors_of_rank_0_reach_all_ranks(ranks: Ranks) -> None:
     first, second = (rank["exchange"] for rank in ranks("all", 2))
     assert second.pop("bug") == ["RunError", "rank 0 failed: x", 1]
     assert first.pop("bug") == ["ValueError", "x", None]

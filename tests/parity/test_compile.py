@@ -19,7 +19,7 @@ TINY = (
 )
 
 
-@pytest.mark.filterwarnings("default")  # what the compiler warns about is torch's own affair
+@pytest.mark.filterwarnings("default")  # warnings of the compiler are not tested here
 def test_compiled_gradients_equal_eager_ones_up_to_rounding() -> None:
     eager = trainer_of(*TINY)
     compiled = trainer_of(*TINY, "compile=default")

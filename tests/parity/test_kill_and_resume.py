@@ -62,7 +62,7 @@ def interrupt() -> None:
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
-    """Do something at the end of one optimizer step, before anyone hears of it."""
+    """Do something at the end of one optimizer step, before it is logged."""
     original = Trainer.train_step
 
     def plan(step: int, act: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, st
         ("gpt2", "bf16_sr"),
     ],
 )
-def test_stopped_again_and_again_equals_never_stopped(
+def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
     recipe: str, mode: str, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]
 ) -> None:
     """After the first step, within a log window, at an evaluation, at a log step, before the last."""
@@ -167,7 +167,7 @@ def test_stopped_again_and_again_equals_never_stopped(
 
 
 @pytest.mark.parametrize("step", [7, 9])
-def test_killed_without_warning_goes_on_from_the_last_checkpoint(
+def test_a_killed_run_continues_from_the_last_checkpoint(
     step: int, tmp_path: Path, at_step: AtStep, uninterrupted: Callable[[str, str], Path]
 ) -> None:
     """At step 9 a line of step 8 is already in the metric log, and must not be there twice."""

@@ -1,4 +1,4 @@
-"""An injected infinity: weights and optimizer stay as they were, bit for bit, and the run goes on or ends."""
+"""An injected infinity: weights and optimizer stay as they were, bit for bit, and the run continues or ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def state(trainer: Trainer) -> tuple[object, object]:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("clip", ["none", "norm", "value"])
-def test_fp16_skips_the_step_halves_the_scale_and_goes_on(clip: str, value: float, optimizer: str) -> None:
+def test_fp16_skips_the_step_halves_the_scale_and_continues(clip: str, value: float, optimizer: str) -> None:
     trainer, steps = bignet("precision=fp16", "scaler.init=1024", f"clip={clip}", f"optimizer={optimizer}")
     monitor = watched(trainer)
     for step in steps[:2]:
@@ -79,7 +79,7 @@ def test_fp16_skips_the_step_halves_the_scale_and_goes_on(clip: str, value: floa
     assert monitor.skipped_steps == 1
 
 
-def test_a_first_step_that_overflows_leaves_no_trace_in_sgds_momentum() -> None:
+def test_a_first_step_that_overflows_does_not_change_sgds_momentum() -> None:
     overflown, steps = bignet("precision=fp16", "optimizer=sgd")
     clean, _ = bignet("precision=fp16", "optimizer=sgd")
     overflown.train_step(poisoned(steps[0]))
@@ -171,4 +171,4 @@ def test_the_loss_scale_changes_no_gradient_that_fits() -> None:
         norms = [trainer.train_step(step).grad_norm for step in steps[:3]]
         results.append((norms, state(trainer)))
     assert same_bits(*results)
-    assert results[0][0][0] > 0.1  # so the clip bites, and bites after the division
+    assert results[0][0][0] > 0.1  # so the gradients are clipped, after the division

@@ -59,7 +59,7 @@ def formats(trainer: Trainer) -> list[tuple[torch.dtype, bool]]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "bf16_master"])
-def test_sdpa_fp32_attends_in_fp32_and_hands_on_16_bits(model: str, mode: str) -> None:
+def test_sdpa_fp32_computes_in_fp32_and_returns_16_bits(model: str, mode: str) -> None:
     one, other = (trainer_of(*MODELS[model], f"precision={mode}", f"recipe.attention={form}")
                   for form in ("sdpa_fp32", "sdpa"))  # fmt: skip
     assert one.model.network.config._attn_implementation == "sdpa_fp32_causal"
@@ -85,7 +85,7 @@ def test_it_is_exactly_attention_of_the_rounded_values_in_fp32() -> None:
     assert torch.equal(output, expected.transpose(1, 2).bfloat16())
 
 
-def test_auto_is_what_is_clearly_faster_and_asks_once(measured: dict[str, float]) -> None:
+def test_auto_is_what_is_clearly_faster_and_measures_once(measured: dict[str, float]) -> None:
     for _ in range(2):
         choice = choose(SHAPE, torch.bfloat16, CPU, False)
         assert choice[:2] == ("recipe.attention", "sdpa_fp32")
@@ -135,7 +135,7 @@ def test_a_real_measurement_times_both_and_draws_no_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_run_trains_records_and_says_what_was_chosen(model: str, measured: dict[str, float]) -> None:
+def test_a_run_trains_and_records_and_reports_the_choice(model: str, measured: dict[str, float]) -> None:
     trainer = trainer_of(*MODELS[model], "precision=bf16")
     assert [choice[:2] for choice in trainer.choices] == [("recipe.attention", "sdpa_fp32")]
     assert flatten(trainer.config)["recipe.attention"] == "sdpa_fp32"

@@ -1,4 +1,4 @@
-"""What training changes about images: which part of them is cut out, by which seed, and when nothing may change."""
+"""What training changes about images: which part of them is cropped, by which seed, and when nothing may change."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("side", "kind"), [(8, "none"), (63, "none"), (None, "none"), (64, "imagenet")])
-def test_auto_leaves_small_and_made_up_images_alone(side: int | None, kind: str) -> None:
+def test_auto_does_not_augment_small_and_synthetic_images(side: int | None, kind: str) -> None:
     assert AutomaticAugment().choose(side).kind == kind
     assert Light(shift=0.25).choose(side) == Light(shift=0.25)
 
@@ -80,7 +80,7 @@ def write_folder(folder: Path, height: int, width: int) -> Path:
     return folder
 
 
-def test_every_source_tells_auto_the_size_of_its_images_as_they_are_stored(tmp_path: Path) -> None:
+def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Path) -> None:
     auto = AutomaticAugment()
     assert opened(Digits(), auto, 224).augment == Augment()
     assert opened(Synthetic(classes=2), auto, 64).augment == Augment()
@@ -214,7 +214,7 @@ def test_light_shifts_by_whole_pixels_up_to_its_limit_and_repeats_the_edge() -> 
     assert {down for down, _ in found} == {right for _, right in found} == set(range(9))
 
 
-def test_light_shifts_in_the_direction_it_says_and_mirrors_if_asked() -> None:
+def test_light_shifts_in_the_drawn_direction_and_mirrors_if_requested() -> None:
     pixels = np.zeros((8, 8, 3), np.uint8)
     pixels[2, 3] = 255
     moved = square(Image.fromarray(pixels), 8, View(shift=(0.25, 0.125)))

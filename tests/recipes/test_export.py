@@ -232,7 +232,7 @@ def test_a_special_token_that_the_tokenizer_has_already_gets_another_name(tmp_pa
     assert (theirs.cls_token, theirs.cls_token_id) == ("[CLS]_", ours.vocab_size)
 
 
-def test_bignet_and_other_recipes_say_their_options(tmp_path: Path) -> None:
+def test_bignet_and_other_recipes_export_their_options(tmp_path: Path) -> None:
     export(tmp_path, "recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=8", "batch_size=2")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["recipe"] == "bignet"

@@ -303,7 +303,7 @@ def test_token_ids_of_the_pretrained_model_that_its_tokenizer_lacks_stay_in_the_
     assert fine_tuned((tmp_path / "best", shifted[1])).model.gpt2.lm_head.vocabulary == 90
 
 
-def test_the_context_of_a_pretrained_model_is_its_own(shifted: tuple[Path, str]) -> None:
+def test_the_context_is_that_of_the_pretrained_model(shifted: tuple[Path, str]) -> None:
     trainer = fine_tuned(shifted)
     assert trainer.recipe.context == 16
     with pytest.raises(UserError, match=r"recipe.context=32 is longer than the pretrained model's 16; use .*=16"):
@@ -358,7 +358,7 @@ def test_a_text_shorter_than_one_sample_is_refused_with_a_context_that_fits(tmp_
                    "data.tokenizer=bytes", f"data.cache_dir={tmp_path}")  # fmt: skip
 
 
-def test_the_last_word_is_generated_text_of_known_tokens_and_repeatable() -> None:
+def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     trainer = trainer_of(*TINY)
     trainer.model.eval()
     with torch.no_grad():

@@ -291,7 +291,7 @@ def test_images_of_one_class(parquet: Path) -> None:
         Hub(name=str(parquet.with_name("cats.parquet"))).images(8)
 
 
-# --- what users get wrong
+# --- user errors
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_which_digits_are_held_out_does_not_change() -> None:
     assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16] == "f169ac7f88a60561"
 
 
-def test_images_in_memory_come_in_the_order_asked_for_whatever_the_seed() -> None:
+def test_images_in_memory_come_in_the_requested_order_with_any_seed() -> None:
     data = Digits().images(None).valid
     batch = data.batch([SampleId(5, 1), SampleId(2, None)])
     assert torch.equal(batch["image"][0], data.batch(plain(1, 5))["image"][0])
@@ -193,7 +193,7 @@ def test_a_truncated_image_is_named_when_it_is_decoded(tmp_path: Path) -> None:
         damaged.batch(plain(len(damaged)))
 
 
-def test_corrupt_images_are_left_out_when_asked_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_images_are_skipped_if_requested_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     truncate(animals(tmp_path) / "dog" / "4.png")
     (tmp_path / "cat" / "2.png").write_text("not an image")
     with caplog.at_level(logging.WARNING, "mantissa"):

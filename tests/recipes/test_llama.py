@@ -80,7 +80,7 @@ def test_a_few_steps_learn_which_token_follows(mode: str) -> None:
     assert trainer.evaluate()["loss"] < before - 0.8
 
 
-def test_the_output_layer_is_its_own_in_8b() -> None:
+def test_the_output_layer_is_not_tied_in_8b() -> None:
     trainer = trainer_of("recipe=llama", "recipe.size=8B", *TINY[1:], "steps=1")
     llama = trainer.model.llama
     before = llama.lm_head.weight.clone()

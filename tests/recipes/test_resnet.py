@@ -34,7 +34,7 @@ def some_digits(count: int) -> Batch:
 
 
 class Stub(nn.Module):
-    """Remembers what it was given, and answers what it was told to."""
+    """Records its input, and returns a given output."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Stub(nn.Module):
         return self.logits
 
 
-def test_auto_chooses_what_the_device_can_carry_and_says_how_to_change_it() -> None:
+def test_auto_chooses_by_the_device_and_reports_how_to_change_it() -> None:
     recipe, [choice] = ResNet().resolve(CPU, Digits())
     assert (choice.key, choice.value, recipe.arch) == ("recipe.arch", "resnet18", "resnet18")
     assert "recipe.arch=resnet50" in choice.why
@@ -89,7 +89,7 @@ def test_the_options_come_through_omegaconf() -> None:
     assert (recipe.image_size, recipe.classes) == (64, "auto")
 
 
-def test_the_head_fits_the_data_or_the_number_asked_for() -> None:
+def test_the_head_has_the_classes_of_the_data_or_the_requested_number() -> None:
     recipe = ready()
     assert built(recipe).fc.out_features == 10
     assert (recipe.classes, recipe.image_size) == (
@@ -140,14 +140,14 @@ def test_a_vision_transformer_computes_in_16_bits(dtype: torch.dtype) -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_checking_the_size_leaves_the_random_numbers_alone() -> None:
+def test_checking_the_size_does_not_change_the_random_numbers() -> None:
     state = torch.get_rng_state()
     ready(arch="resnet50").datasets(Digits(), seed=0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_weights_and_images_are_in_the_layout_asked_for(channels_last: bool) -> None:
+def test_weights_and_images_have_the_requested_layout(channels_last: bool) -> None:
     recipe = ready(channels_last=channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert built(recipe).conv1.weight.is_contiguous(memory_format=layout)

@@ -43,7 +43,7 @@ def test_auto_is_nano_on_a_cpu_and_small_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("context", [16, 23, 64, 500])
-def test_what_is_cut_out_of_the_input_is_the_target(context: int) -> None:
+def test_the_removed_spans_are_the_target(context: int) -> None:
     text = np.random.default_rng(0).integers(0, 90, 2400).astype(np.uint16)
     data = SpanCorruption(text, context, 90)
     windows = {tuple(text[first : first + data.window].tolist()) for first in range(2400 - data.window + 1)}
@@ -79,7 +79,7 @@ def test_samples_depend_on_their_seed_alone_and_evaluation_covers_the_text() -> 
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_loss_is_summed_over_what_is_not_ignored_and_is_transformers_own(attention: str) -> None:
+def test_the_loss_is_summed_over_targets_that_are_not_ignored_and_equals_that_of_transformers(attention: str) -> None:
     trainer = trainer_of(*TINY, f"recipe.attention={attention}")
     model = trainer.model.eval()
     assert model.config._attn_implementation == attention

@@ -267,7 +267,7 @@ def test_two_processes_build_once_and_agree(file: Path, cache: Path, tmp_path: P
     assert answers[0][-1] == answers[1][-1]
 
 
-# --- what users get wrong
+# --- user errors
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_options_out_of_range(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "nowhere.txt", "/no/such/folder"])
-def test_a_missing_path_is_told_at_once(path: str) -> None:
+def test_a_missing_path_is_reported_immediately(path: str) -> None:
     with pytest.raises(UserError, match=f"data.path{'=' + path if path else ' is missing'}"):
         TextFiles(path=path)
 
@@ -318,7 +318,7 @@ def test_a_binary_file_in_a_folder_is_named(folder: Path) -> None:
         TextFiles(path=str(folder), tokenizer="bytes").tokens(None)
 
 
-def test_a_folder_without_matching_files_says_what_is_there(tmp_path: Path) -> None:
+def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(UserError, match=r"data.pattern=\*.txt \(there are \*.md\)"):
         TextFiles(path=str(tmp_path)).tokens(None)
@@ -369,7 +369,7 @@ def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
         TextFiles(path=str(file), tokenizer=str(tmp_path / "empty")).tokens(None)
 
 
-def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_never_answers_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert not hub_reachable(timeout_s=0.5)  # it returns, though no answer ever comes
@@ -392,7 +392,7 @@ def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -
         server.shutdown()
 
 
-def test_a_name_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_server_that_never_answers_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     asked = threading.Event()
 

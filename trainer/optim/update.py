@@ -96,7 +96,7 @@ class Update:
 
     Gradients that are not finite never reach the optimizer. Where the loss scale recovers (fp16) the step is
     skipped and the next one tries again with a smaller scale; otherwise every later update is blocked too,
-    until the host reads ``skipped`` and ends the run: the weights stay as they were before the bad step.
+    until the host reads ``skipped`` (see ``Monitor``) and ends the run: the weights stay as before the bad step.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Update:
 
         If all gradients are finite, the norm is finite: where it would overflow, fp32's largest number.
         """
-        norm = _whole(
+        norm = _unsharded(
             torch.nn.utils.get_total_norm(gradients)
             if self._unscales_in_place
             else _total_norm(gradients, torch.float32)
@@ -193,7 +193,7 @@ class Update:
         in_doubt = not self.loss_scale.recovers if self._takes_flag else self.read(~finite)
         if not in_doubt:
             return norm, finite
-        wide = _whole(_total_norm(gradients, self._norm_dtype))
+        wide = _unsharded(_total_norm(gradients, self._norm_dtype))
         wide = wide if factor is None else wide * factor
         finite = wide < math.inf
         largest = wide.clamp(max=torch.finfo(norm.dtype).max)
@@ -230,7 +230,7 @@ def _total_norm(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _whole(norm: Tensor) -> Tensor:
+def _unsharded(norm: Tensor) -> Tensor:
     """Return a norm over the rows on all ranks, if gradients are sharded by rows and it is a DTensor."""
-    whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-    return whole
+    full: Tensor = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+    return full

@@ -37,7 +37,7 @@ def test_a_run_that_is_killed_until_it_is_done_equals_one_that_was_not(folder: P
     assert killed is not None, done.differences
     assert compared(whole, killed, STEPS) + done.differences == []
 
-    # What the comparison would not see, it could not promise.
+    # The comparison must be able to detect differences.
     with sqlite3.connect(folder / "killed" / "mlflow.db") as database:
         database.execute("insert into metrics select key, value, timestamp + 1, run_uuid, step, is_nan from metrics "
                          "where key = 'loss' and step = 8")  # fmt: skip

@@ -99,7 +99,7 @@ def runs_and_doubles(store: Path) -> tuple[list[tuple[str, ...]], list[tuple[str
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_printed_command_goes_on(
+def test_a_signal_saves_and_the_printed_command_resumes(
     number: signal.Signals,
     code: int,
     start: Callable[..., subprocess.Popen[str]],
@@ -196,7 +196,7 @@ def test_resume_auto_takes_the_newest_run_of_that_name(train: Callable[..., Any]
     assert sorted(path.name for path in (folder / "outputs").iterdir()) == [NAME, f"{NAME}-2", "gpt2-fp32-s1"]
 
 
-def test_a_finished_run_says_so(train: Callable[..., Any], folder: Path) -> None:
+def test_a_finished_run_is_reported_as_complete(train: Callable[..., Any], folder: Path) -> None:
     assert train(*RUN, LOCAL, "steps=2").code == 0
     run = folder / "outputs" / NAME
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -228,10 +228,10 @@ def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(
     assert "already complete (60 steps)" in train(*RUN, LOCAL, "resume=auto").out
 
 
-def test_a_signal_that_comes_too_late_for_a_step_is_answered_after_the_next(
+def test_a_signal_that_is_too_late_for_a_step_is_handled_after_the_next(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the ranks have agreed on for a step stands; what comes meanwhile is neither lost nor half obeyed."""
+    """What the ranks have agreed on for a step stands; a signal that comes meanwhile is not lost and not half handled."""
     evaluate = Run._evaluate
 
     def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
@@ -269,7 +269,7 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
 
 
 @pytest.mark.parametrize("loader", ["plain", "pinned"])
-def test_signals_to_the_whole_process_group_spare_the_loading_processes(
+def test_signals_to_the_whole_process_group_do_not_end_the_loading_processes(
     loader: str, start: Callable[..., subprocess.Popen[str]], folder: Path
 ) -> None:
     run = folder / "outputs" / NAME
@@ -337,7 +337,7 @@ def wait_for_line(text: str, process: subprocess.Popen[str]) -> None:
     raise AssertionError(process.communicate(timeout=300))
 
 
-def test_a_second_interrupt_leaves_at_once(
+def test_a_second_interrupt_ends_the_run_immediately(
     start: Callable[..., subprocess.Popen[str]], folder: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "endless_step.py"
@@ -356,7 +356,7 @@ def test_a_second_interrupt_leaves_at_once(
     assert not (run / "summary.json").exists()
 
 
-def test_without_checkpoints_no_resume_is_promised(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+def test_without_checkpoints_no_resume_is_printed(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     process = start(*RUN, LOCAL, "checkpoint=none", "steps=100000", "schedule=constant")
     wait_for_step(4, folder / "outputs" / NAME, process)
     process.send_signal(signal.SIGINT)
@@ -417,7 +417,7 @@ def test_a_signal_while_the_program_is_loaded_leaves_no_traceback(
         assert err == "interrupted before or after training; saved files are unchanged\n"
 
 
-def test_a_process_that_is_told_to_end_at_once_leaves_no_traceback(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_process_that_is_stopped_immediately_prints_no_traceback(start: Callable[..., subprocess.Popen[str]]) -> None:
     process = start(*RUN, LOCAL, fresh=True)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""``resume=FOLDER`` alone goes on with the recorded config; what is typed besides is checked against it."""
+"""``resume=FOLDER`` alone continues with the recorded config; other overrides are checked against it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_folder_alone_is_enough(run: Path, runs: dict[str, Path], train: Tra
         ["loader=pinned", "device=cpu", "checkpoint.keep=2"],
     ],
 )
-def test_what_agrees_or_is_free_may_be_typed(typed: list[str], run: Path, train: Train) -> None:
+def test_options_that_agree_or_may_change_are_accepted(typed: list[str], run: Path, train: Train) -> None:
     done = train(*typed, "resume=elsewhere/1e3")
     assert (done.code, done.err) == (0, "")
     assert "elsewhere/1e3 is already complete (4 steps)" in done.out
@@ -160,7 +160,7 @@ def test_what_was_planted_in_a_checkpoint_is_refused(
     assert told in done.err
 
 
-def test_the_printed_command_goes_on_whatever_the_folder_is_called(run: Path, train: Train, folder: Path) -> None:
+def test_the_printed_command_resumes_a_folder_of_any_name(run: Path, train: Train, folder: Path) -> None:
     odd = "it's mein Ordner ü, (a=b)"
     (folder / "elsewhere").rename(folder / odd)
     summary = json.loads((folder / odd / "1e3" / "summary.json").read_text())

@@ -142,7 +142,7 @@ def test_runs_of_a_sweep_share_a_process_and_nothing_else(tmp_path: Path, uri: s
     assert not [thread.name for thread in threading.enumerate() if thread.name == "mlflow-feed"]
 
 
-def test_resuming_goes_on_with_the_same_run_and_doubles_no_point(tmp_path: Path, uri: str) -> None:
+def test_resuming_continues_the_same_run_and_duplicates_no_point(tmp_path: Path, uri: str) -> None:
     folder = tmp_path / "run"
     first = open_tracker(folder, params={"steps": 8, "seed": 0})
     for step in range(1, 9):
@@ -203,7 +203,7 @@ def test_a_line_is_sent_when_it_is_whole(tmp_path: Path, uri: str) -> None:
     assert steps_of(uri, tracker.run_id, "loss") == [1, 2]
 
 
-def test_a_run_deleted_in_mlflow_goes_on_as_a_new_one(
+def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
     tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = open_tracker(tmp_path / "run")

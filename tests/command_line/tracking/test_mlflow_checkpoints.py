@@ -83,7 +83,7 @@ def points(server: str, run_id: str) -> dict[str, Counter[int]]:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Be told to stop, as by Ctrl-C, during a step."""
+    """Request a stop during a step, like Ctrl-C."""
     import signal
 
     from trainer.trainer import Trainer
@@ -195,7 +195,7 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
     assert set(sent.values()) == {1}  # each file of each checkpoint once
 
 
-def test_none_sends_none_and_says_so_on_resume(
+def test_none_sends_none_and_reports_this_on_resume(
     train: Callable[..., Any], server: str, job: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     assert train(*job, "steps=3", "tracking.checkpoints=none").code == 0
@@ -247,7 +247,7 @@ def saved(train: Callable[..., Any], server: str, job: tuple[str, ...], request:
     return str(the_run(server, request.node.name).info.run_id)
 
 
-def test_mistakes_are_answered_in_one_sentence(
+def test_errors_are_reported_in_one_sentence(
     train: Callable[..., Any],
     folder: Path,
     server: str,

@@ -98,7 +98,7 @@ def test_a_folder_that_is_behind_changes_nothing_in_mlflow(store: str, behind: P
     assert send(behind).status is SyncStatus.COMPLETE
 
 
-def test_nor_where_its_training_goes_on(store: str, behind: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nor_where_its_training_continues(store: str, behind: Path, caplog: pytest.LogCaptureFixture) -> None:
     client, run_id = MlflowClient(store), record(behind)["run_id"]
     before = state(client, run_id)
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The best weights of a run are a model of MLflow, which others load, ask, rank and register."""
+"""The best weights of a run are a model of MLflow, which others load, query, rank and register."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def elsewhere(uri: str, models: dict[str, Any], folder: Path, script: str = ELSE
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_recipe_is_answered_for_without_this_project(train: Callable[..., Any], folder: Path, store: str) -> None:
+def test_every_recipe_is_served_without_this_project(train: Callable[..., Any], folder: Path, store: str) -> None:
     for overrides in JOBS.values():
         done = train(*SMALL, *overrides)
         assert done.code == 0, done.err

@@ -50,7 +50,7 @@ def tracker_of(path: Path, resume_step: int | None = None, **options: Any) -> Tr
 
 
 def undelivered(path: Path, steps: int = 5, **options: Any) -> Path:
-    """A run that its MLflow has never heard of; a plain file stands for a store that does not work."""
+    """A run that MLflow does not know; a plain file stands for a store that does not work."""
     working = Path("mlflow.db")
     away = working.rename("away.db") if working.exists() else None
     working.mkdir()
@@ -105,10 +105,10 @@ def sync(capsys: pytest.CaptureFixture[str]) -> Sync:
     return command
 
 
-# --- answers that are lost ---
+# --- lost responses ---
 
 
-def test_after_a_failed_call_the_store_is_asked_what_it_has(
+def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
     folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite would forgive a point that is sent twice, other stores do not: so it must not be sent."""
@@ -251,7 +251,7 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
     assert "MLflow" not in silent.out
 
 
-def test_who_does_not_wait_for_mlflow_reads_how_to_send_the_run(
+def test_a_user_who_does_not_wait_for_mlflow_sees_how_to_send_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path("mlflow.db").mkdir()
@@ -330,7 +330,7 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
 # --- scripts/sync.py ---
 
 
-def test_sync_says_what_it_did_with_each_run(folder: Path, store: Path, start: Start, sync: Sync) -> None:
+def test_sync_reports_what_it_did_with_each_run(folder: Path, store: Path, start: Start, sync: Sync) -> None:
     outputs = folder / "outputs"
     undelivered(outputs / "missed")
     damaged = undelivered(outputs / "damaged")
@@ -383,7 +383,7 @@ def test_mistakes(folder: Path, sync: Sync, arguments: str, message: str) -> Non
     assert message in said
 
 
-def test_a_password_is_not_kept_but_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_is_not_stored_but_requested(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = "http://me:s3cret@127.0.0.1:9"
     path = undelivered(folder / "outputs" / "a", uri=uri)
     assert "s3cret" not in "".join(file.read_text() for file in path.glob("*.json*"))

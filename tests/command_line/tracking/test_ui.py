@@ -41,7 +41,7 @@ def listens(address: str) -> bool:
         return client.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0
 
 
-def test_before_the_first_run_it_says_how_to_make_one(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_before_the_first_run_it_prints_how_to_start_one(tmp_path: Path, environment: dict[str, str]) -> None:
     done = ui(environment)
     assert done.returncode == 2
     assert "no runs yet in" in done.stderr

@@ -96,7 +96,7 @@ def write(folder: Path, step: int = 1, net: nn.Module | None = None, **progress:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_and_optimizer_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_weights_and_optimizer_continue_bit_for_bit(name: str, tmp_path: Path) -> None:
     net = Net(0)
     optimizer = OPTIMIZERS[name].build(net, CPU)
     steps(net, optimizer, 3)
@@ -180,7 +180,7 @@ def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
     assert net.head.weight is net.embedding.weight
 
 
-def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_generators_continue_where_they_were(tmp_path: Path) -> None:
     def draw() -> list[Any]:
         return [
             torch.rand(3),
@@ -222,7 +222,7 @@ def damage(path: Path, how: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("how", ["truncated", "flipped", "emptied", "removed"])
-def test_damage_is_named_and_the_newest_whole_one_offered(how: str, name: str, tmp_path: Path) -> None:
+def test_damage_is_reported_with_the_newest_intact_checkpoint(how: str, name: str, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
     damage(tmp_path / "step-00000003", how, name)
@@ -247,14 +247,14 @@ def test_a_bad_manifest_is_damage(content: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_another_format_is_told(tmp_path: Path) -> None:
+def test_another_format_is_reported(tmp_path: Path) -> None:
     manifest = write(tmp_path) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
     with pytest.raises(UserError, match=r"it has format 99, this version reads 2"):
         load(tmp_path)
 
 
-def test_nothing_to_load_is_told(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no checkpoint to resume from"):
         load(tmp_path / "nowhere")
 
@@ -272,7 +272,7 @@ def test_a_planted_pickle_is_refused_without_running(name: str, tmp_path: Path) 
     """Even with its hash in the manifest: nothing here can load a pickle."""
     path, mark = write(tmp_path), tmp_path / "it ran"
     pickle.loads(pickle.dumps(Bomb(mark))).close()
-    assert mark.exists()  # the bomb works
+    assert mark.exists()  # the pickle would run code
     mark.unlink()
     (path / name).write_bytes(pickle.dumps(Bomb(mark)))
     with pytest.raises(UserError, match=rf"{name} does not match its SHA-256"):
@@ -311,7 +311,7 @@ def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.Mo
                 write(tmp_path, 2)
         assert checkpoint.steps(tmp_path) == [1]
         assert load(tmp_path).step == 1
-    write(tmp_path, 2)  # the rest of the attempt before does not stand in the way
+    write(tmp_path, 2)  # the remains of the previous attempt do not matter
     assert checkpoint.steps(tmp_path) == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
@@ -323,7 +323,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_at_no_moment_of_saving_a_step_again_is_there_no_whole_checkpoint(
+def test_there_is_always_an_intact_checkpoint_while_a_step_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before any change of a name, the one before or the new one is found, and the next save clears up."""
@@ -362,7 +362,7 @@ def test_at_no_moment_of_saving_a_step_again_is_there_no_whole_checkpoint(
     assert notes == ["first", "first", "second"]
 
 
-def test_new_names_are_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_names_are_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parents of new folders too: else a power cut could take the whole of checkpoints/."""
     flushed: list[tuple[Path, frozenset[str]]] = []
 
@@ -393,7 +393,7 @@ def test_new_names_are_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "name", ["step-original", "step-00000009x", "step-9", "step-٠٠٠٠٠٠٠٩", "backup", ".step-a.old"]
 )
-def test_folders_of_other_names_are_not_ours(name: str, tmp_path: Path) -> None:
+def test_folders_with_other_names_are_ignored(name: str, tmp_path: Path) -> None:
     shutil.copytree(write(tmp_path, 3), tmp_path / name)
     assert (checkpoint.steps(tmp_path), checkpoint.best_step(tmp_path), load(tmp_path).step) == ([3], None, 3)
     write(tmp_path, 4)

@@ -1,4 +1,4 @@
-"""Saving in the background, a disk that refuses, and what is kept."""
+"""Saving in the background, a full disk, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_what_is_written_is_the_state_at_the_save_however_training_goes_on(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+def test_the_written_state_is_that_of_the_save_while_training_continues(tmp_path: Path, gate: threading.Event) -> None:
     model, optimizer = job()
     background = CheckpointWriter(Checkpoint(), tmp_path, World())
     for step in (1, 2):  # the second one into the first one's host memory
@@ -88,7 +86,7 @@ def test_one_at_a_time(tmp_path: Path, gate: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_full_disk_costs_that_checkpoint_only(
+def test_a_full_disk_loses_only_that_checkpoint(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = job()

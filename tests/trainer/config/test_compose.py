@@ -36,7 +36,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_path_arrives_as_it_was_typed(name: str, tmp_path: Path) -> None:
+def test_a_path_arrives_as_given(name: str, tmp_path: Path) -> None:
     for key, overrides in (("output_dir", []), ("data.path", ["data=text"])):
         path = tmp_path / name
         path.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ def test_a_path_arrives_as_it_was_typed(name: str, tmp_path: Path) -> None:
         assert value == str(path)
 
 
-def test_what_hydra_reads_by_itself_stays_as_it_was_typed() -> None:
+def test_what_hydra_can_read_is_not_changed() -> None:
     typed = [
         "recipe=gpt2",
         "-m",
@@ -79,7 +79,7 @@ def test_options_of_the_yaml_go_with_its_class() -> None:
     assert not config.dropped
 
 
-def test_options_that_were_typed_are_not_dropped() -> None:
+def test_options_that_the_user_set_are_not_dropped() -> None:
     for typed in ("optimizer.options.betas=[0.9,0.9]", "optimizer.options={betas:[0.9,0.9]}"):
         with pytest.raises(UserError, match="betas: Adafactor has no such argument"):
             compose(["optimizer.name=Adafactor", typed])

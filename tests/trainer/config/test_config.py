@@ -60,7 +60,7 @@ def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str
 
 
 def test_yaml_repeats_no_other_default_than_the_class() -> None:
-    """A number that is in the YAML and in the class must not differ: the class's documentation would lie."""
+    """A number that is in the YAML and in the class must not differ: the class's documentation would be wrong."""
     left = {
         group: [name for name in classes if (CONF / group / f"{name}.yaml").exists()]
         for group, classes in config.groups().items()
@@ -123,7 +123,7 @@ def test_resolving_changes_nothing_and_no_two_configs_share_state() -> None:
         ("+clip.max_nrom=1", r"clip.max_nrom is not a key of the config; did you mean 'clip.max_norm'"),
     ],
 )
-def test_a_key_that_nobody_has_is_refused(override: str, message: str) -> None:
+def test_an_unknown_key_is_refused(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose("recipe=gpt2", override)
 
@@ -159,7 +159,7 @@ def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware)
     assert "auto" not in [value for key, value in flatten(composed).items() if key.startswith("recipe.size")]
 
 
-def test_what_was_typed_is_kept() -> None:
+def test_what_the_user_set_is_kept() -> None:
     composed = compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3")
     composed, plan, chosen = composed.resolve(CPU)
     assert (plan.steps, plan.batching.batch_size, plan.eval_every) == (40, 6, 7)

@@ -33,7 +33,7 @@ class Options:
     only: list[str] = field(default_factory=list)
 
 
-def test_options_and_the_rest_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_other_arguments_are_separated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=b").mkdir()
     options, paths = parse(["uri=sqlite:///x.db?a=b", "outputs/run", "a=b", "runs=2", "runs=3"], Options, "paths")

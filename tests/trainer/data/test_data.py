@@ -28,7 +28,7 @@ LENGTH = 23
 
 
 class Echo:
-    """Gives back which samples were asked for, and randomness that only their seeds decide."""
+    """Returns the requested samples, and random numbers that depend only on their seeds."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -141,13 +141,13 @@ def test_no_steps_left_gives_none() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_that_reports_a_mistake_is_heard_as_it_is(workers: int) -> None:
+def test_an_error_of_a_dataset_is_raised_unchanged(workers: int) -> None:
     steps = PinnedLoader(workers).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
     with pytest.raises(UserError, match=r"^data.path=photos: photos/cat.jpg cannot be read; remove it$"):
         list(steps)
 
 
-def test_workers_end_with_the_mistake_they_reported() -> None:
+def test_workers_end_after_an_error_of_the_dataset() -> None:
     """Not when Python next looks for cycles, where each would be waited for in vain."""
     steps = PinnedLoader(1).steps(Broken(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 20, CPU)
     gc.collect()
@@ -167,7 +167,7 @@ def test_a_bug_in_a_dataset_is_not_swallowed() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loading_leaves_torchs_generator_alone(workers: int) -> None:
+def test_loading_does_not_change_torchs_generator(workers: int) -> None:
     """Dropout draws from it: the number of workers, or of evaluations, must not shift what it draws."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -252,7 +252,7 @@ def test_values_that_cannot_work_are_named(make: object, message: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_the_fingerprint_tells_other_data_from_the_same() -> None:
+def test_the_fingerprint_differs_for_other_data() -> None:
     def of(x: torch.Tensor) -> str:
         return fingerprint(Datasets(Arrays(x=x), Arrays(x=x[:3]), ""))
 

@@ -78,7 +78,7 @@ def test_small_updates_are_lost_in_pure_bf16_and_kept_by_masters_and_stochastic_
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_gradients_and_optimizer_are_in_the_formats_the_manifest_tells(mode: str) -> None:
+def test_weights_gradients_and_optimizer_have_the_formats_of_the_manifest(mode: str) -> None:
     trainer = conv_trainer(mode)
     dtype = WEIGHTS_DTYPE[mode]
     seen: list[torch.dtype] = []
@@ -220,7 +220,7 @@ def test_what_holds_an_islands_tensors_keeps_its_type() -> None:
     assert (type(plain), plain["c"].dtype) == (dict, BF16)
 
 
-def test_an_infinity_skips_the_step_and_leaves_masters_weights_and_state_alone() -> None:
+def test_an_infinity_skips_the_step_and_does_not_change_masters_weights_and_state() -> None:
     trainer = conv_trainer("fp16_master")
     fit(trainer, 2)
     assert trainer.masters is not None
@@ -396,7 +396,7 @@ def test_resumed_is_bitwise_the_same(mode: str, optimizer: str, tmp_path: Path) 
     assert any(name.endswith("master_weight") for name in saved.tensors()) == mode.endswith("_master")
 
 
-def test_a_checkpoint_whose_running_statistics_are_16_bit_is_taken_up(tmp_path: Path) -> None:
+def test_a_checkpoint_with_16_bit_running_statistics_is_resumed(tmp_path: Path) -> None:
     """As they were before they stayed in fp32; a weight of another format is refused as ever."""
     trainer = conv_trainer("bf16_master")
     norm = trainer.model[1]

@@ -174,7 +174,7 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
         (Optimizer("Muon"), r"torch.optim.Muon refuses"),
     ],
 )
-def test_what_the_class_refuses_is_told(optimizer: Optimizer, message: str) -> None:
+def test_what_the_class_refuses_is_reported(optimizer: Optimizer, message: str) -> None:
     with pytest.raises(UserError, match=message):
         optimizer.build(net(), CPU)
 

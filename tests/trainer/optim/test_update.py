@@ -152,7 +152,7 @@ def test_what_is_not_finite_is_found_among_any_numbers(
     assert not weight.any()
 
 
-def test_the_ordinary_norm_is_torchs_to_the_last_bit_where_the_host_does_not_look() -> None:
+def test_a_finite_norm_is_bitwise_that_of_torch_without_a_host_read() -> None:
     gradient = torch.randn(40, 40, generator=torch.Generator().manual_seed(0)) * 1e-3
     _, update = given(gradient.clone(), Clip(), on_device=True)
     assert torch.equal(update.step().grad_norm, torch.nn.utils.get_total_norm([gradient]))
@@ -168,7 +168,7 @@ def test_microbatches_add_up() -> None:
     assert reported.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_frozen_and_unused_parameters_are_left_alone() -> None:
+def test_frozen_and_unused_parameters_do_not_change() -> None:
     net = model()
     net[0].weight.requires_grad_(False)
     unused = nn.Parameter(torch.ones(3))

@@ -162,7 +162,7 @@ def test_convolutions_are_kept_too() -> None:
     assert blocks["convolution"] > 30
 
 
-def test_evaluation_costs_nothing() -> None:
+def test_evaluation_recomputes_nothing() -> None:
     for disable in (torch.no_grad, nullcontext):  # neither without gradients, nor with them in eval mode
         counts = []
         for mode in ("none", "blocks", "selective"):
@@ -288,7 +288,7 @@ FAMILIES = {
 }
 
 
-def test_every_family_of_torchvision_was_looked_at() -> None:
+def test_every_family_of_torchvision_is_covered() -> None:
     known = torchvision.models.list_models(module=torchvision.models)
     files = {torchvision.models.get_model_builder(arch).__module__ for arch in known}
     assert {torchvision.models.get_model_builder(arch).__module__ for arch in FAMILIES} == files

@@ -25,7 +25,7 @@ VARIABLE = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
 def test_the_fusion_that_gives_wrong_gradients_is_off_where_torch_has_the_bug(
     version: str, typed: str | None, mode: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pytorch issue 193061: what counts is inductor's own flag, which no longer listens to the environment."""
+    """pytorch issue 193061: what counts is inductor's own flag, which no longer reads the environment."""
     monkeypatch.delenv(VARIABLE, raising=False)
     if typed is not None:
         monkeypatch.setenv(VARIABLE, typed)

@@ -44,7 +44,7 @@ def test_the_kernel_that_is_taken_is_recorded_with_what_it_depends_on() -> None:
 
 
 @pytest.mark.parametrize("options", [("compile=default",), ("precision=bf16_master",), ("clip=norm",)])
-def test_asking_leaves_no_trace(options: tuple[str, ...]) -> None:
+def test_the_query_changes_nothing(options: tuple[str, ...]) -> None:
     recipe = RESNET if "clip=norm" in options else GPT2
     trainer = trainer_of(*recipe, *options, "batch_size=4", "steps=2")
     trainer.model.eval()

@@ -107,7 +107,7 @@ def config(mode: str, **options: Any) -> Config:
     ],
     ids=repr,
 )
-def test_a_gradient_that_is_not_written_whole_is_found(
+def test_a_partly_unwritten_gradient_is_found(
     layer: nn.Conv2d, size: int, channels_last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = (3, 4, size, size)
@@ -238,9 +238,7 @@ def test_compute_in_fp32_alone_changes_no_weight_and_no_name() -> None:
     assert list(model.state_dict()) == names
 
 
-def test_what_is_remembered_is_asked_once_for_each_of_its_conditions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_result_is_computed_once_per_condition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
     asked: list[int] = []
 
@@ -274,7 +272,7 @@ def test_resnet_on_images_of_sixteen_pixels_repeats_itself(tmp_path: Path, monke
     assert all(map(math.isfinite, norms[0]))
 
 
-def test_a_resumed_run_whose_other_convolutions_compute_in_fp32_now_says_so(tmp_path: Path) -> None:
+def test_a_resumed_run_reports_if_other_convolutions_compute_in_fp32(tmp_path: Path) -> None:
     before = tmp_path / "precision.json"
     before.write_text(json.dumps({"effective": {"conv_in_fp32": ["conv1"]}}))
     assert "convolutions in fp32 were conv1 and are now none" in str(warning([], before))

@@ -29,7 +29,7 @@ def leave_fp32() -> Iterator[None]:
 
 
 def flags() -> dict[str, str]:
-    """Every backend's fp32 mode, as torch tells it."""
+    """Every backend's fp32 mode, as torch reports it."""
     backends = torch.backends
     return {
         "all": backends.fp32_precision,
@@ -126,7 +126,7 @@ def test_a_harmless_environment_is_accepted(monkeypatch: pytest.MonkeyPatch) -> 
     Precision("fp32").check(PLAIN_CPU)
 
 
-def test_what_the_hardware_cannot_is_refused_and_what_it_emulates_is_told() -> None:
+def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None:
     for hardware in (PLAIN_CPU, T4):
         with pytest.raises(UserError, match=r"precision=tf32 is not available .*precision=fp32 or precision=bf16"):
             Precision("tf32").check(hardware)
@@ -137,7 +137,7 @@ def test_what_the_hardware_cannot_is_refused_and_what_it_emulates_is_told() -> N
     assert Precision("fp32").warning(PLAIN_CPU) is None
 
 
-def test_how_much_slower_an_emulated_format_is_is_measured_and_said() -> None:
+def test_the_slowdown_of_an_emulated_format_is_measured_and_reported() -> None:
     assert "a matmul takes 92 times as long as in fp32; set precision=fp32" in str(
         Precision("bf16").warning(PLAIN_CPU, 92.3)
     )
@@ -164,7 +164,7 @@ def test_values_that_cannot_work_are_named() -> None:
 @pytest.mark.parametrize(
     ("mode", "dtype"), [("fp32", "float32"), ("tf32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
 )
-def test_the_manifest_says_what_is_effective(mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_has_the_effective_values(mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
     precision = Precision(mode)

@@ -81,7 +81,7 @@ def test_scale_stops_at_the_floor() -> None:
     assert own_history(DynamicScaler(init=4.0, floor_scale=1.5), [False] * 4) == [4, 2, 1.5, 1.5, 1.5]
 
 
-def test_state_goes_on_where_it_was() -> None:
+def test_restored_state_continues() -> None:
     config = DynamicScaler(init=64.0, interval=4)
     first, second = DynamicLossScale(CPU, config), DynamicLossScale(CPU, config)
     for good in (True, False, True, True, True):
@@ -93,7 +93,7 @@ def test_state_goes_on_where_it_was() -> None:
         assert scale.state_dict() == {"scale": 64.0, "good_steps": 0}
 
 
-def test_update_leaves_what_the_step_reported_alone() -> None:
+def test_update_does_not_change_what_the_step_reported() -> None:
     scale = DynamicLossScale(CPU, DynamicScaler(init=64.0))
     reported = scale.scale
     scale.update(torch.tensor(False))

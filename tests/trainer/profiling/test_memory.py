@@ -153,7 +153,7 @@ def test_accumulated_gradients_are_held_once() -> None:
     assert twice.at_peak["temporary"] == once.at_peak["temporary"] + W2
 
 
-def test_a_microbatch_that_waits_its_turn_is_already_there() -> None:
+def test_a_waiting_microbatch_is_already_in_memory() -> None:
     model = two_linears()
     first, second = torch.randn(BATCH, WIDE), torch.randn(BATCH // 8, WIDE)
     ledger = record(model, sgd(model), [first, second])
@@ -266,7 +266,7 @@ def test_the_peak_is_the_allocators(size: int, tmp_path: Path) -> None:
     ledger = record(model, optimizer, [batch, batch])
     held = ledger.steady["weights"] + ledger.steady["optimizer"] + batch.nbytes
     peak = held + allocator_peak(lambda: train_step(model, optimizer, [batch, batch]), tmp_path)
-    # Scalars inside the optimizer's arithmetic are below the ledger's notice.
+    # The ledger does not count scalars inside the optimizer's arithmetic.
     assert ledger.peak_bytes == pytest.approx(peak, abs=256)
 
 
@@ -290,7 +290,7 @@ def test_bignet_agrees_with_torchs_own_tracker(batch: int, bf16: bool, mib: floa
     assert (ledger.peak_bytes - ledger.at_peak["inputs"]) / 2**20 == pytest.approx(mib, abs=2.2)
 
 
-def test_the_sentence_says_what_autocast_cannot_save() -> None:
+def test_the_sentence_reports_what_autocast_cannot_save() -> None:
     with FakeTensorMode():
         model = bignet()
         small = record(model, sgd(model), [torch.randn(512, 1000)])

@@ -145,7 +145,7 @@ def test_impossible_step_counts_are_refused(profiler: type[Profiler], options: d
 
 
 @pytest.mark.parametrize("profiler", [Profiler, TorchProfiler, MemoryProfiler])
-def test_the_yaml_files_say_what_the_classes_default_to(profiler: type[Profiler]) -> None:
+def test_the_yaml_files_have_the_defaults_of_the_classes(profiler: type[Profiler]) -> None:
     loaded = OmegaConf.load(CONF / f"{profiler.kind}.yaml")
     assert loaded.pop("defaults") == [f"{profiler.kind}_schema", "_self_"]
     merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(profiler), loaded))

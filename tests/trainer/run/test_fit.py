@@ -42,7 +42,7 @@ def need_mib(*overrides: str) -> float:
     return required_bytes(config, forecast(config)) / MIB
 
 
-def test_auto_shrinks_to_the_largest_divisor_that_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_shrinks_to_the_largest_divisor_that_fits_and_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
     free = need_mib(*BIGNET, "micro_batch_size=128") / USABLE * 1.05
     plan, [choice] = fitted(monkeypatch, free, *BIGNET)
     assert (plan.batching.batch_size, plan.batching.micro_batch_size) == (512, 128)
@@ -77,7 +77,7 @@ def test_large_models_large_images_and_large_vocabularies_are() -> None:
     assert rough(*BIGNET) < 0.2
 
 
-def test_a_typed_microbatch_is_warned_of_and_kept(
+def test_a_microbatch_set_by_the_user_is_kept_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = need_mib(*BIGNET, "micro_batch_size=128") / USABLE * 1.05

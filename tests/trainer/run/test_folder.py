@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> RunFolder:
         {"micro_batch_size": 4},
     ],
 )
-def test_goes_on_with_what_does_not_change_what_is_learnt(folder: RunFolder, change: dict[str, Any]) -> None:
+def test_continues_with_changes_that_do_not_affect_learning(folder: RunFolder, change: dict[str, Any]) -> None:
     check_same(folder, RUN | change)
 
 
@@ -75,7 +75,7 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         check_same(RunFolder(tmp_path), RUN)
 
 
-def test_a_second_run_of_a_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_second_run_with_the_same_name_gets_another_folder(tmp_path: Path) -> None:
     names = [RunFolder.create(str(tmp_path), "gpt2-bf16-s0").path.name for _ in range(3)]
     assert names == ["gpt2-bf16-s0", "gpt2-bf16-s0-2", "gpt2-bf16-s0-3"]
 
@@ -90,7 +90,7 @@ def test_one_process_at_a_time_works_on_a_run(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(UserError, match="another process"), in_use(tmp_path):
             pass
-        process.kill()  # no goodbye
+        process.kill()  # without cleanup
         process.wait()
     with in_use(tmp_path), pytest.raises(UserError, match="another process"), in_use(tmp_path):
         pass

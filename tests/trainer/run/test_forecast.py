@@ -82,7 +82,7 @@ class Whimsical(BigNet):
         return output if output.loss_sum.item() > 0 else output._replace(loss_sum=-output.loss_sum)
 
 
-def test_a_model_that_looks_at_values_is_told() -> None:
+def test_a_model_that_depends_on_values_is_reported() -> None:
     config = replace(compose(*BIGNET, "device=cpu"), recipe=Whimsical(layers=6, width=128))
     with pytest.raises(RunError, match="profiler=memory"):
         forecast(config)
@@ -93,7 +93,7 @@ def test_several_processes_are_refused() -> None:
         forecast(compose(*BIGNET, "device=cpu", "parallel=ddp"))
 
 
-def test_every_combination_has_a_name_of_its_own() -> None:
+def test_every_combination_has_a_unique_name() -> None:
     found = combinations(["recipe=bignet", "precision=fp32,bf16", "batch_size=8,16"])
     assert list(found) == ["fp32, batch_size=8", "fp32, batch_size=16", "bf16, batch_size=8", "bf16, batch_size=16"]
     assert found["bf16, batch_size=8"] == ["recipe=bignet", "precision=bf16", "batch_size=8"]
@@ -104,7 +104,7 @@ def test_every_combination_has_a_name_of_its_own() -> None:
     ("override", "says"),
     [("precision=bf61", "did you mean 'bf16'"), ("precison=bf16", "precision"), ("=3", "not an override")],
 )
-def test_mistakes_are_told_as_by_the_command_line(override: str, says: str) -> None:
+def test_errors_are_reported_as_on_the_command_line(override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         compose_line(["recipe=bignet", override])
 
@@ -129,7 +129,7 @@ def test_table_compares_with_the_first_column_and_wraps() -> None:
 
 
 @pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
-def test_an_optimizer_that_looks_at_its_numbers_is_named_and_not_the_model(name: str) -> None:
+def test_an_optimizer_that_depends_on_values_is_named_and_not_the_model(name: str) -> None:
     line = (*BIGNET, "device=cpu", "batch_size=4", f"optimizer.name={name}", "~optimizer.options.betas")
     with pytest.raises(RunError, match=rf"^optimizer\.name={name} takes steps .* or use another optimizer") as raised:
         forecast(compose(*line))

@@ -155,7 +155,7 @@ def test_too_many_skips_in_a_row_are_counted_across_windows() -> None:
 
 @pytest.mark.parametrize("floor", [1.0, 0.1])
 def test_an_overflow_at_the_floor_ends_the_run(floor: float) -> None:
-    """The scale is fp32, and fp32's 0.1 is above the floor that was typed."""
+    """The scale is fp32, and fp32's 0.1 is above the configured floor."""
     monitor = watch([], log_every=1, scaler=DynamicScaler(init=2.0, floor_scale=floor))
     monitor.add(record(1, skipped=True, scale=2 * floor))
     with pytest.raises(NonFiniteError, match=rf"step 2: .*scaler.floor_scale={floor:g}"):
@@ -172,7 +172,7 @@ def test_without_loss_scaling_the_first_bad_step_is_named() -> None:
         monitor.add(record(4, skipped=True))
 
 
-def test_state_goes_on_within_a_window() -> None:
+def test_state_continues_within_a_window() -> None:
     whole: list[tuple[int, dict[str, float]]] = []
     parts: list[tuple[int, dict[str, float]]] = []
     records = [record(step, loss=step / 3, skipped=step in (2, 6)) for step in range(1, 9)]

@@ -41,7 +41,7 @@ def test_checkpointing_and_bf16_are_offered_where_they_help(monkeypatch: pytest.
     assert "precision=bf16" not in text
 
 
-def test_what_cannot_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     text, fitting = advice(monkeypatch, 0.01, "batch_size=512")
     assert not fitting
     assert "train a smaller model" in text

@@ -11,7 +11,7 @@ from trainer.formats import loss
 from trainer.run.sweep import Sweep, name_of, swept_keys
 
 
-def test_what_is_swept_is_read_off_the_command_line() -> None:
+def test_the_swept_keys_are_those_of_the_command_line() -> None:
     line = ["-m", "recipe=bignet", "optimizer=adamw,sgd", "optimizer.lr=1e-3,3e-3", "optimizer.betas=[0.9,0.95]"]
     assert swept_keys(line) == ["optimizer", "optimizer.lr"]
     assert swept_keys(["--multirun", "+seed=range(0,3)"]) == ["seed"]

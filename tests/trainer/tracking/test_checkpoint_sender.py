@@ -74,7 +74,7 @@ def kept(client: Client) -> list[str]:
     return sorted(path.name for path in (client.root / "checkpoints").iterdir())
 
 
-def test_a_damaged_checkpoint_is_read_and_said_once(
+def test_a_damaged_checkpoint_is_read_and_reported_once(
     run: Path, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 10)
@@ -114,7 +114,7 @@ def test_one_that_is_set_aside_is_sent_by_the_name_of_its_step(run: Path, client
     assert sender.unsent() == []
 
 
-def test_what_cannot_be_removed_is_said_once_and_stops_nothing(
+def test_what_cannot_be_removed_is_reported_once_and_stops_nothing(
     run: Path, client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = CheckpointSender(run, "all")
@@ -138,7 +138,7 @@ def test_what_cannot_be_removed_is_said_once_and_stops_nothing(
 
 
 @pytest.mark.parametrize(("status", "resumable"), [("FINISHED", True), ("KILLED", True), ("KILLED", False)])
-def test_the_note_says_how_to_continue_where_that_is_possible(run: Path, status: str, resumable: bool) -> None:
+def test_the_note_has_the_command_to_continue_if_possible(run: Path, status: str, resumable: bool) -> None:
     save(run, 10)
     summary: dict[str, Any] = {
         "status": status,

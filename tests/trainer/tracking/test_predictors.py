@@ -1,4 +1,4 @@
-"""What answers for a model in MLflow sees of its input what evaluation saw."""
+"""A served model in MLflow processes its input as evaluation did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to, read off its folder."""
+"""The results of a run, read from its folder."""
 
 from __future__ import annotations
 
