@@ -231,7 +231,7 @@ def test_a_run_killed_while_it_was_closed_is_finished_by_its_resume(
 def test_a_signal_that_is_too_late_for_a_step_is_handled_after_the_next(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the ranks have agreed on for a step stands; a signal that comes meanwhile is not lost and not half handled."""
+    """What the ranks have agreed on for a step stands; a signal that comes meanwhile is kept for the next step."""
     evaluate = Run._evaluate
 
     def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
