@@ -47,6 +47,21 @@ def fit(trainer: Trainer, until: int | None = None) -> list[StepRecord]:
     return [trainer.train_step(next(batches)) for _ in range(last - trainer.step)]
 
 
+def gradients(*overrides: str) -> list[Tensor | None]:
+    """The gradients of the first microbatch, with the same dropout in every call."""
+    trainer = trainer_of(*overrides)
+    torch.manual_seed(0)
+    trainer.recipe.loss(trainer.model, next(trainer.batches())[0]).loss_sum.backward()
+    return [parameter.grad for parameter in trainer.model.parameters()]
+
+
+def reopened(trainer: Trainer, folder: Path, kind: Any) -> Any:
+    """The exported model, opened by transformers' class ``kind`` in fp32. Puts the trainer's model in evaluation mode."""
+    trainer.model.eval()
+    trainer.recipe.export(trainer.model, trainer.datasets, folder)
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def same_bits(one: Any, other: Any) -> bool:
     """Whether two nested structures are equal, tensors by type, shape and every bit (NaN equals itself)."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from recipes.bert import IGNORED, Quotations
-from tests.helpers import CPU, compose, fit, trainer_of
+from tests.helpers import CPU, compose, fit, gradients, reopened, same_bits, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -110,7 +110,7 @@ def test_the_loss_is_summed_over_starts_and_ends_and_padding_does_not_matter(att
 
 
 def test_microbatches_with_unequal_targets_give_the_same_gradient() -> None:
-    gradients = []
+    found = []
     for size in (8, 2):
         trainer = trainer_of(*TINY, f"micro_batch_size={size}", "recipe.dropout=0", "optimizer=sgd", "clip=none")
         trainer.model.double()
@@ -118,9 +118,9 @@ def test_microbatches_with_unequal_targets_give_the_same_gradient() -> None:
         targets = [trainer.recipe.count_targets(batch) for batch in microbatches]
         for batch in microbatches:
             (trainer.recipe.loss(trainer.model, batch).loss_sum / sum(targets)).backward()
-        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
+        found.append([parameter.grad for parameter in trainer.model.parameters()])
     assert len(set(targets)) > 1
-    for one, other in zip(*gradients, strict=True):
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
 
 
@@ -137,26 +137,18 @@ def test_a_few_steps_learn_where_answers_can_be(mode: str) -> None:
 
 
 def test_activation_checkpointing_does_not_change_the_gradients() -> None:
-    gradients = []
-    for mode in ("none", "blocks", "selective"):
-        trainer = trainer_of(*TINY, f"activation_checkpointing={mode}")
-        torch.manual_seed(0)
-        trainer.recipe.loss(trainer.model.train(), next(trainer.batches())[0]).loss_sum.backward()
-        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
-    for other in gradients[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    none, *others = (gradients(*TINY, f"activation_checkpointing={mode}") for mode in ("none", "blocks", "selective"))
+    assert all(same_bits(none, other) for other in others)
 
 
 def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -> None:
     from transformers import AutoModelForQuestionAnswering
 
     trainer = trainer_of(*TINY)
-    trainer.model.eval()
-    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path)
-    reopened: Any = AutoModelForQuestionAnswering.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    exported = reopened(trainer, tmp_path, AutoModelForQuestionAnswering)
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
-        assert torch.equal(reopened(tokens).start_logits, trainer.model(tokens).start_logits)
+        assert torch.equal(exported(tokens).start_logits, trainer.model(tokens).start_logits)
 
 
 @pytest.mark.parametrize(

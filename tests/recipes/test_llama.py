@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from recipes.llama import Llama
-from tests.helpers import CPU, compose, fit, trainer_of
+from tests.helpers import CPU, compose, fit, gradients, reopened, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 
@@ -90,25 +89,18 @@ def test_the_output_layer_is_not_tied_in_8b() -> None:
 
 
 def test_activation_checkpointing_does_not_change_the_gradients() -> None:
-    gradients = []
-    for mode in ("none", "blocks", "selective"):
-        trainer = trainer_of(*TINY, f"activation_checkpointing={mode}")
-        trainer.recipe.loss(trainer.model, next(trainer.batches())[0]).loss_sum.backward()
-        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
-    for other in gradients[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    none, *others = (gradients(*TINY, f"activation_checkpointing={mode}") for mode in ("none", "blocks", "selective"))
+    assert all(same_bits(none, other) for other in others)
 
 
 def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     trainer = trainer_of(*TINY)
-    trainer.model.eval()
-    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path)
-    reopened: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    exported = reopened(trainer, tmp_path, AutoModelForCausalLM)
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
-        assert torch.allclose(reopened(tokens).logits, trainer.model.llama(tokens).logits[..., :90], atol=1e-6)
+        assert torch.allclose(exported(tokens).logits, trainer.model.llama(tokens).logits[..., :90], atol=1e-6)
 
 
 @pytest.mark.parametrize(

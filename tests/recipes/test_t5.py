@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.t5 import IGNORED, SpanCorruption
-from tests.helpers import CPU, compose, fit, trainer_of
+from tests.helpers import CPU, compose, fit, gradients, reopened, same_bits, trainer_of
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -101,15 +101,15 @@ def test_microbatches_with_unequal_targets_give_the_same_gradient() -> None:
     batch = next(trainer.batches())[0]
     for row in range(8):
         batch["labels"][row, row + 1 :] = IGNORED
-    gradients = []
+    found = []
     for size in (8, 2):
         model.zero_grad()
         parts = [{key: value[first : first + size] for key, value in batch.items()} for first in range(0, 8, size)]
         targets = sum(recipe.count_targets(part) for part in parts)
         for part in parts:
             (recipe.loss(model, part).loss_sum / targets).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
@@ -125,27 +125,19 @@ def test_a_few_steps_learn_to_fill_in(mode: str) -> None:
 
 
 def test_activation_checkpointing_does_not_change_the_gradients() -> None:
-    gradients = []
-    for mode in ("none", "blocks", "selective"):
-        trainer = trainer_of(*TINY, f"activation_checkpointing={mode}")
-        torch.manual_seed(0)
-        trainer.recipe.loss(trainer.model.train(), next(trainer.batches())[0]).loss_sum.backward()
-        gradients.append([parameter.grad for parameter in trainer.model.parameters()])
-    for other in gradients[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    none, *others = (gradients(*TINY, f"activation_checkpointing={mode}") for mode in ("none", "blocks", "selective"))
+    assert all(same_bits(none, other) for other in others)
 
 
 def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -> None:
     from transformers import AutoModelForSeq2SeqLM
 
     trainer = trainer_of(*TINY)
-    trainer.model.eval()
-    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path)
-    reopened: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    exported = reopened(trainer, tmp_path, AutoModelForSeq2SeqLM)
     tokens = torch.randint(90, (2, 16))
     with torch.no_grad():
         logits = trainer.model(input_ids=tokens, decoder_input_ids=tokens).logits
-        reopened_logits = reopened(input_ids=tokens, decoder_input_ids=tokens).logits
+        reopened_logits = exported(input_ids=tokens, decoder_input_ids=tokens).logits
     assert torch.allclose(reopened_logits, logits[..., : trainer.datasets.vocabulary], atol=1e-6)
 
 
