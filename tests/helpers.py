@@ -56,7 +56,7 @@ def gradients(*overrides: str) -> list[Tensor | None]:
 
 
 def reopened(trainer: Trainer, folder: Path, kind: Any) -> Any:
-    """The exported model, opened by transformers' class ``kind`` in fp32. Puts the trainer's model in evaluation mode."""
+    """The exported model in transformers' class ``kind``, fp32. Puts the trainer's model in evaluation mode."""
     trainer.model.eval()
     trainer.recipe.export(trainer.model, trainer.datasets, folder)
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
