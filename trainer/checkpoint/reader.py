@@ -210,8 +210,8 @@ class _TensorFiles:
         if name not in self._where:
             raise InvalidCheckpoint(f"{self.file}: it lacks {name}")
         if self.shape(name) != shape:
-            there, here = dimensions(self.shape(name)), dimensions(shape)
-            raise InvalidCheckpoint(f"{self.file}: {name} is {there} there and {here} here")
+            before, now = dimensions(self.shape(name)), dimensions(shape)
+            raise InvalidCheckpoint(f"{self.file}: {name} was {before}, now {now}")
         if (found := self._dtype(name, self._where[name][0])) not in (dtype, earlier):
             raise InvalidCheckpoint(f"{self.file}: {name} was {found}, now {dtype}")
 
