@@ -37,7 +37,7 @@ SHAPES = {"nano": Shape(2, 128, 2, 64), "base": Shape(12, 768, 12, 384), "large"
 
 
 class Quotations(Dataset):
-    """Questions made of a text: where in the passage do these words stand?
+    """Questions made of a text: at which position in the passage are these words?
 
     A sample is [CLS] question [SEP] passage [SEP] and padding, as in SQuAD, and the question quotes 8 to 16 tokens of
     the passage (fewer where ``context`` is small). Passages fill half of the room to all of it. If the answer

@@ -84,7 +84,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
     interrupted = False
 
     # Errors stop here: Hydra would print lines of its own. In a sweep the other runs continue after a failed
-    # one, but a signal means all of them, and ranks of which only some failed would meet in different runs.
+    # one, but a signal means all of them, and ranks of which only some failed would then be in different runs.
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
         nonlocal interrupted

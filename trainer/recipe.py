@@ -73,7 +73,7 @@ class Recipe(SetOnce):
     Subclasses are dataclasses whose fields are the user's options, and a recipe holds nothing else. What the data
     decides, such as the vocabulary, is in what ``datasets`` returns (a subclass of Datasets, if the recipe needs
     one); what the loss needs on the device is in the model. So methods take ``datasets: Any`` and ``model: Any``,
-    which a recipe narrows to its own types. The trainer calls the methods in the order in which they stand here.
+    which a recipe narrows to its own types. The trainer calls the methods in the order of this class.
     """
 
     name: ClassVar[str] = ""

@@ -49,7 +49,7 @@ class Criterion:
         if self.minus and len(self.arm) > 1:
             raise UserError(f"a criterion on {self.measure} with minus takes one arm")
         if self.within is not None and not (self.over and 0 < self.within < 1):
-            raise UserError("within goes with over and lies above 0, such as within: 0.003 for 0.3 %")
+            raise UserError("within needs over and a value between 0 and 1, such as within: 0.003 for 0.3 %")
         if self.within is not None and (self.at_least is not None or self.at_most is not None):
             raise UserError("within excludes at_least and at_most; remove them")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:

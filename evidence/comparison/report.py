@@ -156,7 +156,7 @@ def method(result: Result) -> list[str]:
         f"Memory is {memory}. Energy is the GPU's own counter over training and evaluation.",
         "Ratios are geometric means over the pairs with Student's 95 % interval of the logarithms; brackets hold "
         "intervals. EQUIVALENT: two one-sided t-tests of 5 % on the paired relative differences (Schuirmann 1987), so "
-        "that their 90 % interval lies within the margin. WORSE and BETTER: their 95 % interval lies wholly beyond it. "
+        "that their 90 % interval lies within the margin. WORSE and BETTER: their whole 95 % interval is beyond it. "
         "With several arms the intervals are wider, by Holm's correction, so that the chance of any wrong verdict is "
         "5 %; the null arm is not counted. The interval beside a verdict is the one that decided.",
     ]

@@ -45,7 +45,7 @@ def test_is_one_file_and_one_yaml_under_sixty_lines() -> None:
 
 def test_runs_and_learns_as_documented(copy: Path, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     page = (PROJECT / "README.md").read_text()
-    said = re.search(r"After 200 steps it is right about (\d+) of 100", page)
+    said = re.search(r"After 200 steps it classifies about (\d+) of 100", page)
     assert said
     sweep = ("-m", "recipe=tumour", "precision=bf16", "recipe.width=32,64", "tracking=local")
     process = start(*sweep, script=copy / "scripts" / "train.py", fresh=True)

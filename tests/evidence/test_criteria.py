@@ -170,8 +170,8 @@ def test_a_claim_stands_where_all_its_criteria_do(verdicts: list[str], combined:
     [
         ({"arm": ["a", "b"], "over": "c"}, "as many arms"),
         ({"arm": "a", "over": "b", "minus": "c"}, "one of them"),
-        ({"arm": "a", "within": 0.003}, "within goes with over"),
-        ({"arm": "a", "over": "b", "within": 0.0}, "lies above 0"),
+        ({"arm": "a", "within": 0.003}, "within needs over"),
+        ({"arm": "a", "over": "b", "within": 0.0}, "between 0 and 1"),
         ({"arm": "a", "over": "b", "within": 0.1, "at_most": 2.0}, "within excludes at_least"),
         ({"arm": []}, "needs a measure and an arm"),
     ],

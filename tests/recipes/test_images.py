@@ -169,7 +169,7 @@ def test_folders_that_cannot_work_are_refused(tmp_path: Path, files: list[str], 
 
 @pytest.mark.parametrize("source", [ImageFolder, Idx])
 def test_a_path_that_is_missing_or_no_folder_is_refused_at_once(source: type, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.path is missing"):
+    with pytest.raises(UserError, match=r"missing required option: data\.path"):
         source()
     with pytest.raises(UserError, match=r"data\.path=.*nowhere is not a folder"):
         source(path=str(tmp_path / "nowhere"))

@@ -288,7 +288,7 @@ def test_options_out_of_range(options: dict, message: str) -> None:
 
 @pytest.mark.parametrize("path", ["", "nowhere.txt", "/no/such/folder"])
 def test_a_missing_path_is_reported_immediately(path: str) -> None:
-    with pytest.raises(UserError, match=f"data.path{'=' + path if path else ' is missing'}"):
+    with pytest.raises(UserError, match=f"data.path{'=' + path if path else '; set a text file'}"):
         TextFiles(path=path)
 
 

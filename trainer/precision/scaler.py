@@ -146,7 +146,7 @@ class Scaling(Scaler):
 
     def check(self, mode: str) -> None:
         if not _in_fp16(mode) and not self.force:
-            reason = "every tensor has a scale of its own" if mode == "fp8" else f"{family(mode)} has fp32's range"
+            reason = "every tensor has its own scale" if mode == "fp8" else f"{family(mode)} has fp32's range"
             raise UserError(
                 f"scaler={self.kind} with precision={mode}: {reason}, so scaling is not needed; "
                 "use scaler=auto, or scaler.force=true to measure it anyway"

@@ -181,7 +181,7 @@ class Run:
         """Evaluate and save if due after a step, and check whether a signal requests a stop."""
         step = self.trainer.step
         last = step == self.plan.steps
-        # Read once for each step: a signal that comes later is answered after the next one, by all ranks alike.
+        # Read once for each step: a signal that comes later is handled after the next one, by all ranks.
         stop, save = self.world.largest_of([self.signals.stop or 0, self.signals.take_save()])
         self.stopped_by = stop or None
         score, improved = None, False

@@ -91,7 +91,7 @@ def _begun(resolved: Resolved, stack: ExitStack) -> RunFolder:
 
 
 def _as_before(before: dict[str, Any], config: Config) -> Config:
-    """Return the config with what ``auto`` became when the run was begun, where data or a measurement decides it."""
+    """Return the config with what ``auto`` became when the run was started, where data or a measurement decides it."""
     recipe = config.recipe
     if before.get("recipe") != recipe.name:
         return config  # another run, which check_same will report

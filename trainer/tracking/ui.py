@@ -135,7 +135,7 @@ def free_port(wanted: int) -> int:
             except OSError:
                 continue
             return port
-    raise UserError(f"port={wanted}: no free port from there on; use another, such as port=5000")
+    raise UserError(f"port={wanted}: no free port from this one on; use another, such as port=5000")
 
 
 def serve(uri: str, port: int) -> None:

@@ -109,7 +109,7 @@ def hub_reachable(timeout_s: float = 8) -> bool:
                 return  # with certificates of its own, the hub's client may still succeed
         answered.append(True)
 
-    thread = Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
+    thread = Thread(target=ask, daemon=True)  # looking up a name has no timeout
     thread.start()
     thread.join(timeout_s)
     return bool(answered)

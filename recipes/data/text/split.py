@@ -79,7 +79,7 @@ def split_rows(corpus: Corpus, fraction: float) -> tuple[Split, Split]:
     """Divide the rows of a dataset, which may be documents or no more than lines of them, as in wikitext.
 
     Long rows are documents, see ``split``. Short ones may be lines, and lines of a text that is otherwise trained on
-    say nothing about unseen text: the last ones are set aside, from the beginning of an article if one can be seen.
+    do not represent unseen text: the last ones are set aside, from the beginning of an article if one can be seen.
     """
     count = len(corpus.sizes)
     first = count - round(count * fraction)

@@ -14,7 +14,7 @@ from recipes.data.text.source import Tokenizer
 from trainer.errors import UserError
 
 OWN_BPE = "bpe"
-"""What ``data.tokenizer`` says unless it is set."""
+"""The default of ``data.tokenizer``."""
 
 END = "<|endoftext|>"
 """What GPT-2 puts between two documents."""
@@ -29,7 +29,7 @@ class CorpusTokenizer(Tokenizer, Protocol):
     label: str
     """For the start block, such as ``own BPE of 4096``."""
     separator: list[int]
-    """What stands between two documents."""
+    """The ids between two documents."""
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
         """Return the ids of each text: a list or one-dimensional array of integers."""

@@ -48,7 +48,7 @@ def test_values_that_cannot_work_are_named() -> None:
         compose("precision=fp8", "precision.fp8_scaling=blockwise")
     with pytest.raises(UserError, match=r"fp8_scaling has no effect with precision=bf16.*precision=fp8"):
         Precision("bf16", fp8_scaling="rowwise")
-    with pytest.raises(UserError, match=r"scaler=static with precision=fp8: every tensor has a scale of its own"):
+    with pytest.raises(UserError, match=r"scaler=static with precision=fp8: every tensor has its own scale"):
         StaticScaler().check("fp8")
 
 

@@ -28,7 +28,7 @@ def write_description(client: MlflowClient, run: Any, text: str) -> None:
 
 
 def opening_description(tags: dict[str, str], datasets: list[dict[str, Any]]) -> str:
-    """Return the Description of a run that has begun."""
+    """Return the Description of a run that has started."""
     said = [f"**{tags.get('recipe', 'run')}** in {tags.get('precision', '?')} on {tags.get('hardware', '?')}."]
     said += [f"Data: {datasets[0]['description']}."] if datasets else []
     return " ".join([*said, "The summary will be here when the run has ended."])

@@ -51,7 +51,7 @@ def log_best(
     progress: Progress,
     upload_s: float,
 ) -> str | None:
-    """Log the best weights of a run as a model of MLflow, or complete one that was begun.
+    """Log the best weights of a run as a model of MLflow, or complete one that was started.
 
     Returns:
         The model's id; None: the store is of a version of MLflow without logged models.
