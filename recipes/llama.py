@@ -72,7 +72,7 @@ class Llama(LanguageRecipe):
         shape = self.chosen(choices)._shape
         if shape.width % (2 * shape.heads):
             raise UserError(
-                f"recipe.width={shape.width} must be a multiple of 2 × recipe.heads (heads: {shape.heads}); "
+                f"recipe.width={shape.width} must be a multiple of 2 × recipe.heads={shape.heads}; "
                 f"use recipe.width={max(1, round(shape.width / (2 * shape.heads))) * 2 * shape.heads}"
             )
         if shape.heads % shape.kv_heads:
