@@ -49,7 +49,6 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
     Raises:
         ValueError: fewer than two values, or one that is not finite.
-
     """
     from scipy.special import stdtrit
 
@@ -64,7 +63,6 @@ def ratio_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
     Raises:
         ValueError: see ``mean_interval``; or a ratio that is not positive.
-
     """
     if any(not value > 0 for value in values):
         raise ValueError(f"ratios must be positive, not {list(values)}")
@@ -85,7 +83,6 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence:
 
     Raises:
         ValueError: fewer than two pairs, a value that is not finite, a margin that is not above 0.
-
     """
     return equivalence_family([differences], margin)[0]
 
@@ -102,7 +99,6 @@ def equivalence_family(arms: Sequence[Sequence[float]], margin: float, untested:
 
     Raises:
         ValueError: see ``equivalence``.
-
     """
     if not 0 < margin < math.inf:
         raise ValueError(f"the margin must be above 0, not {margin}")

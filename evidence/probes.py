@@ -163,7 +163,6 @@ def measure(arguments: list[str]) -> Path:
 
     Raises:
         UserError: no such probe or option, or a measurement that is not a number.
-
     """
     name, *rest = arguments or [""]
     if name not in PROBES:

@@ -107,7 +107,6 @@ class Runner:
             common: overrides of all arms, which an arm's own may change.
             launch: runs a command line, writes what it prints to a file, and returns its exit code; None: as a
                 process of its own.
-
         """
         self.runs = folder / "runs"
         self.common = common
@@ -134,7 +133,6 @@ class Runner:
 
         Raises:
             KeyboardInterrupt: the run was interrupted.
-
         """
         folder = self.runs / _name(arm, seed)
         if folder.exists():
@@ -163,7 +161,6 @@ class Runner:
             arms: of one comparison.
             seeds: one pair of runs each.
             report: called after every run with its number, their count, its outcome, and whether it was done before.
-
         """
         plan = list(interleaved(arms, seeds))
         outcomes: list[Outcome] = []

@@ -48,7 +48,6 @@ def choose(shape: Shape, dtype: torch.dtype | None, hardware: Hardware, determin
         dtype: the run's 16-bit format; None: it has none.
         hardware: where it runs.
         deterministic: whether a repeated run must have the same bits.
-
     """
     if hardware.device.type != "cpu" or dtype is None:
         return Choice(_KEY, "sdpa", "torch's fused kernels")
@@ -103,7 +102,6 @@ def use_causal_kernels(network: Any, in_fp32: bool = False) -> None:
     Args:
         network: transformers' model.
         in_fp32: cast queries, keys and values to fp32 around it, and the result back.
-
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -24,7 +24,6 @@ def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None
         folder: made if it is not there.
         vocabulary: how many token ids there are. Rows of padding above them are left out: nothing decodes those ids.
         eos: the id that ends a text, where the model's config names none.
-
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -50,7 +49,6 @@ def save_tokenizer(
             underscore.
         template: what is encoded for one text and, after a ``|``, for two, as in tokenizers' TemplateProcessing, with
             ``{role}`` for a special token.
-
     """
     tokenizer.save(folder)
     if special and (folder / "tokenizer.json").exists():  # not in a form of its own, such as sentencepiece's

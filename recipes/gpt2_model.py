@@ -58,7 +58,6 @@ def pretrained_config(source: str) -> Any:
 
     Raises:
         UserError: there is none, or it is of another model.
-
     """
     from transformers import AutoConfig
 
@@ -83,7 +82,6 @@ def open_pretrained(source: str, vocabulary: int, dropout: float, attention: str
 
     Raises:
         UserError: it cannot be opened.
-
     """
     from transformers import GPT2LMHeadModel
 

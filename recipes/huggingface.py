@@ -69,7 +69,6 @@ class SizedRecipe(Recipe):
 
         Raises:
             UserError: there is no such size, or the options make no model.
-
         """
         if self.size == "auto":
             if hardware.is_gpu:

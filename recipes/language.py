@@ -188,7 +188,6 @@ def open_tokens(data: TextSource, tokenizer: str | None, context: int) -> TokenD
 
     Raises:
         UserError: its training or validation part is shorter, or cannot be read.
-
     """
     tokens = data.tokens(tokenizer)
     for part, array in (("training", tokens.train), ("validation", tokens.valid)):

@@ -22,7 +22,6 @@ class LossHead(nn.Linear):
             never exist completely; needs a second product with the weight in the backward pass.
         vocabulary: how many rows of ``weight`` are token ids; the rest are padding, which the loss leaves out.
             None: all.
-
     """
 
     def __init__(self, weight: nn.Parameter, chunked: bool, vocabulary: int | None = None) -> None:
@@ -75,7 +74,6 @@ class LanguageModel(nn.Module):
         name: of the submodule.
         chunked, vocabulary: see ``LossHead``.
         attention_in_fp32: cast queries, keys and values to fp32, where the network's attention is sdpa.
-
     """
 
     def __init__(

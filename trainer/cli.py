@@ -54,7 +54,6 @@ def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
     Args:
         on_shortage: called after memory ran out and the run's memory is freed.
         run_class: the class that trains.
-
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(_USAGE + _choices())

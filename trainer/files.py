@@ -46,7 +46,6 @@ def read_json(path: Path) -> Any:
     Raises:
         OSError: it cannot be read.
         ValueError: it is not JSON, has a key twice, or is nested more than 32 levels deep.
-
     """
     text = path.read_text(encoding="utf-8")
     depth = 0
@@ -83,7 +82,6 @@ def link_or_copy(source: Path, target: Path) -> None:
 
     Raises:
         OSError: the source is not there, or the copy cannot be written.
-
     """
     try:
         os.link(source, target)
@@ -98,7 +96,6 @@ def make_folder(path: Path, exist_ok: bool = True) -> None:
 
     Raises:
         FileExistsError: it is there, and ``exist_ok`` is false.
-
     """
     if not path.parent.is_dir():
         make_folder(path.parent)
@@ -143,7 +140,6 @@ def locked(path: Path, timeout_s: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: another process still holds it.
         OSError: the file cannot be made.
-
     """
     lock = FileLock(path)
     try:
@@ -163,7 +159,6 @@ def in_use(folder: Path) -> Iterator[None]:
 
     Raises:
         UserError: another process uses it.
-
     """
     with ExitStack() as stack:
         try:
@@ -194,7 +189,6 @@ def remembered(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
         kind: the name of a folder in the cache.
         of: everything that the result depends on, as JSON.
         work: returns JSON.
-
     """
     of = json.loads(json.dumps(of, sort_keys=True))
     name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]

@@ -87,7 +87,6 @@ def detect(device: str) -> Hardware:
 
     Raises:
         UserError: no such device here.
-
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -240,7 +239,6 @@ def held_bytes(name: str) -> int:
 
     Raises:
         OSError: not on Linux.
-
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

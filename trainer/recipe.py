@@ -103,7 +103,6 @@ class Recipe(SetOnce):
 
         Raises:
             UserError: options that do not fit each other, the hardware or the data.
-
         """
         return self, []
 
@@ -127,7 +126,6 @@ class Recipe(SetOnce):
             dtype: the run's 16-bit format; None: it has none.
             micro_batch_size: samples of a forward pass.
             deterministic: whether a repeated run must have the same bits.
-
         """
         return []
 
@@ -159,7 +157,6 @@ class Recipe(SetOnce):
         Args:
             model: the built one, or DDP around it, which has the attributes of the built one, too.
             batch: of ``Dataset.batch``, on the device.
-
         """
         raise NotImplementedError
 

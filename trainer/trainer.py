@@ -60,7 +60,6 @@ class Trainer:
 
     Raises:
         UserError: the model that the config names cannot be built.
-
     """
 
     update_class: ClassVar[type[Update]] = Update
@@ -123,7 +122,6 @@ class Trainer:
 
         Raises:
             UserError: the config, the data or the hardware cannot do this.
-
         """
         hardware, world = hardware or detect(config.device), world or World()
         config, plan, _ = config.resolve(hardware, world)
@@ -190,7 +188,6 @@ class Trainer:
 
         Raises:
             UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
-
         """
         rng = saved.rng(self.world.rank, self.device)
         saved.restore(self.model, self.optimizer, self.masters)

@@ -238,7 +238,6 @@ def _seconds(command: list[str], folder: Path, code: int | None = None, until: s
 
     Raises:
         RunError: it ended otherwise.
-
     """
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
     began = time.perf_counter()

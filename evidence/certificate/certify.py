@@ -106,7 +106,6 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
     Raises:
         UserError: the folder exists.
         RunError: a run failed.
-
     """
     began = time.monotonic()
     recipe = _value(overrides, "recipe") or "gpt2"
@@ -172,7 +171,6 @@ def _train(child: str, kill: Kill | None, job: list[str], outside: Callable[[_Pr
 
     Raises:
         RunError: it failed, or ended before it was killed.
-
     """
     command = [sys.executable, "-m", child, kill.text() if kill else "none", *job]
     process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

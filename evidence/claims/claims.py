@@ -160,7 +160,6 @@ class Claim:
 
         Raises:
             UserError: the file has no reduced size for a setup.
-
         """
         if missing := [name for name in self.setups if name not in self.reduced]:
             raise UserError(
@@ -181,7 +180,6 @@ def lacking(need: str, hardware: Hardware) -> str:
 
     Raises:
         UserError: no such need.
-
     """
     _check_need(need)
     if need in NEEDS:
@@ -216,7 +214,6 @@ def load(name: str, folder: Path = FOLDER) -> Claim:
 
     Raises:
         UserError: no such claim, or a file that is not one.
-
     """
     if name not in (known := names(folder)):
         raise UserError(

@@ -39,7 +39,6 @@ def main(arguments: list[str]) -> int:
 
     Raises:
         UserError: an unknown claim or option, or a claim that needs another machine.
-
     """
     options, given = parse(arguments, ReproduceOptions, "overrides")
     if options.claim and options.all:

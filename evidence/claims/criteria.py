@@ -159,7 +159,6 @@ def shown(finding: dict[str, Any]) -> str:
 
     Args:
         finding: as recorded: ``median``, ``low``, ``high`` (None: not finite, or not known), ``values``, ``criterion``.
-
     """
     median, low, high = (finding[key] for key in ("median", "low", "high"))
     if median is None:

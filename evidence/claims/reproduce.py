@@ -49,7 +49,6 @@ class Reproduction:
 
         Raises:
             UserError: no such claim, or a mistake in its file.
-
         """
         if name not in self.done:
             claim = load(name)
@@ -175,7 +174,6 @@ def save(record: dict[str, Any], results: Path) -> Path:
 
     Raises:
         UserError: it cannot be written.
-
     """
     path = results / record["machine"] / f"{record['claim']}.json"
     try:

@@ -30,7 +30,6 @@ def read(text: bytes, where: str, cls: type[T], **computed: str) -> T:
     Raises:
         UserError: not YAML, a key that is unknown, missing or there twice, a value of another type, or what the object
             itself refuses.
-
     """
     try:
         loaded = OmegaConf.create(text.decode())

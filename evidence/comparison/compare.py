@@ -78,7 +78,6 @@ def compare(comparison: Comparison, configs: dict[str, Config], show: Callable[[
 
     Raises:
         UserError: the folder holds another comparison, is in use by another process, or cannot be written.
-
     """
     first = configs[comparison.baseline]
     if not comparison.name:
@@ -108,7 +107,6 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
 
     Raises:
         UserError: an arm that train.py would refuse, or one that equals the baseline.
-
     """
     configs: dict[str, Config] = {}
     for arm in comparison.arms:
@@ -155,7 +153,6 @@ def _begin(comparison: Comparison, common: list[str], facts: dict[str, Any]) -> 
 
     Raises:
         UserError: the folder holds another comparison, or cannot be written.
-
     """
     plan = {
         "common": common,

@@ -81,7 +81,6 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
         baseline: label of the arm that the others are compared with.
         outcomes: of all runs, failed ones too.
         margin: of the equivalence test, a relative difference.
-
     """
     by_arm = {arm.label: {o.seed: o for o in outcomes if o.arm == arm.label} for arm in arms}
     base = _finished(by_arm[baseline])

@@ -25,7 +25,6 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
 
     Returns:
         Lines to print: the address of MLflow's page, or why there is none; none where no run was tracked.
-
     """
     delivered: list[tuple[Outcome, dict[str, Any]]] = []
     for outcome in result.outcomes:

@@ -65,7 +65,6 @@ def largest_micro_batch(
 
     Raises:
         UserError: the overrides, or a budget in which not even one sample fits.
-
     """
     if any(_key(override) == "micro_batch_size" for override in overrides):
         raise UserError("micro_batch_size is what this command finds; leave it out")
@@ -104,7 +103,6 @@ def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int
         fits: true up to some number, false above; called once for each.
         guess: where the search starts.
         most: the largest number to try.
-
     """
     low, high = 0, most + 1
     size = min(guess, most)
@@ -142,7 +140,6 @@ def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:
 
     Raises:
         UserError: the weights alone are above the limit.
-
     """
     config = compose(overrides)
     ledger = forecast(config)
@@ -160,7 +157,6 @@ def parse_budget(text: str, hardware: Hardware) -> int:
 
     Raises:
         UserError: no amount of memory, or more than there is.
-
     """
     there = hardware.memory_bytes if hardware.is_gpu else available_bytes(hardware.device)
     if text == "device":
@@ -180,7 +176,6 @@ def parse_margin(text: str) -> float:
 
     Raises:
         UserError: not a fraction from 0 to 0.9.
-
     """
     margin = fraction(text)
     if margin is None or not 0 <= margin < 0.9:

@@ -46,7 +46,6 @@ def trial(overrides: Sequence[str], limit_bytes: int | None = None, ledger: bool
     Raises:
         UserError: train.py would refuse these overrides too.
         RunError: the steps failed for another reason.
-
     """
     options = json.dumps({"limit_bytes": limit_bytes, "ledger": ledger})
     # -P: modules in the current folder are not imported.

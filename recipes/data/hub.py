@@ -82,7 +82,6 @@ class Hub(TokenizedText, ImageSource):
 
         Raises:
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
-
         """
         splits = self._load()
         train = chosen_split(splits, self.name, "train_split", self.train_split)

@@ -35,7 +35,6 @@ def load(name: str, subset: str | None, cache_dir: str) -> Mapping[str, Any]:
 
     Raises:
         UserError: there is no such dataset or subset, it cannot be read, or there is no network.
-
     """
     import datasets
 
@@ -76,7 +75,6 @@ def column(dataset: Any, name: str, key: str, choice: str | None, fits: Callable
 
     Raises:
         UserError: no such column, none that fits, or several.
-
     """
     fitting = [each for each, feature in dataset.features.items() if fits(feature)]
     every = ", ".join(dataset.features)

@@ -39,7 +39,6 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         InvalidCheckpoint: an option differs; the message has the first one.
-
     """
     for there, group in zip(state.groups, optimizer.param_groups, strict=True):
         here = {key: value for key, value in group.items() if key != "params"}
@@ -86,7 +85,6 @@ def check_progress(
 
     Raises:
         InvalidCheckpoint: a value is not possible; the message has the first one.
-
     """
     require_keys(progress, {"best", "final", "loss_scale", "monitor", "data"}, f"{STATE_FILE}: progress")
     best, final = progress["best"], progress["final"]
@@ -106,7 +104,6 @@ def check_counters(counters: list[Tensor], steps: int) -> None:
 
     Raises:
         InvalidCheckpoint: one is not a count, or none is correct (parameters without gradients have lower counts).
-
     """
     values = [float(counter) if counter.numel() == 1 else -1 for counter in counters]
     limit = min(steps, _FP32_COUNTS)
@@ -119,7 +116,6 @@ def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
 
     Raises:
         InvalidCheckpoint: one of them is missing, unknown, or not a valid state of its generator.
-
     """
     like = random_state(device)
     devices = {"cuda", "mps"}

@@ -48,7 +48,6 @@ class CheckpointReader:
 
         Raises:
             UserError: the checkpoint is not of this model and this optimizer.
-
         """
         with self._named():
             weights = model.state_dict()
@@ -69,7 +68,6 @@ class CheckpointReader:
 
         Raises:
             UserError: a value that cannot be of this run.
-
         """
         with self._named():
             check_progress(self.progress, self.step, self._manifest.score, monitor, loss_scale)
@@ -84,7 +82,6 @@ class CheckpointReader:
 
         Raises:
             UserError: one is not a valid state of its generator.
-
         """
         files = self._manifest.files("rng")
         if rank >= len(files):
@@ -273,7 +270,6 @@ def load(folder: Path, step: int | None = None) -> CheckpointReader:
 
     Raises:
         UserError: see ``find_verified``.
-
     """
     return CheckpointReader(find_verified(folder, step))
 

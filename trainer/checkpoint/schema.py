@@ -105,7 +105,6 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         InvalidCheckpoint: it cannot be read, or is of another format.
-
     """
     content = _read(folder / MANIFEST_FILE)
     found = content.get("format")
@@ -139,7 +138,6 @@ def read_state(folder: Path) -> State:
 
     Raises:
         InvalidCheckpoint: it cannot be read.
-
     """
     content = _read(folder / STATE_FILE)
     require_keys(content, {"step", "ties", "optimizer", "progress"}, STATE_FILE)
@@ -165,7 +163,6 @@ def require_keys(content: Any, expected: set[str], where: str, optional: Collect
 
     Raises:
         InvalidCheckpoint: the message begins with ``where``.
-
     """
     if not isinstance(content, dict):
         raise InvalidCheckpoint(f"{where} has no keys")

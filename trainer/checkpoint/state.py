@@ -32,7 +32,6 @@ def training_state(
         masters: what the optimizer changes in the place of the model's weights; with the optimizer's tensors.
         loss_scale: its state dict.
         rng: the states of this rank's generators, see ``trainer.checkpoint.generators``.
-
     """
     tensors, options = _optimizer_tensors(masters or model, optimizer)
     if masters is not None:

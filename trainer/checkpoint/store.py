@@ -98,7 +98,6 @@ class Snapshot:
             training: see ``state.training_state``; tied weights are saved once.
             progress: JSON types; what else the run needs to continue.
             world: the processes that save together.
-
         """
         weights, ties = untie(training["model"])
         step, rng, tensors, rest = (training[key] for key in ("step", "rng", "optimizer", "optimizer_options"))
@@ -130,7 +129,6 @@ def write(folder: Path, snapshot: Snapshot, score: float | None, world: World, f
 
     Raises:
         CheckpointNotWritten: on every rank, if one of them failed; nothing is left behind.
-
     """
     target = folder / _name(snapshot.step)
     temporary = folder / f".{target.name}.partial"
@@ -187,7 +185,6 @@ def find_verified(folder: Path, step: int | None = None) -> Path:
     Raises:
         UserError: there is none, or it is damaged or not valid; the message names the file, and the newest older
             checkpoint that is complete.
-
     """
     saved = steps(folder)
     if not saved:

@@ -62,7 +62,6 @@ class CheckpointWriter:
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
-
         """
         began = time.perf_counter()
         self.finish()

@@ -38,7 +38,6 @@ def compose(overrides: Sequence[str]) -> Config:
 
     Raises:
         UserError: one of them is a mistake.
-
     """
     overrides = checked_arguments(overrides)
     register()
@@ -57,7 +56,6 @@ def combinations(overrides: Sequence[str]) -> dict[str, list[str]]:
 
     Raises:
         UserError: one of them is no override.
-
     """
     try:
         parsed = OverridesParser.create().parse_overrides(checked_arguments(overrides))
@@ -97,7 +95,6 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         UserError: an argument without a key, with dashes before the key, or a choice that is no name.
-
     """
     readable = []
     for number, argument in enumerate(arguments):

@@ -33,7 +33,6 @@ def run(
         usage: what ``--help`` prints: the script's docstring.
         arguments: of the command line (default: ``sys.argv``).
         continues: whether the same command, run again, continues where it was interrupted.
-
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(given):
@@ -70,7 +69,6 @@ def parse(
 
     Raises:
         UserError: an option with dashes, an unknown key, a key without a value, or a value of another type.
-
     """
     types, defaults = get_type_hints(options), {entry.name: entry.default for entry in dataclasses.fields(options)}
     values: dict[str, Any] = {}

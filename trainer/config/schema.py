@@ -113,7 +113,6 @@ class Config(SetOnce):
 
         Raises:
             UserError: the data cannot be had, or does not suit the recipe.
-
         """
         return self.recipe.datasets(self.data, self.seed)
 
@@ -141,7 +140,6 @@ class Config(SetOnce):
 
         Raises:
             UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
-
         """
         self.precision.check(hardware)
         recipe, chosen = self.recipe.resolve(hardware, self.data)
@@ -261,7 +259,6 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
-
     """
     _refuse_unknown(composed, Config, "")
     if missing := sorted(OmegaConf.missing_keys(composed)):

@@ -37,7 +37,6 @@ class MasterWeights:
 
     Args:
         model: with 16-bit weights; after it is wrapped for several processes.
-
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -70,7 +70,6 @@ class Optimizer:
 
         Raises:
             UserError: an option that this class, dtype or device does not support.
-
         """
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         parameters = [parameter for _, parameter in named]

@@ -35,7 +35,6 @@ class Clip:
 
         Returns:
             The factor that the optimizer applies in fp32, in place of ``factor``.
-
         """
         return factor
 
@@ -117,7 +116,6 @@ class Update:
             clip: of the config.
             masters: the fp32 weights that the optimizer updates in place of the model's 16-bit ones.
             set_to_none: how gradients are cleared; False fills them with zeros, which keeps their memory.
-
         """
         self.optimizer = optimizer
         self.masters = masters
@@ -151,7 +149,6 @@ class Update:
         Args:
             steps_done: before this one; the random numbers of ``bf16_sr``'s rounding depend on it.
             correction: a factor of the gradients besides the loss scale's, see ``Precision.normaliser``.
-
         """
         if self.masters is not None:
             self.masters.take_gradients()

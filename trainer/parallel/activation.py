@@ -42,7 +42,6 @@ class ActivationCheckpointing:
 
         Raises:
             UserError: the recipe names no blocks.
-
         """
         if self.mode == "none":
             return

@@ -30,7 +30,6 @@ class Compile:
 
         Raises:
             UserError: on a CPU without a C++ compiler, which torch.compile needs there.
-
         """
         if self.mode == "off":
             return

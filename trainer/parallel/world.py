@@ -94,7 +94,6 @@ class ProcessWorld(World):
         Args:
             device_type: ``cpu`` (gloo) or ``cuda`` (NCCL for tensors on the GPU, gloo for those on the host).
             timeout_s: seconds to wait for another rank before the job fails.
-
         """
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not dist.is_initialized():
@@ -166,7 +165,6 @@ def join(device_type: str, timeout_s: float) -> World:
 
     Raises:
         UserError: torchrun did not start it.
-
     """
     if not launched_processes():
         raise UserError(

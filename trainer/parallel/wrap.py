@@ -32,7 +32,6 @@ class Parallel:
 
         Raises:
             UserError: torchrun started a number of processes that this choice cannot use.
-
         """
         if (processes := launched_processes()) > 1:
             raise UserError(
@@ -46,7 +45,6 @@ class Parallel:
 
         Raises:
             UserError: they do not.
-
         """
 
     def effective(self) -> dict[str, Any]:
@@ -67,7 +65,6 @@ class Parallel:
             blocks: the model's repeated blocks, the units of sharding.
             device: where the model is.
             accumulation: the dtype in which gradients of microbatches are accumulated; None: that of the weights.
-
         """
         return model
 
@@ -81,7 +78,6 @@ class Parallel:
         Args:
             model: in training; every rank has to call this.
             build: makes another model with the same names, on the host.
-
         """
         return model
 

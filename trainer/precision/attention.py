@@ -47,7 +47,6 @@ def taken(model: nn.Module, forward: Callable[[], object], gradients: bool = Tru
         model: in training.
         forward: calls it on a few samples (at least two, for batch norm's statistics), and restores the generators.
         gradients: whether the pass records operations for a backward pass (there is none).
-
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     training = model.training

@@ -44,7 +44,6 @@ def unreliable(
         dtype: the 16-bit dtype of the run.
         hardware: where it runs.
         times: the size of a microbatch relative to these samples.
-
     """
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, _KINDS)}
     if not layers or not computed_by_onednn(dtype) or detect_fake_mode() is not None:
@@ -79,7 +78,6 @@ def written_whole(layer: Any, shape: tuple[int, ...], channels_last: bool, dtype
         shape: of its input.
         channels_last: whether its input and its weight have that layout.
         dtype: the 16-bit dtype.
-
     """
     generator = torch.Generator().manual_seed(0)
     layout = _CHANNELS_LAST.get(len(shape), torch.contiguous_format) if channels_last else torch.contiguous_format

@@ -31,7 +31,6 @@ def convert(model: nn.Module, fp32_modules: list[str], scaling: str, emulate: bo
 
     Raises:
         UserError: there is no such layer.
-
     """
     from dataclasses import replace
 

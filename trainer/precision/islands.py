@@ -63,7 +63,6 @@ def cast(value: Any, dtype: torch.dtype, scalars: bool = True) -> Any:
         value: tensors, and whatever else a forward takes or returns.
         dtype: of the result's floating-point tensors.
         scalars: whether tensors without dimensions are cast too.
-
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and (scalars or value.ndim) else value

@@ -85,7 +85,6 @@ class Precision:
 
         Raises:
             UserError: the mode is not available here, or a variable such as NVIDIA_TF32_OVERRIDE lowers fp32.
-
         """
         if hardware.support(self.mode) == UNAVAILABLE:
             raise UserError(
@@ -184,7 +183,6 @@ class Precision:
         Raises:
             UserError: see ``keep_fp32`` and ``fp8.convert``; or such a submodule shares a weight with one in 16 bits;
                 or no weight is left for 16 bits.
-
         """
         kept = self.keep_fp32(model, device)
         if self.mode == "fp8":
@@ -228,7 +226,6 @@ class Precision:
 
         Raises:
             UserError: a pattern that matches no submodule.
-
         """
         modules = {name: module for name, module in model.named_modules() if name}
         kept: dict[str, nn.Module] = {}

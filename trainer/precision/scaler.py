@@ -118,7 +118,6 @@ class Scaler:
 
         Raises:
             UserError: fp16 without a scaler, or a scaler with a precision whose range is fp32's.
-
         """
         if _in_fp16(mode) and not self.force:
             raise UserError(

@@ -29,7 +29,6 @@ def export_best(
 
     Returns:
         The closing text of the recipe, such as a sample of text, and what could not be written.
-
     """
     config, missing = trainer.config, []
     step = checkpoint.best_step(folder.checkpoints) if best is not None else None

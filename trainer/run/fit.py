@@ -45,7 +45,6 @@ def fit_plan(
 
     Raises:
         OutOfMemory: of ``micro_batch_size=auto`` not even 1 is forecast to fit.
-
     """
     free = available_bytes(hardware.device)
     if world.size > 1 and not hardware.is_gpu:
@@ -113,7 +112,6 @@ class _Search:
 
         Raises:
             OutOfMemory: see ``fit_plan``.
-
         """
         size, typed = self.batching.micro_batch_size, self.config.micro_batch_size != "auto"
         try:

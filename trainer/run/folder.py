@@ -30,7 +30,6 @@ class RunFolder:
 
         Raises:
             UserError: the folder cannot be written.
-
         """
         root = Path(output_dir).expanduser()
         try:
@@ -71,7 +70,6 @@ class RunFolder:
 
         Raises:
             UserError: the file cannot be read.
-
         """
         try:
             recorded = read_json(self.path / "config.json")
@@ -89,7 +87,6 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
 
     Raises:
         UserError: the folder does not exist or holds no checkpoint; or MLflow cannot provide the run.
-
     """
     if resume.startswith(("mlflow:", "runs:/")):
         from trainer.tracking.mlflow.fetch import fetch
@@ -113,7 +110,6 @@ def earlier_folder(resume: str | None, output_dir: str, run_name: str, uri: str 
 
     Raises:
         UserError: ``resume`` names no run, or the output folder cannot be written.
-
     """
     check_output_dir(output_dir)
     root = Path(output_dir).expanduser()

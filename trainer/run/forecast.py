@@ -42,7 +42,6 @@ def forecast(config: Config) -> Ledger:
     Raises:
         UserError: the config, the data or the hardware cannot do this.
         RunError: the computation of the model depends on tensor values.
-
     """
     if config.parallel.kind != "single":
         raise UserError(
@@ -157,7 +156,6 @@ class UpdateAlways(Update):
 
         Raises:
             RunError: the optimizer reads its tensors.
-
         """
         try:
             super().apply(skipped)

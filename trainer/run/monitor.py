@@ -69,7 +69,6 @@ class Monitor:
 
         Raises:
             NonFiniteGradients: see ``collect``.
-
         """
         self._on_device.append(record)
         # The first step alone makes a window, so that what it warms up is not in the throughput of the others.
@@ -83,7 +82,6 @@ class Monitor:
 
         Raises:
             NonFiniteGradients: they were not finite and no loss scale can recover, or it has reached its limit.
-
         """
         if not self._on_device:
             return
@@ -108,7 +106,6 @@ class Monitor:
 
         Raises:
             NonFiniteGradients: see ``collect``.
-
         """
         self.collect()  # steps still queued on the device belong to the time before
         began = time.perf_counter()

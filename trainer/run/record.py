@@ -52,7 +52,6 @@ def open_tracker(
         manifest: see ``precision_manifest``.
         git: the commit, where the project is in a repository.
         resume_step: optimizer steps of the checkpoint that the run continues from; None: a new run.
-
     """
     config = trainer.config
     hardware = {f"hardware.{name}": value for name, value in trainer.hardware.facts().items()}

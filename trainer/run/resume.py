@@ -39,7 +39,6 @@ def complete(arguments: list[str]) -> list[str]:
 
     Raises:
         UserError: the folder holds no run to resume, or a given choice differs from that of the run.
-
     """
     typed = {argument: parsed for argument in arguments if (parsed := _parse(argument)) is not None}
     named = [override.value() for override in typed.values() if override.key_or_group == "resume"]
@@ -65,7 +64,6 @@ def check_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = Fal
 
     Raises:
         UserError: names the keys that differ, the recipe first.
-
     """
     before = folder.config()
     if "augment" in flat:

@@ -64,7 +64,6 @@ class Run:
             terminal: what the user sees.
             signals: requests to stop or to save.
             choices: the options that were chosen automatically, to be shown.
-
         """
         self.trainer = trainer
         self.world: World = trainer.world
@@ -120,7 +119,6 @@ class Run:
             Interrupted: a signal stopped it, or came while a run that had taken all its steps was closed.
             NonFiniteError: training turned non-finite.
             RunError: all steps are taken, but the best weights or the summary could not be written.
-
         """
         self.signals.training = True
         summary: dict[str, Any] | None = None

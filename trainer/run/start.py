@@ -39,7 +39,6 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         OutOfMemory: not even microbatches of one sample are forecast to fit; nothing was written.
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
-
     """
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack:
         world = config.parallel.world(config.device)

@@ -24,7 +24,6 @@ def swept_keys(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         HydraException: an argument is no override.
-
     """
     if not {"-m", "--multirun"} & set(arguments):
         return []
@@ -44,7 +43,6 @@ def name_of(config: Config, values: dict[str, str]) -> str:
     Args:
         config: of the run, as composed.
         values: what is swept, see ``swept_values``; a choice of a config group stands without its group.
-
     """
     base, known = (config.default_name(), _IN_EVERY_NAME) if config.run_name is None else (config.run_name, ())
     last = [key.rpartition(".")[2] for key in values]

@@ -54,7 +54,6 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
 
     Raises:
         UserError: ``uri`` is not one, or a folder holds no run.
-
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     logging.getLogger("mantissa").setLevel(logging.INFO)

@@ -57,7 +57,6 @@ def truncate(path: Path, step: int) -> None:
 
     Raises:
         UserError: another line is damaged.
-
     """
     if not path.exists():
         return

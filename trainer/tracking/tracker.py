@@ -93,7 +93,6 @@ class Tracker:
 
         Raises:
             UserError: the folder already has the log of a run that is not resumed, or a damaged log.
-
         """
         self.folder = folder
         self._config = config
@@ -137,7 +136,6 @@ class Tracker:
             step: the optimizer step of the values.
             metrics: Python numbers by name. A value that is not finite is logged as null, with ``<name>_nonfinite`` 1.
             time_s: seconds since the epoch; None: now.
-
         """
         if "step" in metrics or "time" in metrics:
             raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
@@ -180,7 +178,6 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
     Args:
         folder: the run's; the caller holds its lock.
         config: the ``tracking`` group that the run is resumed with.
-
     """
     if not config.mlflow:
         return

@@ -43,7 +43,6 @@ def check_store(uri: str) -> None:
 
     Raises:
         UserError: there is no database file yet, or the store has its own page.
-
     """
     if uri.startswith(("databricks", "uc")):
         raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
@@ -57,7 +56,6 @@ def open_store(uri: str) -> MlflowClient:
 
     Raises:
         UserError: it does not answer, or is no MLflow store.
-
     """
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -73,7 +71,6 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
 
     Raises:
         UserError: there are none, no such experiment, or the store cannot be read.
-
     """
     client = open_store(uri)
     experiments = client.search_experiments()
@@ -125,7 +122,6 @@ def free_port(wanted: int) -> int:
 
     Raises:
         UserError: there is none among the next hundred.
-
     """
     for port in range(wanted, min(wanted + 100, 65536)):
         with socket.socket() as probe:
@@ -144,7 +140,6 @@ def serve(uri: str, port: int) -> None:
     Raises:
         KeyboardInterrupt: Ctrl-C; the server has ended.
         RunError: the server has ended by itself; it has printed why.
-
     """
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     command += ["--uvicorn-opts", f"--no-access-log --timeout-graceful-shutdown {STOP_TIMEOUT_S}"]

@@ -42,7 +42,6 @@ def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str], co
 
     Returns:
         Whether the store has the views; if it cannot be written, there is a warning.
-
     """
     runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
     # In the order of time, MLflow hides the runs of a comparison below their parent, and draws nothing of them.

@@ -69,7 +69,6 @@ class Idx(ImageSource):
 
         Raises:
             UserError: no such files, a file of another format, fewer than two classes.
-
         """
         pairs = [_read_pair(*names) for names in self._files()]
         images, labels = pairs[0]

@@ -43,7 +43,6 @@ class Augment(SetOnce):
 
         Args:
             shorter_side: of a typical image as it is stored, in pixels; None: the images are synthetic.
-
         """
         return self
 
@@ -55,7 +54,6 @@ class Augment(SetOnce):
             height: of the stored image.
             seed: of the sample, from which alone everything random is drawn; None: evaluation.
             size: of the side of the square that the model takes, in pixels.
-
         """
         return View()
 
@@ -173,7 +171,6 @@ def recorded(config: Mapping[str, Any], reads_images: bool) -> dict[str, Any]:
         config: the file's content. Runs of versions without this group did what it calls ``imagenet`` to images that
             are read one by one, and nothing to those that are held in memory.
         reads_images: whether the recipe reads images (``data=hub`` has text, too).
-
     """
     found = {key: value for key, value in config.items() if key.partition(".")[0] == "augment"}
     if found:
@@ -187,7 +184,6 @@ def from_record(entries: Mapping[str, Any]) -> Augment:
 
     Raises:
         UserError: there is no such choice, or it has other options.
-
     """
     options = {key.removeprefix("augment."): value for key, value in entries.items() if key != "augment"}
     try:

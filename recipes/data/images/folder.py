@@ -49,7 +49,6 @@ class ImageFolder(ImageSource):
 
         Raises:
             UserError: no images, fewer than two classes, a file that is no image.
-
         """
         train_folder, valid_folder = _split_folders(Path(self.path).expanduser())
         train = self._readable(_images_by_class(train_folder))

@@ -114,7 +114,6 @@ class DecodedImages:
 
         Raises:
             UserError: it cannot be decoded; the message says which one.
-
         """
         raise NotImplementedError
 
@@ -126,7 +125,6 @@ class DecodedImages:
 
         Raises:
             UserError: which image cannot be decoded.
-
         """
         images = []
         for sample in samples:
@@ -186,7 +184,6 @@ def held_out(labels: np.ndarray, fraction: float) -> np.ndarray:
     Args:
         labels: int, one for each sample.
         fraction: of each class, above 0 and below 1; rounded down.
-
     """
     mask = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):

@@ -42,6 +42,5 @@ class ImageSource(DataSource):
 
         Raises:
             UserError: no images, fewer than two classes, an unreadable file.
-
         """
         raise NotImplementedError

@@ -54,7 +54,6 @@ def open_or_build(
 
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
-
     """
     key = json.dumps([FORMAT, train.identity, valid.identity, plan.identity], sort_keys=True)
     parent = Path(cache_dir).expanduser() / "text"

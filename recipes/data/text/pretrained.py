@@ -30,7 +30,6 @@ class Pretrained:
 
         Raises:
             UserError: beginning with ``key``, the option that the user set: there is no such tokenizer, or no network.
-
         """
         from transformers import AutoTokenizer
 

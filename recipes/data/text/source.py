@@ -65,6 +65,5 @@ class TextSource(DataSource):
 
         Raises:
             UserError: the text is missing, empty, binary or cannot be fetched.
-
         """
         raise NotImplementedError

@@ -65,7 +65,6 @@ class CheckpointSender:
             client: of the store.
             run: MLflow's.
             between: called before each file, with its bytes, and after it, with 0; it may wait, or raise to stop.
-
         """
         if self.mode == "none":
             return
@@ -184,7 +183,6 @@ def _remove(client: MlflowClient, run: Any, name: str) -> None:
 
     Raises:
         NotImplementedError: the store cannot.
-
     """
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 

@@ -81,7 +81,6 @@ class RunInfo:
 
         Raises:
             UserError: there is none, or it is damaged.
-
         """
         path = folder / TRACKING_FILE
         try:
@@ -112,7 +111,6 @@ class Delivery:
             info: what MLflow gets when the run begins there.
             training: whether the run is being trained, which MLflow then shows.
             progress: see ``Progress``.
-
         """
         self.run_id: str | None = None
         self.elsewhere: int | None = None

@@ -58,7 +58,6 @@ def step_elsewhere(folder: Path, run: Any, sessions: list[str], training: bool) 
         sessions: of the processes that have trained the run in this folder.
         training: whether the run is trained here now; then a run without the tag (of an earlier version) is taken as
             this one.
-
     """
     session = run.data.tags.get(SESSION_TAG)
     if session in sessions or (session is None and training):

@@ -42,7 +42,6 @@ def closing_description(folder: Path, run_id: str, model_id: str | None, *, resu
         run_id: MLflow's.
         model_id: of the best weights, where they are a model.
         resumable: whether MLflow gets the checkpoints.
-
     """
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

@@ -68,7 +68,6 @@ class Feed(threading.Thread):
 
         Returns:
             A message: what is missing in MLflow and how to send it; None: nothing is missing.
-
         """
         self._status = status
         self._patience_s = patience_s
@@ -94,7 +93,6 @@ class Feed(threading.Thread):
 
         Returns:
             A message: what MLflow lacks and how to send it; None: it has everything, or ``conclude`` was called.
-
         """
         if self._ending.is_set():
             return None

@@ -47,7 +47,6 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
 
     Raises:
         UserError: there is no such run, no checkpoint of it or no server, or the folder exists and does not fit.
-
     """
     match = _ADDRESS.fullmatch(resume)
     if not match or not re.fullmatch(r"\w+", match[1]):
@@ -164,7 +163,6 @@ def _here(target: Path, wanted: _Wanted) -> bool:
 
     Raises:
         UserError: the folder is of another run, or of another state of this one, or in use.
-
     """
     if not target.exists():
         return False

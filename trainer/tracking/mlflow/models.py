@@ -65,7 +65,6 @@ def log_best(
         register: the registered model that gets it as a new version, if any.
         progress: see ``Progress``.
         upload_s: seconds that the upload may take.
-
     """
     from mlflow.exceptions import MlflowException
 

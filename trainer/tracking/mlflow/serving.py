@@ -55,7 +55,6 @@ def write_serving(
         device: where it runs; call this under autocast.
         datasets: of the validation samples the example is made.
         step: the optimizer step of the weights.
-
     """
     remove_serving(folder)
     target = folder / SERVING

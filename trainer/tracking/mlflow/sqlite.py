@@ -32,7 +32,6 @@ def prepared(database: Path) -> Iterator[None]:
 
     Raises:
         UserError: the file is no SQLite database, or is one of another version of MLflow. It is not touched.
-
     """
     database.parent.mkdir(parents=True, exist_ok=True)
     with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):

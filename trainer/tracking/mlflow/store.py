@@ -39,7 +39,6 @@ def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
 
     Raises:
         UserError: it is not a URI that MLflow supports.
-
     """
     value = uri
     if not value:
@@ -72,7 +71,6 @@ def whole_uri(uri: str) -> str:
 
     Raises:
         UserError: it is not there.
-
     """
     if ":***@" not in uri:
         return uri
@@ -128,7 +126,6 @@ def connect(uri: str) -> MlflowClient:
     Raises:
         UserError: the file is not an SQLite database, or of another version of MLflow.
         Exception: of many kinds, when the store does not answer.
-
     """
     import_mlflow(uri)
     from mlflow import MlflowClient
@@ -165,7 +162,6 @@ def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: 
         name: of the run.
         key: see ``RunInfo.key``.
         started_s: seconds since the epoch.
-
     """
     try:
         user = getpass.getuser()

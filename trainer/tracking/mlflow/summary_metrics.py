@@ -39,7 +39,6 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
     Args:
         log: its ``metrics.jsonl``; an incomplete last line (after a kill) is skipped.
         summary: the content of its ``summary.json``; empty for a run that was killed.
-
     """
     lines = list(read_json_lines(log))
     if not lines:

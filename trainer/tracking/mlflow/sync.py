@@ -40,7 +40,6 @@ def runs_in(output_dir: Path) -> list[Path]:
 
     Raises:
         UserError: there is no such folder.
-
     """
     if not output_dir.is_dir():
         raise UserError(f"output_dir={output_dir}: no such folder; name the one that holds the run folders")
@@ -53,7 +52,6 @@ def check_run(folder: Path) -> Path:
 
     Raises:
         UserError: it is not.
-
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run folder such as outputs/gpt2-bf16-s0")
@@ -68,7 +66,6 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
         folder: the run's.
         uri: of the store; None: the one of the run's config.
         named: whether the user named this run; a run with ``tracking=local`` is sent only then.
-
     """
     try:
         info = RunInfo.read(folder)
