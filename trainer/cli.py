@@ -82,8 +82,8 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
     """Return the function that Hydra calls once for every run; it adds the run's exit code to ``codes``."""
     interrupted = False
 
-    # Errors stop here: Hydra would print lines of its own. In a sweep the other runs continue after a failed
-    # one, but a signal means all of them, and ranks of which only some failed would then be in different runs.
+    # Errors are handled here, because Hydra would print a traceback. After a failed run, a sweep continues with the
+    # next one. It ends after a signal. It also ends if only some ranks failed: the ranks would train different runs.
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
         nonlocal interrupted

@@ -78,7 +78,10 @@ class Certificate:
         rows = [
             ("verdict", self.verdict),
             ("kills", f"{len(self.kills)} with SIGKILL: {self._by_kind()}; {self.resumes} resumed"),
-            ("steps", f"{c.steps}, of which {self.skipped_steps} skipped; {c.repeated_steps} repeated after a kill"),
+            (
+                "steps",
+                f"{c.steps}; {self.skipped_steps} were skipped, {c.repeated_steps} were trained again after a kill",
+            ),
             ("compared per step", "sample ids, SHA-256 of the data, learning rate, loss, norm, scale, skipped"),
             ("compared at the end", f"{c.tensors} tensors ({c.elements:,} numbers), {c.metric_lines} lines of metrics"),
             ("command", f"`{self.command}`"),

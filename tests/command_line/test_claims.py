@@ -76,8 +76,10 @@ def test_every_claim_runs_reduced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MANTISSA_CACHE", str(cache))
-    told: list[str] = []
-    reproduction = Reproduction(detect("cpu"), folder / "runs", [text], reduced=True, report=told.append, launch=launch)
+    reported: list[str] = []
+    reproduction = Reproduction(
+        detect("cpu"), folder / "runs", [text], reduced=True, report=reported.append, launch=launch
+    )
     record = reproduction.test(name)
     assert record["verdict"] == "reduced: no verdict"
     assert record["failures"] == []

@@ -80,9 +80,9 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
         *(("fp32-s0", "FINISHED"), ("fp32-s1", "FINISHED"), ("hot-s0", "FAILED"), ("hot-s1", "FAILED"))
     ]
     assert [run.data.tags["arm"] for run in children] == [run.info.run_name.partition("-")[0] for run in children]
-    told = third.out.splitlines()
-    assert f"/runs/{parent.info.run_id}?" in told[-3]
-    assert "viewStateShareKey=mantissa-compare-it&compareRunsMode=CHART" in told[-1]
+    reported = third.out.splitlines()
+    assert f"/runs/{parent.info.run_id}?" in reported[-3]
+    assert "viewStateShareKey=mantissa-compare-it&compareRunsMode=CHART" in reported[-1]
     shown = json.loads(experiment.tags["mlflow.sharedViewState.mantissa-compare-it"])["searchFilter"]
     assert [run.info.run_id in shown for run in children] == [run.info.status == "FINISHED" for run in children]
     assert parent.info.run_id not in shown

@@ -217,8 +217,8 @@ heavy = {{"mlflow", "transformers", "torchvision", "datasets", "sklearn", "matpl
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    told = [line for line in done.stdout.splitlines() if not line.endswith("…")]  # what is being opened
-    assert told == ["2"] * len(commands) + ["[]"], done.stderr
+    reported = [line for line in done.stdout.splitlines() if not line.endswith("…")]  # what is being opened
+    assert reported == ["2"] * len(commands) + ["[]"], done.stderr
 
 
 def test_the_process_ends_with_the_code(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
@@ -401,14 +401,14 @@ class TestDivergence:
             json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are not JSON
 
     def test_names_the_same_step_with_any_log_interval(self, train: Callable[..., Any], folder: Path) -> None:
-        told = []
+        reported = []
         for log_every in (1, 50):
             done = train(*f"{self.SGD} checkpoint=none log_every={log_every} eval_every=200".split())
             assert done.code == 3
             assert "No checkpoint was saved." in done.err
-            told.append(done.err.partition(":")[2].partition(":")[0])
-        assert told[0].startswith(" step ")
-        assert told[0] == told[1]
+            reported.append(done.err.partition(":")[2].partition(":")[0])
+        assert reported[0].startswith(" step ")
+        assert reported[0] == reported[1]
 
     def test_in_fp16_ends_after_too_many_skips(self, train: Callable[..., Any], folder: Path) -> None:
         done = train(*f"{TOKENS} precision=fp16 optimizer.lr=1e30 steps=100 checkpoint.every=1 log_every=1".split())
@@ -461,12 +461,14 @@ def test_a_disk_that_is_full_at_the_end_is_an_error_and_resuming_finishes_the_ru
             )
         done = train(*f"{BIGNET} steps=2 eval_every=1".split())
     assert done.code == 1
-    told = (
+    reported = (
         f"the best weights could not be exported to {run.relative_to(folder)}/best ([Errno 28] No space left on device)"
     )
-    told = told if what == "best" else "summary.json could not be written"
+    reported = reported if what == "best" else "summary.json could not be written"
     command = "python scripts/train.py resume=outputs/bignet-fp32-s0"
-    assert done.err == f"error: all 2 steps are done, but {told}; free disk space, then finish it with:\n  {command}\n"
+    assert (
+        done.err == f"error: all 2 steps are done, but {reported}; free disk space, then finish it with:\n  {command}\n"
+    )
     assert (run / "summary.json").exists() == (what == "best")
     done = train(*command.split()[2:])
     assert (done.code, done.err) == (0, "")

@@ -47,7 +47,7 @@ def test_arms_of_any_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["arms=[fp32,bf61]"], ("arms: bf61 is not a precision", "did you mean 'bf16'?", 'arm.bf61="key=value')),
         (["arms=[fp32]"], ("two arms or more", "arms=fp32,bf16")),
@@ -80,16 +80,16 @@ def test_arms_of_any_overrides() -> None:
         ([PAIR, "fp16"], ("'fp16' is not an option; write key=value",)),
     ],
 )
-def test_mistakes_in_the_options(arguments: list[str], told: tuple[str, ...]) -> None:
+def test_mistakes_in_the_options(arguments: list[str], reported: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         planned(arguments)
     assert caught.value.exit_code == 2
-    for words in told:
+    for words in reported:
         assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["arm.a=precision=fp32", "arm.b=clip=none batch_size=4"], ("arm b is the same as the baseline a",)),
         ([PAIR, "arm.two=parallel=ddp"], ("arm two: ", "parallel")),
@@ -100,11 +100,11 @@ def test_mistakes_in_the_options(arguments: list[str], told: tuple[str, ...]) ->
         ([PAIR, "steps=10"], ("steps=10 leaves no steps to measure the speed", "log_every=10", "use steps=40")),
     ],
 )
-def test_mistakes_in_the_arms(arguments: list[str], told: tuple[str, ...]) -> None:
+def test_mistakes_in_the_arms(arguments: list[str], reported: tuple[str, ...]) -> None:
     comparison = planned([*TINY, *arguments, "null=false"])
     with pytest.raises(UserError) as caught:
         check_arms(comparison)
-    for words in told:
+    for words in reported:
         assert words in str(caught.value)
 
 
@@ -181,19 +181,19 @@ def test_one_failed_arm_does_not_lose_the_others(tmp_path: Path, code: int, firs
     """What another seed would not change is not tried with it; what diverged would diverge again."""
     arms = [Arm(label, ()) for label in "abc"]
     runner = Recorded(tmp_path, {"b0": code})
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
 
     def report(number: int, count: int, outcome: Outcome, known: bool) -> None:
-        told.append((f"{outcome.arm}{outcome.seed}", known))
+        reported.append((f"{outcome.arm}{outcome.seed}", known))
 
     outcomes = runner.run_all(arms, [0, 1], report)
     assert runner.ran == first.split()
     assert [o.finished for o in outcomes] == [run != "b0" for run in runner.ran]
     runner.ran, runner.codes = [], {}
-    told.clear()
+    reported.clear()
     runner.run_all(arms, [0, 1], report)
     assert runner.ran == again.split()
-    assert [run for run, known in told if not known] == runner.ran
+    assert [run for run, known in reported if not known] == runner.ran
 
 
 def test_another_comparison_in_the_folder_is_refused(tmp_path: Path) -> None:

@@ -123,10 +123,12 @@ def test_two_seeds_far_apart_give_no_absurd_interval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "quality", "told"),
+    ("exit_code", "quality", "reported"),
     [(1, "INCONCLUSIVE", []), (3, "WORSE", ["3 of 3 runs diverged where the baseline's did not"])],
 )
-def test_a_failed_arm_is_named_with_its_reason(found: Result, exit_code: int, quality: str, told: list[str]) -> None:
+def test_a_failed_arm_is_named_with_its_reason(
+    found: Result, exit_code: int, quality: str, reported: list[str]
+) -> None:
     found = fails(found, "fp16", exit_code, "the disk <b>is</b> full")
     assert found.failed
     assert (cells(found, "fp16")["throughput"], cells(found, "fp16")["quality"]) == ("not measured", quality)
@@ -134,7 +136,7 @@ def test_a_failed_arm_is_named_with_its_reason(found: Result, exit_code: int, qu
     said = sentences(found)
     assert "fp16, seeds 0, 1, 2, failed: the disk <b>is</b> full" in said
     assert [sentence for sentence in said if sentence.startswith("fp16: ")] == [
-        f"fp16: validation loss {quality}; {words}." for words in told
+        f"fp16: validation loss {quality}; {words}." for words in reported
     ]
     assert "the disk &lt;b&gt;is&lt;/b&gt; full" in page(found, ["x"], {})
     assert "fp16, seeds 0, 1, 2, failed" in markdown(found, ["x"], "")

@@ -256,9 +256,9 @@ def test_an_error_is_reported_with_what_to_set(
 ) -> None:
     monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
     assert run(reproduce_cli.main, None, arguments) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert words in told
+    reported = capsys.readouterr().err
+    assert reported.startswith("error: ")
+    assert words in reported
 
 
 def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(tmp_path: Path) -> None:

@@ -48,18 +48,18 @@ class Rank(subprocess.Popen[Any]):
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
     """Fork for every request; return it in the new process, and None here when the agent has ended."""
     while message := connection.recv(forks.LARGEST_MESSAGE):
-        told, tell = os.pipe()
+        reading, writing = os.pipe()
         between = os.fork()
         if between:
-            os.close(tell)
+            os.close(writing)
             os.waitpid(between, 0)  # an orphan is the agent's child from now on
-            connection.send(os.read(told, 64))
-            os.close(told)
+            connection.send(os.read(reading, 64))
+            os.close(reading)
             continue
         if pid := os.fork():
-            os.write(tell, str(pid).encode())
+            os.write(writing, str(pid).encode())
             os._exit(0)
-        for descriptor in (told, tell):
+        for descriptor in (reading, writing):
             os.close(descriptor)
         connection.close()
         request: dict[str, Any] = json.loads(message)

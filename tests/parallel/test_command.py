@@ -232,11 +232,11 @@ def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -
     out, err = process.communicate(timeout=300)
     assert "saved (requested by a signal)" in out
     assert "lost connection" not in err
-    told = re.search(r"stopped by SIGTERM after step (\d+), saved. Resume with:\n  (.*)", err)
-    assert told, err
+    printed = re.search(r"stopped by SIGTERM after step (\d+), saved. Resume with:\n  (.*)", err)
+    assert printed, err
     assert err.count("stopped by SIGTERM") == 1
-    assert load(run / "checkpoints").step == int(told[1])
-    assert re.fullmatch(r"torchrun --nproc-per-node=2 \S+/scripts/train\.py resume=outputs/run", told[2])
+    assert load(run / "checkpoints").step == int(printed[1])
+    assert re.fullmatch(r"torchrun --nproc-per-node=2 \S+/scripts/train\.py resume=outputs/run", printed[2])
 
 
 def test_two_hosts_connect_and_train_together(start: Start, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_two_hosts_connect_and_train_together(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("processes", "overrides", "told"),
+    ("processes", "overrides", "reported"),
     [
         (0, ("parallel=ddp",), "error: this parallel mode needs several processes: start them with torchrun"),
         (2, ("steps=3",), "error: torchrun started 2 processes, and parallel=single uses one; set parallel=ddp"),
@@ -264,9 +264,9 @@ def test_two_hosts_connect_and_train_together(start: Start, tmp_path: Path) -> N
         (0, ("parallel=fsdp", "parallel.param_dtype=bf16"), "parallel.param_dtype=bf16 with precision=fp32"),
     ],
 )
-def test_mistakes(processes: int, overrides: tuple[str, ...], told: str, start: Start, tmp_path: Path) -> None:
+def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, start: Start, tmp_path: Path) -> None:
     _, err = done(start(processes, *overrides), code=1 if processes else 2)
-    assert told in err
+    assert reported in err
     assert err.count("error: ") == 1
     assert not (tmp_path / "outputs").exists()
 

@@ -74,7 +74,7 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSeq2SeqLM, A
 sys.path[:] = [each for each in sys.path if not Path(each, "trainer").is_dir()]
 assert not any(importlib.util.find_spec(name) for name in ("trainer", "recipes"))
 root = Path(sys.argv[1])
-told = json.loads((root / "told.json").read_text())
+request = json.loads((root / "request.json").read_text())
 found = {}
 
 def follow(block, best):
@@ -82,8 +82,8 @@ def follow(block, best):
     exec(re.sub('best = .*', f"best = {str(best)!r}", block), names)
     return names
 
-for name, text in told["texts"].items():
-    got = follow(told["language"].replace("def ", text), root / name)
+for name, text in request["texts"].items():
+    got = follow(request["language"].replace("def ", text), root / name)
     model, tokenizer = got["model"], got["tokenizer"]
     expected = load_file(root / name / "expected")
     with torch.no_grad():
@@ -112,7 +112,7 @@ found["t5"] = {
     "ids": batch["input_ids"][0].tolist(),
     "written": len(model.generate(**batch, max_new_tokens=3)),
 }
-got = follow(told["images"], root / "resnet")
+got = follow(request["images"], root / "resnet")
 expected = load_file(root / "resnet" / "expected")
 mean, std = (torch.tensor(got["config"][name]).view(3, 1, 1) for name in ("mean", "std"))
 with torch.no_grad():
@@ -165,8 +165,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     resnet.model.register_forward_hook(lambda model, inputs, output: recorded.append(output.detach()))
     resnet.recipe.loss(resnet.model, batch)
     save_file({"image": batch["image"], "logits": recorded[0]}, root / "resnet" / "expected")
-    told = {"texts": texts, "language": page_block("AutoModelForCausalLM"), "images": page_block("torchvision")}
-    (root / "told.json").write_text(json.dumps(told))
+    request = {"texts": texts, "language": page_block("AutoModelForCausalLM"), "images": page_block("torchvision")}
+    (root / "request.json").write_text(json.dumps(request))
     done = subprocess.run([sys.executable, "-P", "-c", OUTSIDE, str(root)], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return here, json.loads(done.stdout.splitlines()[-1])

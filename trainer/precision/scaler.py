@@ -34,12 +34,12 @@ class LossScale:
         """Return the scaled loss, fp32 scalar."""
         return loss
 
-    def inverse(self, rest: float = 1.0) -> Tensor | None:
+    def inverse(self, correction: float = 1.0) -> Tensor | None:
         """Return the factor (fp32 scalar) that turns a gradient of the scaled loss into the true one; None: it is 1.
 
-        ``rest`` is a further factor that the gradient needs, see ``Precision.normaliser``.
+        ``correction`` is a further factor that the gradient needs, see ``Precision.normaliser``.
         """
-        return None if rest == 1 else torch.full_like(self.scale, rest)
+        return None if correction == 1 else torch.full_like(self.scale, correction)
 
     def update(self, finite: Tensor) -> None:
         """Adapt the scale to whether this step's gradients were ``finite`` (bool scalar on the device)."""
@@ -61,8 +61,8 @@ class StaticLossScale(LossScale):
     def multiply(self, loss: Tensor) -> Tensor:
         return loss * self.scale
 
-    def inverse(self, rest: float = 1.0) -> Tensor | None:
-        return (self.scale.to(self._wide).reciprocal() * rest).float()
+    def inverse(self, correction: float = 1.0) -> Tensor | None:
+        return (self.scale.to(self._wide).reciprocal() * correction).float()
 
 
 class DynamicLossScale(StaticLossScale):

@@ -314,17 +314,17 @@ sys.path.insert(0, {str(PROJECT)!r})
 from trainer.trainer import Trainer
 from trainer.run.signals import Signals
 take_step, receive = Trainer.train_step, Signals._receive_stop
-def endless(self, microbatches):
+def wait_in_step_2(self, microbatches):
     record = take_step(self, microbatches)
     if self.step == 2:
         print("in the second step", flush=True)
         while True:
             time.sleep(0.01)
     return record
-def told(self, number, frame):
+def receive_and_print(self, number, frame):
     receive(self, number, frame)
     print("a signal came", flush=True)
-Trainer.train_step, Signals._receive_stop = endless, told
+Trainer.train_step, Signals._receive_stop = wait_in_step_2, receive_and_print
 runpy.run_path({str(PROJECT / "scripts" / "train.py")!r}, run_name="__main__")
 """
 

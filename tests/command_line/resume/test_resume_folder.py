@@ -81,7 +81,7 @@ def test_options_that_agree_or_may_change_are_accepted(typed: list[str], run: Pa
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "reported"),
     [
         ("seed=4", "seed was 3, now 4; restore it or start a new run"),
         ("precision=bf16", "precision.mode was fp16, now bf16"),
@@ -98,10 +98,10 @@ def test_options_that_agree_or_may_change_are_accepted(typed: list[str], run: Pa
         ("-m", "continues one run, but -m starts several; remove -m"),
     ],
 )
-def test_what_would_be_another_run_is_refused(typed: str, told: str, run: Path, train: Train) -> None:
+def test_what_would_be_another_run_is_refused(typed: str, reported: str, run: Path, train: Train) -> None:
     done = train(typed, "resume=elsewhere/1e3", "steps=8")
     assert done.code == 2
-    assert told in done.err
+    assert reported in done.err
     assert done.err.count("\n") == 1
     assert done.out == ""
     assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-00000004"
@@ -109,7 +109,7 @@ def test_what_would_be_another_run_is_refused(typed: str, told: str, run: Path, 
 
 def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) -> None:
     before = recorded(run)
-    for change, told in (
+    for change, reported in (
         ({"recipe": "gone"}, "config.json names recipe=gone, which this version does not have"),
         ({"recipe.gone": 1}, "recipe.gone was 1, now None"),
         ({"recipe.width": "wide"}, "recipe.width='wide' must be a whole number"),
@@ -121,7 +121,7 @@ def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) ->
         (run / "config.json").write_text(json.dumps(before | change))
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
-        assert told in done.err
+        assert reported in done.err
     for content in ("{", "[]", "[" * 100_000, '{"seed": 1, "seed": 2}'):
         (run / "config.json").write_text(content)
         done = train("resume=elsewhere/1e3", "steps=8")
@@ -138,7 +138,7 @@ def plant_an_option(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "told"),
+    ("plant", "reported"),
     [
         (plant_an_option, "state.json: the optimizer's maximize was True, now False"),
         (lambda path: (path / "manifest.json").write_text("[" * 10_000), "manifest.json cannot be read (it is nested"),
@@ -149,7 +149,7 @@ def plant_an_option(checkpoint: Path) -> None:
     ],
 )
 def test_what_was_planted_in_a_checkpoint_is_refused(
-    plant: Callable[[Path], object], told: str, run: Path, train: Train
+    plant: Callable[[Path], object], reported: str, run: Path, train: Train
 ) -> None:
     """A few of the mutations of test_checkpoint_fuzz.py, through the command line."""
     checkpoint = run / "checkpoints" / "step-00000004"
@@ -157,7 +157,7 @@ def test_what_was_planted_in_a_checkpoint_is_refused(
     done = train("resume=elsewhere/1e3", "steps=8")
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert f"elsewhere/1e3/checkpoints/{checkpoint.name}" in done.err
-    assert told in done.err
+    assert reported in done.err
 
 
 def test_the_printed_command_resumes_a_folder_of_any_name(run: Path, train: Train, folder: Path) -> None:
