@@ -22,7 +22,7 @@ from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, detect
 from trainer.precision import attention
-from trainer.precision.modes import Precision, formats
+from trainer.precision.modes import Precision, dtypes_in_use
 from trainer.run.monitor import Monitor
 from trainer.trainer import Trainer
 
@@ -360,6 +360,6 @@ def test_fp8_trains_as_bf16_does(mode: str, scaling: str) -> None:
         trainer = on_gpu(*llama, *precision.split())
         records = fit(trainer)
         losses.append(torch.stack([record.loss for record in records]))
-    assert formats(trainer.model, trainer.optimizer)["fp8_modules"]
+    assert dtypes_in_use(trainer.model, trainer.optimizer)["fp8_modules"]
     assert torch.allclose(losses[0], losses[1], rtol=0.03)
     assert not torch.equal(losses[0], losses[1])

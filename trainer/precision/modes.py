@@ -261,7 +261,7 @@ class Precision:
         """Return what was requested and what is effective, read back from torch and tested on the device.
 
         ``matmul_dtype`` is the dtype of the result of a matmul of two matrices in the dtype of the weights.
-        ``formats`` adds what depends on the model. ``matmul_time_over_fp32`` is measured where the mode is emulated.
+        ``dtypes_in_use`` adds what depends on the model. ``matmul_time_over_fp32`` is measured if the mode is emulated.
         """
         with self.autocast(hardware.device):
             one = torch.ones(8, 8, device=hardware.device, dtype=WEIGHTS_DTYPE.get(self.mode, torch.float32))
@@ -295,7 +295,7 @@ def family(mode: str) -> str:
     return mode.partition("_")[0]
 
 
-def formats(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def dtypes_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the manifest's dtypes of the model's weights and of the weights that the optimizer updates.
 
     Read from their tensors; of several dtypes, the one with most weights comes first.

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.schema import Config, flatten
 from trainer.precision import attention
-from trainer.precision.modes import formats
+from trainer.precision.modes import dtypes_in_use
 from trainer.run.folder import RunFolder
 from trainer.tracking.mlflow.datasets import dataset_facts
 from trainer.tracking.mlflow.store import without_password
@@ -28,7 +28,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     config = trainer.config
     manifest = config.precision.manifest(trainer.hardware, trainer.fp32_modules)
     effective = manifest["effective"]
-    effective |= formats(trainer.model, trainer.optimizer) | config.parallel.effective()
+    effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32}
     if trainer.device.type == "cuda":
         effective["sdpa_taken"] = trainer.attention_kernels()

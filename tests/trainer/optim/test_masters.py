@@ -25,7 +25,7 @@ from trainer.optim.optimizer import Optimizer, _fused_is_sound
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP
-from trainer.precision.modes import WEIGHTS_DTYPE, Precision, formats
+from trainer.precision.modes import WEIGHTS_DTYPE, Precision, dtypes_in_use
 from trainer.precision.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
 from trainer.profiling.ledger import Ledger, MemoryLedger
 from trainer.trainer import Trainer
@@ -98,7 +98,7 @@ def test_weights_gradients_and_optimizer_have_the_formats_of_the_manifest(mode: 
     moments = {state["exp_avg"].dtype for state in trainer.optimizer.state.values()}
     assert moments == {changed}
     names = [str(one).removeprefix("torch.") for one in (dtype, changed)]
-    assert list(formats(trainer.model, trainer.optimizer).values()) == [*names, []]
+    assert list(dtypes_in_use(trainer.model, trainer.optimizer).values()) == [*names, []]
     manifest = trainer.config.precision.manifest(trainer.hardware, trainer.fp32_modules)
     assert manifest["effective"]["matmul_dtype"] == names[0]
     assert trainer.loss_scale.recovers == mode.startswith("fp16")
@@ -156,7 +156,7 @@ def test_islands_of_fp32_as_apex_keeps_batch_norm(mode: str) -> None:
     assert record.grad_norm.isfinite()
     changed = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
     assert id(norm.weight) in changed  # it is its own master
-    assert formats(trainer.model, trainer.optimizer)["weights_dtype"].endswith(", float32")
+    assert dtypes_in_use(trainer.model, trainer.optimizer)["weights_dtype"].endswith(", float32")
 
 
 def test_an_island_is_fp32_throughout_and_a_loss_in_it_stays_so() -> None:

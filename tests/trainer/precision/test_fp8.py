@@ -12,7 +12,7 @@ from tests.helpers import compose, fit, start
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision import fp8, modes
-from trainer.precision.modes import Precision, formats
+from trainer.precision.modes import Precision, dtypes_in_use
 from trainer.precision.scaler import StaticScaler
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_a_llama_trains_with_emulated_products(scaling: str, monkeypatch: pytest
         trainer = start(config)
         records = fit(trainer)
         losses.append(torch.stack([record.loss for record in records]))
-    names = formats(trainer.model, trainer.optimizer)["fp8_modules"]
+    names = dtypes_in_use(trainer.model, trainer.optimizer)["fp8_modules"]
     assert len(names) == 6  # of seven: v_proj is an island, and the output layer has the loss in it
     assert all("_proj" in name for name in names)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
