@@ -48,6 +48,16 @@ class StepRecord(NamedTuple):
     units: int
 
 
+class Gradients(NamedTuple):
+    """The gradients of one optimizer step are in the parameters (or masters); this is what else is known of them."""
+
+    loss: Tensor
+    """See ``StepRecord.loss``."""
+    correction: float
+    """The factor that the gradients still need besides the loss scale's, see ``Precision.normaliser``."""
+    units: int
+
+
 class Trainer:
     """The model in training: everything that a step changes, and nothing about where it is reported.
 
@@ -208,13 +218,20 @@ class Trainer:
         return self.config.loader.steps(self.datasets.train, self.order, batching, self.step, left, self.hardware)
 
     def train_step(self, microbatches: list[Batch]) -> StepRecord:
-        """Take one optimizer step over the microbatches and count it.
+        """Take one optimizer step over the microbatches and count it."""
+        lr = self._set_lr()
+        loss, correction, units = self.gradients(microbatches)
+        grad_norm, skipped, scale = self.update.step(self.step, correction)
+        self.step += 1
+        return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
+
+    def gradients(self, microbatches: list[Batch]) -> Gradients:
+        """Add up the gradients of one optimizer step, and change nothing else but buffers and generators.
 
         The loss is normalised once, by the valid targets of the whole step, so that neither the number of
         microbatches nor how the targets fall among them changes the gradient. (In two factors: see
         ``Precision.normaliser``.)
         """
-        lr = self._set_lr()
         targets, units = self.world.sums(*self.count(microbatches))
         divisor, correction = self.config.precision.normaliser(max(1, targets))
         loss: Tensor | None = None
@@ -227,9 +244,7 @@ class Trainer:
                 self.update.backward(share, exchanged=last and self.config.parallel.kind != "single")
             loss = share.detach() if loss is None else loss + share.detach()
         assert loss is not None, "an optimizer step has at least one microbatch"
-        grad_norm, skipped, scale = self.update.step(self.step, correction)
-        self.step += 1
-        return StepRecord(self.step, loss * correction, grad_norm, skipped, scale, lr, units)
+        return Gradients(loss * correction, correction, units)
 
     def count(self, microbatches: list[Batch]) -> tuple[int, int]:
         """Return this rank's valid targets and units of work in one step, from the values of CPU tensors."""
