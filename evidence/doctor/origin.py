@@ -1,0 +1,227 @@
+"""The cause of a step that is not finite: which operator, and what kind of fault it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from evidence.doctor.case import CaseTrainer
+from evidence.doctor.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
+from evidence.doctor.modules import ModuleTracer
+from evidence.doctor.tape import Node, Tape, behind, chain, tensors
+from trainer.formats import dtype_name
+
+_CANDIDATES = 12
+"""Operators that are tried out, one pass each."""
+_DEPTH = 12
+"""Operators between a result that became 0 and the operator that divides by it, at most."""
+
+
+def find(trainer: CaseTrainer, rung: str) -> Finding | None:
+    """Return the fault that makes this step of a trainer not finite; None: the step is finite, or not by an operator.
+
+    The tape is sliced from the harmed sinks. Where the slice has several first operators, each is repaired alone (its
+    results that are not finite become ±1), and the one without which the sinks are finite is the cause.
+    """
+    modules = ModuleTracer(trainer.model)
+    named = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
+    with modules, Tape(modules, named) as tape:
+        found = trainer.attempt()
+    sinks = trainer.sinks(found)
+    harmed = trainer.harmed(found)
+    slice_ = behind([node for name in harmed for node in tape.writers(sinks[name])])
+    if not slice_:
+        return None
+    starts = [node for node in slice_ if node.computes] or slice_[:1]
+    cause, alone = _cause(trainer, starts)
+    path = _path(cause, slice_, harmed)
+    if cause.outside:
+        detail = f"{', '.join(dict.fromkeys(cause.outside))} is not finite before the step"
+        return Finding(INPUT, cause.direction, cause.module, rung, cause.op, cause.dtype, cause.shape, detail, path)
+    capture = Capture(cause.number)
+    with modules, capture:
+        trainer.attempt()
+    kind, detail = capture.kind()
+    if kind == DOMAIN and rung not in ("fp32", "fp64") and (flushed := _flushed(trainer, modules, cause.number)):
+        source = Node(
+            flushed.number, flushed.op, flushed.module, flushed.direction, flushed.dtype, flushed.shape, *(False,) * 2
+        )
+        why = f"{flushed.detail}; {cause.op} then divides by 0 or takes a logarithm of it"
+        return Finding(
+            UNDERFLOW, source.direction, source.module, rung, source.op, source.dtype, source.shape, why, path
+        )
+    if not alone:
+        detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
+    return Finding(kind, cause.direction, cause.module, rung, cause.op, cause.dtype, cause.shape, detail, path)
+
+
+def _cause(trainer: CaseTrainer, starts: list[Node]) -> tuple[Node, bool]:
+    """Return the operator whose repair alone makes the sinks finite; else the first, and False."""
+    distinct = list({node.number: node for node in starts}.values())
+    if len(distinct) == 1:
+        return distinct[0], True
+    for node in distinct[:_CANDIDATES]:
+        with Repair(node.number):
+            found = trainer.attempt()
+        if not trainer.harmed(found):
+            return node, True
+    return distinct[0], False
+
+
+def _path(cause: Node, slice_: list[Node], harmed: list[str]) -> list[str]:
+    """Return what the fault passes through: the modules, or operators outside of them, and at last a sink."""
+    names = [node.module or node.op.removeprefix("aten.") for node in chain(cause, slice_)[1:]]
+    names = [name for number, name in enumerate(names) if number == 0 or names[number - 1] != name]
+    if len(names) > 4:
+        names = [*names[:2], "…", names[-1]]
+    gradients = [name for name in harmed if name != "loss"]
+    sink = "loss" if "loss" in harmed else f"gradient of {gradients[0]}" if gradients else harmed[0]
+    return [*names, sink]
+
+
+class Repair(TorchDispatchMode):
+    """Replaces what is not finite in the result of one operator by ±1."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self.count == self.number:
+            for result in tensors(output):
+                if result.is_floating_point():
+                    result.copy_(torch.nan_to_num(result, nan=1.0, posinf=1.0, neginf=-1.0))
+        self.count += 1
+        return output
+
+
+class Capture(TorchDispatchMode):
+    """Computes one operator again in fp64, from the inputs that it had."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.count = 0
+        self.low: list[Tensor] = []
+        self.wide: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.count == self.number:
+            self.wide = in_fp64(func, args, kwargs)
+        output = func(*args, **kwargs)
+        if self.count == self.number:
+            self.low = [tensor.detach().clone() for tensor in tensors(output) if tensor.is_floating_point()]
+        self.count += 1
+        return output
+
+    def kind(self) -> tuple[str, str]:
+        """Return the kind of fault, and the numbers that say so."""
+        for low, wide in zip(self.low, self.wide, strict=False):
+            bad = ~torch.isfinite(low)
+            if low.shape != wide.shape or not bool(bad.any()):
+                continue
+            reference = wide[bad]
+            count = f"{int(bad.sum()):,} of {low.numel():,}"
+            largest = torch.finfo(low.dtype).max
+            if bool(torch.isfinite(reference).all()):
+                amax = reference.abs().max().item()
+                return OVERFLOW, f"reference amax {amax:.6g} > {largest:.6g}, {count}"
+            shown = sorted({f"{value:g}" for value in reference[:1000].tolist()})[:3]
+            return DOMAIN, f"the reference is {', '.join(shown)} too, {count}"
+        return DOMAIN, "the operator could not be computed again in fp64"
+
+
+def in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the floating-point results of an operator, computed in fp64 from the same inputs; none if it cannot be."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().double() if value.is_floating_point() else value.detach().clone()
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    try:
+        output = func(*tree_map(wide, args), **tree_map(wide, kwargs))
+    except (RuntimeError, NotImplementedError):
+        return []
+    return [tensor for tensor in tensors(output) if tensor.is_floating_point()]
+
+
+@dataclass
+class _Step:
+    number: int
+    op: str
+    module: str
+    direction: str
+    dtype: str
+    shape: tuple[int, ...]
+    sources: list[_Step] = field(default_factory=list)
+    detail: str = ""
+    """What became 0 here; empty: nothing."""
+
+
+class _Flushes(TorchDispatchMode):
+    """Follows all operators up to one, and notes where results became 0 that are not 0 in fp64."""
+
+    def __init__(self, modules: ModuleTracer, last: int) -> None:
+        super().__init__()
+        self.modules = modules
+        self.last = last
+        self.count = 0
+        self.end: _Step | None = None
+        self._written: dict[int, _Step] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        number, self.count = self.count, self.count + 1
+        near = self.last - 8 * _DEPTH <= number < self.last and not func._schema.is_mutable
+        wide = in_fp64(func, args, kwargs) if near else []
+        inputs = tensors((args, kwargs))
+        keys = [int(tensor.untyped_storage()._cdata) for tensor in inputs]
+        output = func(*args, **kwargs)
+        if number > self.last:
+            return output
+        results = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
+        module, direction = self.modules.place()
+        for position, result in enumerate(results):
+            key = int(result.untyped_storage()._cdata)
+            if key in keys and not func._schema.is_mutable:
+                continue
+            sources = list({id(s): s for k in keys if (s := self._written.get(k)) is not None}.values())
+            step = _Step(
+                number, str(func).rpartition(".")[0], module, direction, dtype_name(result.dtype), tuple(result.shape)
+            )
+            step.sources = sources
+            if position < len(wide) and wide[position].shape == result.shape:
+                lost = (result == 0) & (wide[position] != 0)
+                if bool(lost.any()):
+                    amax = wide[position][lost].abs().max().item()
+                    step.detail = f"{int(lost.sum()):,} of {lost.numel():,} up to {amax:.3g} became 0"
+            self._written[key] = step
+            if number == self.last:
+                self.end = step
+        return output
+
+
+def _flushed(trainer: CaseTrainer, modules: ModuleTracer, number: int) -> _Step | None:
+    """Return the nearest operator before this one whose result became 0, where the reference is not 0."""
+    with modules, _Flushes(modules, number) as flushes:
+        trainer.attempt()
+    left = deque([(flushes.end, 0)] if flushes.end is not None else [])
+    seen: set[int] = set()
+    while left:
+        step, depth = left.popleft()
+        if depth and step.detail:
+            return step
+        if id(step) not in seen and depth < _DEPTH:
+            seen.add(id(step))
+            left += [(source, depth + 1) for source in step.sources]
+    return None
