@@ -15,6 +15,7 @@ from trainer.precision.modes import Precision, family
 OK, BREAKS, LEFT_OUT = "ok", "BREAKS", "left out"
 
 FP64, FP32, TF32 = "fp64", "fp32", "tf32"
+SCALER = "+scaler"
 
 
 @dataclass
@@ -50,8 +51,9 @@ class Rung:
         """Return the rung with its status, such as ``fp16+scaler 65536 ok at 8192``."""
         if self.status == LEFT_OUT:
             return f"{self.name} {self.why}"
-        lower = f" at {self.scale:g}" if self.status == OK and self.scale != self.scales[0] else ""
-        return f"{self.name} {self.status}{lower}"
+        name = f"{self.name} {self.scales[0]:.10g}" if self.name.endswith(SCALER) else self.name
+        lower = f" at {self.scale:.10g}" if self.status == OK and self.scale != self.scales[0] else ""
+        return f"{name} {self.status}{lower}"
 
 
 def rungs(case: Case) -> list[Rung]:
@@ -73,7 +75,7 @@ def rungs(case: Case) -> list[Rung]:
     result.append(Rung(basic, lambda: case.trainer(_plain(own, basic))))
     scales = _scales(case)
     if scales != (1.0,):
-        result.append(Rung(f"{basic}+scaler {scales[0]:g}", lambda: case.trainer(_plain(own, basic)), scales))
+        result.append(Rung(basic + SCALER, lambda: case.trainer(_plain(own, basic)), scales))
     if own.mode != basic:
         result.append(Rung(own.mode, lambda: case.trainer(own, own=True), scales))
     return result
