@@ -48,6 +48,8 @@ class Case:
     """The loss scale of the step."""
     prototype: nn.Module
     """The recipe's model in fp32, without weights of its own that matter, on the host."""
+    ranks: int = 1
+    """Processes that the run's gradients were summed over; the microbatches are those of all."""
 
     @classmethod
     def of(cls, trainer: Trainer, microbatches: list[Batch]) -> Case:
@@ -70,6 +72,11 @@ class Case:
             scale=trainer.loss_scale.scale.item(),
             prototype=trainer.recipe.build_model(trainer.datasets),
         )
+
+    def few(self, samples: int) -> Case:
+        """Return the same step with only so many samples of its first microbatch."""
+        first = {name: tensor[:samples] for name, tensor in self.microbatches[0].items()}
+        return replace(self, microbatches=[first])
 
     def trainer(
         self, precision: Precision, *, own: bool = False, scale: float = 1.0, compile: Compile | None = None

@@ -59,6 +59,16 @@ def complete(arguments: list[str]) -> list[str]:
     return [*base, *kept, f"resume={quoted(str(folder.path))}"]
 
 
+def recorded_overrides(folder: RunFolder) -> list[str]:
+    """Return overrides that make up the config that the run in ``folder`` was started with.
+
+    Raises:
+        UserError: its config.json cannot be read, or is of another version.
+    """
+    recorded = folder.config()
+    return _base(folder, recorded | augment.recorded(recorded, _reads_images(recorded)), set())
+
+
 def check_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False) -> None:
     """Refuse to continue a run under a config (``flat``, by dotted keys) that would make it another run.
 

@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(1, 3 * WIDTH)
         with torch.no_grad():
             self.qkv.weight[: 2 * WIDTH].mul_(size)
+        self.mask: Tensor
         rows = torch.zeros(WIDTH, WIDTH)
         rows[3] = mask  # a row without any key
         self.register_buffer("mask", rows)

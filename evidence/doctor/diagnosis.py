@@ -1,0 +1,133 @@
+"""The examination of one step: the ladder first, then what a finite step can still hide."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from evidence.doctor.case import Case, CaseTrainer
+from evidence.doctor.exchange import overflow_of_sum
+from evidence.doctor.finding import Finding
+from evidence.doctor.ladder import BREAKS, FP32, FP64, LEFT_OUT, OK, Rung, rungs
+from evidence.doctor.manifest import OperatorManifest, manifest
+from evidence.doctor.origin import find
+from evidence.doctor.replay import Replay
+from trainer.errors import is_out_of_memory
+
+HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
+EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
+CHECKS = ("ladder", "manifest", "range", "pairs", "updates", "islands")
+
+
+class Budget:
+    """Seconds that may be spent; what does not fit is left out, and named."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.left_out: list[str] = []
+        self.spent: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.monotonic() - self._began)
+
+    def take(self, name: str, part: Callable[[], Any]) -> Any:
+        """Run a part of the examination if there is time and memory for it, and return its result; else None."""
+        if self.left <= 0:
+            self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")
+            return None
+        began = time.monotonic()
+        try:
+            return part()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.left_out.append(f"{name} (out of memory)")
+            return None
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass
+class Diagnosis:
+    """What was found in one step."""
+
+    replay: Replay
+    verdict: str = HEALTHY
+    ladder: list[Rung] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    manifest: OperatorManifest | None = None
+    notes: list[str] = field(default_factory=list)
+    budget: Budget = field(default_factory=lambda: Budget(60))
+
+    @property
+    def exit_code(self) -> int:
+        """Of scripts/doctor.py."""
+        return EXIT_CODES[self.verdict]
+
+
+def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float = 60) -> Diagnosis:
+    """Examine a step.
+
+    Args:
+        replay: the step.
+        checks: of ``CHECKS``.
+        budget_s: seconds; the rung of fp32 and the run's own are always taken.
+    """
+    result = Diagnosis(replay, notes=list(replay.notes), budget=Budget(budget_s))
+    if "ladder" in checks:
+        _climb(result)
+    if "manifest" in checks:
+        # The formats do not depend on the number of samples; batch norm needs two.
+        few = replay.case.few(2)
+        result.manifest = result.budget.take("manifest", lambda: manifest(_own(few), replay.precision))
+        if result.manifest is not None:
+            result.findings += result.manifest.findings
+            result.notes += result.manifest.notes
+    if result.findings:
+        result.verdict = FOUND
+    elif replay.failed and replay.finite:
+        result.verdict = NOT_REPRODUCED
+        result.notes.append("the run failed at this step, and taken again it is finite; train with deterministic=true")
+    return result
+
+
+def _own(case: Case) -> CaseTrainer:
+    """Return a trainer as the run's own, eager."""
+    return case.trainer(case.config.precision, own=True, scale=case.scale)
+
+
+def _climb(result: Diagnosis) -> None:
+    """Take every rung; where one breaks, find the cause at the first."""
+    case, budget = result.replay.case, result.budget
+    result.ladder = rungs(case)
+    broken: Rung | None = None
+    own = result.ladder[-1]
+    needed = {FP32, own.name}
+    if result.replay.finite and case.config.compile.mode == "off":  # it was taken already, as the run takes it
+        own.status, own.loss = OK, result.replay.loss
+    for rung in result.ladder:
+        if rung.status:
+            continue
+        trainer = rung.climb() if rung.name in needed else budget.take(rung.name, rung.climb)
+        if trainer is None:
+            rung.status, rung.why = LEFT_OUT, "left out"
+            continue
+        if rung.status == BREAKS and rung.name != FP64 and broken is None:
+            broken = rung
+            if (finding := find(trainer, rung.name)) is not None:
+                result.findings.append(finding)
+        del trainer
+    if broken is None and case.ranks > 1:
+        found = budget.take("sum of ranks", lambda: overflow_of_sum(_own(case), case.ranks))
+        result.findings += found or []
+    if broken is not None and broken.name == FP32:
+        fp64 = next(rung for rung in result.ladder if rung.name == FP64)
+        cause = (
+            "fp32 itself is too narrow here" if fp64.status == OK else "it is the data, the learning rate or the model"
+        )
+        result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")

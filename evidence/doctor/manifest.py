@@ -1,0 +1,188 @@
+"""The format in which every operator of a step really ran, and where that is not what was asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evidence.doctor.case import CaseTrainer
+from evidence.doctor.finding import DTYPE, FORWARD, Finding
+from evidence.doctor.modules import ModuleTracer
+from evidence.doctor.tape import tensors
+from trainer.data.loader import to_device
+from trainer.formats import dtype_name
+from trainer.precision.modes import WEIGHTS_DTYPE
+
+_HALF = (torch.float16, torch.bfloat16)
+_CAST = "aten._to_copy"
+_SENSITIVE = ("softmax", "log", "exp", "pow", "sum", "mean", "norm", "var", "std", "cumsum", "prod", "rsqrt")
+"""Parts of the names of operators that are usually kept in fp32: sums over many numbers, and what has a wide range."""
+
+
+class Row(NamedTuple):
+    """How often an operator ran in one module, one direction and these formats."""
+
+    module: str
+    direction: str
+    op: str
+    inputs: str
+    """The floating-point dtypes of its inputs, without repetition."""
+    output: str
+    calls: int
+
+
+@dataclass
+class OperatorManifest:
+    """What ran in which format in one step."""
+
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def manifest(trainer: CaseTrainer, rung: str) -> OperatorManifest:
+    """Take the step once and return the formats of its operators, with the faults among them.
+
+    A fault is a module or an operator that was to be fp32 and ran in 16 bits, weights stored in fewer bits than
+    requested, and a sum of the loss that is not fp32. Everything else that is unusual is a note.
+    """
+    modules = ModuleTracer(trainer.model)
+    with modules, _Dtypes(modules) as seen:
+        trainer.attempt()
+    rows = [Row._make((*key, calls)) for key, calls in sorted(seen.calls.items())]
+    findings = [*_islands(trainer, rows, rung), *_operators(trainer, rows, rung)]
+    findings += [*_weights(trainer, rung), *_loss(trainer, rung)]
+    return OperatorManifest(rows, findings, _notes(trainer, rows))
+
+
+class _Dtypes(TorchDispatchMode):
+    def __init__(self, modules: ModuleTracer) -> None:
+        super().__init__()
+        self.modules = modules
+        self.calls: Counter[tuple[str, str, str, str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            results = _names(tensors(output))
+            if results:
+                name = str(func).rpartition(".")[0]
+                module, direction = self.modules.place()
+                self.calls[module, direction, name, _names(tensors((args, kwargs))), results] += 1
+        return output
+
+
+def _names(found: list[Tensor]) -> str:
+    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found if each.is_floating_point()))
+
+
+_HALF_NAMES = [dtype_name(dtype) for dtype in _HALF]
+
+
+def _is_half(dtypes: str) -> bool:
+    return any(name in _HALF_NAMES for name in dtypes.split(", "))
+
+
+def _islands(trainer: CaseTrainer, rows: list[Row], rung: str) -> list[Finding]:
+    """Return the fp32 modules whose own operators ran in 16 bits in the forward pass.
+
+    With 16-bit weights the result of an island is cast back, so there casts are not counted.
+    """
+    islands = trainer.fp32_modules
+    casts_back = trainer.config.precision.mode in WEIGHTS_DTYPE
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        inside = any(row.module == name or row.module.startswith(f"{name}.") for name in islands)
+        if inside and row.direction == FORWARD and _is_half(row.output) and not (casts_back and row.op == _CAST):
+            found.setdefault(row.module, []).append(row)
+    return [
+        Finding(
+            DTYPE,
+            FORWARD,
+            module,
+            rung,
+            own[-1].op,
+            own[-1].output,
+            detail=f"precision.fp32_modules has it, and {sum(row.calls for row in own)} operators ran in 16 bits",
+            cure=["remove the cast to 16 bits from this module's code"],
+        )
+        for module, own in found.items()
+    ]
+
+
+def _operators(trainer: CaseTrainer, rows: list[Row], rung: str) -> list[Finding]:
+    """Return the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass."""
+    wanted = getattr(trainer.config.precision, "fp32_ops", [])
+    found = []
+    for name in wanted:
+        own = [row for row in rows if row.direction == FORWARD and _is_half(row.output) and _base(row.op) == name]
+        found += [
+            Finding(
+                DTYPE,
+                FORWARD,
+                row.module,
+                rung,
+                row.op,
+                row.output,
+                detail=f"precision.fp32_ops asks for {name} in fp32",
+            )
+            for row in own[:1]
+        ]
+    return found
+
+
+def _base(op: str) -> str:
+    return op.removeprefix("aten.").removeprefix("_safe").removeprefix("native").strip("_")
+
+
+def _weights(trainer: CaseTrainer, rung: str) -> list[Finding]:
+    """Return the parameters that are stored in fewer bits than the precision asks for."""
+    asked = WEIGHTS_DTYPE.get(trainer.config.precision.mode, torch.float32)
+    low: dict[str, list[tuple[str, torch.dtype]]] = {}
+    for name, parameter in trainer.model.named_parameters():
+        module = name.rpartition(".")[0]
+        island = any(module == each or module.startswith(f"{each}.") for each in trainer.fp32_modules)
+        wanted = torch.float32 if island else asked
+        if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize:
+            low.setdefault(module, []).append((name, parameter.dtype))
+    return [
+        Finding(
+            DTYPE,
+            FORWARD,
+            module,
+            rung,
+            dtype=dtype_name(named[0][1]),
+            detail=f"{', '.join(name for name, _ in named)} stored in {dtype_name(named[0][1])}, "
+            f"precision={trainer.config.precision.mode} asks for {dtype_name(asked)}",
+        )
+        for module, named in low.items()
+    ]
+
+
+def _loss(trainer: CaseTrainer, rung: str) -> list[Finding]:
+    """Return a finding where the summed loss is in 16 bits."""
+    trainer.start()
+    batch = to_device(trainer.case.microbatches[0], trainer.device)
+    with torch.no_grad(), trainer.around(), trainer.config.precision.autocast(trainer.device):
+        dtype = trainer.recipe.loss(trainer.model, batch).loss_sum.dtype
+    if dtype not in _HALF:
+        return []
+    detail = f"the summed loss is {dtype_name(dtype)}: sum it in fp32 in Recipe.loss"
+    return [Finding(DTYPE, FORWARD, "", rung, "the loss", dtype_name(dtype), detail=detail)]
+
+
+def _notes(trainer: CaseTrainer, rows: list[Row]) -> list[str]:
+    """Return what is unusual: sums and wide-range operators that ran in 16 bits under autocast."""
+    if trainer.config.precision.mode in WEIGHTS_DTYPE:  # there every operator does
+        return []
+    found: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row.direction == FORWARD and _is_half(row.output) and any(part in _base(row.op) for part in _SENSITIVE):
+            key = row.op, row.output
+            found[key] = found.get(key, 0) + row.calls
+    return [f"{op} ran in {dtype} {calls} times" for (op, dtype), calls in found.items()]

@@ -1,0 +1,171 @@
+"""Take a run to the step that is examined, from its newest checkpoint before it or from its beginning."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from evidence.doctor.case import Case
+from trainer.checkpoint import store
+from trainer.checkpoint.reader import CheckpointReader
+from trainer.config.compose import compose
+from trainer.config.schema import Config, flatten
+from trainer.errors import UserError
+from trainer.files import read_object
+from trainer.hardware import UNAVAILABLE, detect
+from trainer.parallel.world import World
+from trainer.parallel.wrap import Parallel
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler
+from trainer.run.folder import RunFolder, local_folder
+from trainer.run.provenance import git_facts, versions
+from trainer.run.resume import check_same, recorded_overrides
+from trainer.trainer import StepRecord, Trainer
+
+FAILURE_FILE = "failure.json"
+FAILURE_FOLDER = "failure"
+
+
+@dataclass
+class Replay:
+    """A step that was taken again as the run takes it, and the case that it started from."""
+
+    case: Case
+    loss: float
+    grad_norm: float
+    skipped: bool
+    began: str
+    """Where the replay started: a checkpoint's name, or ``the beginning``."""
+    folder: Path | None = None
+    """Of the run; None: a check-up before a run."""
+    failed: bool = False
+    """Whether the run itself ended at this step, because it was not finite."""
+    finished: bool = False
+    """Whether the run took all its steps, and this is one more."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def precision(self) -> str:
+        """The mode of the run's precision."""
+        return self.case.config.precision.mode
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step was taken."""
+        return not self.skipped and math.isfinite(self.loss)
+
+
+def of_overrides(overrides: Sequence[str], step: int, say: Callable[[str], None] = print) -> Replay:
+    """Train a new run up to a step, counted from 1, and take it; nothing is written."""
+    config = compose(overrides)
+    trainer, notes = _trainer(config)
+    replay = _take(trainer, max(1, step), "the beginning", say)
+    replay.notes += notes
+    return replay
+
+
+def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str], None] = print) -> Replay:
+    """Take a run's step again: ``step``, or 0 for the one that failed, or one more where the run is complete.
+
+    Raises:
+        UserError: there is no such run, or another config was asked for, or the run has not come that far.
+    """
+    folder = _folder(resume)
+    failure, summary = read_object(folder.path / FAILURE_FILE), folder.summary()
+    config = compose([*recorded_overrides(folder), *overrides])
+    check_same(folder, flatten(config), config.recipe.unit == "images")
+    trainer, notes = _trainer(config)
+    notes += _other_software(summary)
+    failed = int(failure.get("step", 0))
+    finished = not step and not failed and summary.get("status") == "FINISHED"
+    saved = store.steps(folder.checkpoints)
+    wanted = step or failed or int(summary.get("step", 0)) + 1 or (saved[-1] + 1 if saved else 1)
+    if wanted > trainer.plan.steps + 1:
+        raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
+    began = _restore(trainer, folder, wanted)
+    replay = _take(trainer, wanted, began, say)
+    replay.folder, replay.finished, replay.notes = folder.path, finished, notes + replay.notes
+    replay.failed = wanted == failed
+    if replay.failed and failure.get("loss_scale") and replay.case.scale != failure["loss_scale"]:
+        replay.case.scale = float(failure["loss_scale"])
+    replay.case.ranks = max(1, int(failure.get("processes", summary.get("processes", 1)) or 1))
+    return replay
+
+
+def _folder(resume: str) -> RunFolder:
+    if resume.startswith(("mlflow:", "runs:/")):
+        return local_folder(resume, "outputs")
+    folder = RunFolder(Path(resume).expanduser())
+    if not folder.path.is_dir():
+        raise UserError(f"resume={resume}: no such folder; give a run folder, such as outputs/gpt2-fp16-s0")
+    return folder
+
+
+def _trainer(config: Config) -> tuple[Trainer, list[str]]:
+    """Return a trainer of one process, in the run's precision or, where this machine has not got it, the nearest."""
+    notes = []
+    hardware = detect(config.device)
+    config = replace(config, parallel=Parallel())
+    mode = config.precision.mode
+    if hardware.support(mode) == UNAVAILABLE:
+        nearest = "fp32" if mode == "tf32" else "bf16"
+        notes.append(f"precision={mode} is not available here: its rung is left out, and steps are taken in {nearest}")
+        config = replace(config, precision=_without(config.precision, nearest), scaler=AutoScaler())
+    return Trainer.from_config(config, hardware, World()), notes
+
+
+def _without(precision: Precision, mode: str) -> Precision:
+    if mode == "fp32":
+        return Precision()
+    return dataclasses.replace(precision, mode=mode, fp8_scaling=None)
+
+
+def _restore(trainer: Trainer, folder: RunFolder, step: int) -> str:
+    """Restore the newest checkpoint before a step, and return its name."""
+    places = [(number, folder.checkpoints) for number in store.steps(folder.checkpoints)]
+    places += [(number, folder.path / FAILURE_FOLDER) for number in store.steps(folder.path / FAILURE_FOLDER)]
+    before = [(number, place) for number, place in places if number < step]
+    if not before:
+        return "the beginning"
+    number, place = max(before, key=lambda item: item[0])
+    path = store.find_verified(place, number)
+    trainer.restore(CheckpointReader(path))
+    return path.name
+
+
+def _take(trainer: Trainer, step: int, began: str, say: Callable[[str], None]) -> Replay:
+    """Take plain steps up to the one before ``step``; keep what it starts from, and take it."""
+    config, left = trainer.config, step - trainer.step
+    batching, hardware = trainer.plan.batching, trainer.hardware
+    batches = config.loader.steps(trainer.datasets.train, trainer.order, batching, trainer.step, left, hardware)
+    if left > 1:
+        say(f"taking {left - 1} steps again from {began}, up to step {step} …")
+    for _ in range(left - 1):
+        record = trainer.train_step(next(batches))
+    microbatches = next(batches)
+    case = Case.of(trainer, microbatches)
+    record = trainer.train_step(microbatches)
+    trainer.close()
+    return Replay(case, *_numbers(record), began)
+
+
+def _numbers(record: StepRecord) -> tuple[float, float, bool]:
+    return record.loss.item(), record.grad_norm.item(), bool(record.skipped)
+
+
+def _other_software(summary: dict[str, Any]) -> list[str]:
+    """Return what differs between the software of the run and this one: its bits may then differ, too."""
+    before, now = summary.get("versions") or {}, versions()
+    notes = [
+        f"the run was made with {name} {before[name]}, this is {now[name]}: its numbers may differ in the last bits"
+        for name in ("torch", "transformers")
+        if before.get(name) and before[name] != now.get(name)
+    ]
+    commit, here = (summary.get("git") or {}).get("commit"), git_facts().get("commit")
+    if commit and here and commit != here:
+        notes.append(f"the run was made by commit {commit[:9]}, this is {here[:9]}")
+    return notes

@@ -1,0 +1,18 @@
+"""Find why a run is not finite, or trains worse in 16 bits: ``python scripts/doctor.py resume=outputs/gpt2-fp16-s0``.
+
+  resume=FOLDER         the run: the step that failed is taken again and examined; or mlflow:RUN_ID
+  step=0                the step to examine, counted from 1 (default: of a run the one that failed, or else the next one;
+                        without resume= the first one, as in: python scripts/doctor.py recipe=gpt2 precision=fp16)
+  check=all             or some of ladder,manifest,range,pairs,updates,islands
+  reference=auto        what 16 bits are compared with: fp32, or fp64 (auto: fp32; fp64 for fp32 and tf32)
+  budget_s=60           seconds; what does not fit is left out and named
+All other arguments are as for train.py. Nothing of the run is changed; the report goes to <run>/doctor/step-N.
+Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 2 for a user error, 1 when it failed, 130 when interrupted.
+"""
+
+import sys
+
+from trainer.config.options import run
+
+if __name__ == "__main__":
+    sys.exit(run("evidence.doctor.command:main", __doc__))
