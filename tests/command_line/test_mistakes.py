@@ -386,8 +386,10 @@ class TestDivergence:
         done = train(*f"{self.SGD} precision={precision} checkpoint.every=1 log_every=1 eval_every=200".split())
         assert done.code == 3
         assert "Traceback" not in done.out + done.err
-        assert done.err.count("\n") == 1
+        assert done.err.endswith(f"/scripts/doctor.py resume=outputs/bignet-{precision}-s0\n")
+        assert done.err.count("\n") == 3
         run = folder / "outputs" / f"bignet-{precision}-s0"
+        assert json.loads((run / "failure.json").read_text())["message"] in done.err
         (last,) = (run / "checkpoints").iterdir()
         step = int(last.name.removeprefix("step-"))
         assert step >= 1
@@ -417,11 +419,14 @@ class TestDivergence:
         assert "scaler.max_consecutive_skips=25" in done.err
         assert "The last valid checkpoint is step" in done.err
 
-    def test_gives_the_process_its_exit_code(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+    def test_gives_the_process_its_exit_code(self, start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
         process = start(*f"{self.SGD} checkpoint=none".split())
         _, err = process.communicate(timeout=300)
         assert process.returncode == 3
         assert err.startswith("error: step ")
+        assert err.endswith("/scripts/doctor.py resume=outputs/bignet-fp32-s0\n")
+        failure = json.loads((folder / "outputs/bignet-fp32-s0/failure.json").read_text())
+        assert (folder / "outputs/bignet-fp32-s0" / failure["checkpoint"] / "manifest.json").exists()
 
 
 def no_space(*arguments: object) -> None:

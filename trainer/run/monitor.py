@@ -19,11 +19,19 @@ from trainer.trainer import StepRecord
 
 
 class NonFiniteGradients(NonFiniteError):
-    """Training turned non-finite; what the log shows about the step is in ``step`` and ``metrics``."""
+    """Training turned non-finite.
 
-    def __init__(self, message: str, step: int, metrics: dict[str, float]) -> None:
+    Args:
+        message: for the user.
+        failure: of the step: ``step``, ``loss``, ``grad_norm`` and ``loss_scale``; ``rank``, the ranks whose own share
+            of the loss was not finite; ``later_updates``, how many steps had changed the weights since, by the time
+            that the host read the step's flag.
+        metrics: the last line of the log.
+    """
+
+    def __init__(self, message: str, failure: dict[str, Any], metrics: dict[str, float]) -> None:
         super().__init__(message)
-        self.step = step
+        self.failure = failure
         self.metrics = metrics
 
 
@@ -89,16 +97,20 @@ class Monitor:
         columns = [torch.stack([getattr(r, name) for r in records]) for name in ("loss", "grad_norm", "loss_scale")]
         columns.append(torch.stack([record.skipped for record in records]))
         numbers = torch.stack([column.float() for column in columns]).cpu()
+        shares = numbers[0].clone()
         numbers[0] = self.world.add(numbers[0])  # each rank knows its own share of the loss
         rows = numbers.T.tolist()
-        for record, (loss, norm, scale, skipped) in zip(records, rows, strict=True):
+        for number, (record, (loss, norm, scale, skipped)) in enumerate(zip(records, rows, strict=True)):
             self._losses.append(loss)
             self._last = {"lr": record.lr, "grad_norm": norm, "loss_scale": scale}
             self._window_units += record.units
             self.units += record.units
             self._window_steps += 1
             if problem := self._problem(bool(skipped), loss, norm, scale):
-                raise NonFiniteGradients(f"step {record.step}: {problem}", record.step, self._metrics())
+                failure = {"step": record.step, "loss": loss, "grad_norm": norm, "loss_scale": scale}
+                failure["rank"] = self._not_finite(shares[number])
+                failure["later_updates"] = sum(not later for *_, later in rows[number:])
+                raise NonFiniteGradients(f"step {record.step}: {problem}", failure, self._metrics())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -190,6 +202,13 @@ class Monitor:
                 f"(scaler.max_consecutive_skips={limit}, loss {loss:g}); lower the learning rate or use precision=bf16"
             )
         return None
+
+    def _not_finite(self, share: torch.Tensor) -> list[int]:
+        """Return the ranks whose own ``share`` of a step's loss is not finite; every rank has to ask."""
+        flags = torch.zeros(self.world.size)
+        flags[self.world.rank] = ~share.isfinite()
+        ranks: list[int] = self.world.add(flags).nonzero().flatten().tolist()
+        return ranks
 
     def _memory_bytes(self, now: float) -> int:
         if now > self._memory_read + 0.25:  # reading it takes as long as a step of a tiny model

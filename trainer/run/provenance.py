@@ -42,8 +42,19 @@ def resume_command(folder: Path) -> str:
         launcher = ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
         if (nodes := int(os.environ["GROUP_WORLD_SIZE"])) > 1:
             launcher.append(f"--nnodes={nodes}")
-    named = str(folder) if _PLAIN.fullmatch(str(folder)) else quoted(str(folder))
-    return shlex.join([*launcher, sys.argv[0], f"resume={named}"])
+    return shlex.join([*launcher, sys.argv[0], _resume(folder)])
+
+
+def doctor_command(folder: Path) -> str:
+    """Return the command line that looks for the cause of a failure of the run in ``folder``, from the current folder.
+
+    It replays all ranks in one process.
+    """
+    return shlex.join(["python", os.path.relpath(PROJECT / "scripts" / "doctor.py"), _resume(folder)])
+
+
+def _resume(folder: Path) -> str:
+    return f"resume={folder if _PLAIN.fullmatch(str(folder)) else quoted(str(folder))}"
 
 
 def _version(package: str) -> str | None:

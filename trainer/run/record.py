@@ -1,18 +1,31 @@
-"""What is recorded about a run before its first step: its options, its precision, and what is sent to MLflow."""
+"""What is recorded about a run beside its results: its options and precision, what is sent to MLflow, its failure."""
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from trainer import files
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.schema import Config, flatten
 from trainer.precision import attention
 from trainer.precision.modes import dtypes_in_use
 from trainer.run.folder import RunFolder
+from trainer.run.monitor import NonFiniteGradients
 from trainer.tracking.mlflow.datasets import dataset_facts
 from trainer.tracking.mlflow.store import without_password
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.tracker import Tracker, countable
 from trainer.trainer import Trainer
+
+FAILURE = "failure"
+"""The name of a failed run's JSON file, and of the folder with the weights where the run has no checkpoint."""
+
+log = logging.getLogger("mantissa")
 
 
 def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
@@ -78,3 +91,57 @@ def open_tracker(
         datasets=dataset_facts(config.data, trainer.datasets),
         resume_step=resume_step,
     )
+
+
+def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolder, progress: dict[str, Any]) -> None:
+    """Write failure.json, from which the step that failed can be replayed; every rank has to call it.
+
+    A run without a checkpoint also saves its weights, below ``failure/``, as a checkpoint of the step before: they have
+    not changed since, nor has the optimizer's state. Buffers and generators are those after the last step that was
+    taken (``generators``). In running statistics that are no longer finite (``buffers_reset``) those elements are as in
+    a new model.
+
+    Args:
+        error: of the step.
+        trainer: after it.
+        folder: of the run.
+        progress: see ``CheckpointWriter.save``.
+    """
+    world, saved = trainer.world, None
+    facts: dict[str, Any] = {"checkpoint": None, "generators": None, "buffers_reset": []}
+    if not error.failure["later_updates"] and not world.on_first(lambda: checkpoint.steps(folder.checkpoints)):
+        training = trainer.state_dict() | {"step": error.failure["step"] - 1}
+        training["loss_scale"]["scale"] = error.failure["loss_scale"]
+        facts["buffers_reset"] = _reset_nonfinite(training["model"], dict(trainer.model.named_buffers()))
+        monitor = progress["monitor"] | {"losses": [], "last": {}}
+        monitor |= {key: monitor[key] - 1 for key in ("skipped_steps", "skipped_in_a_row")}  # without the failed step
+        snapshot = Snapshot.of(training, progress | {"monitor": monitor}, world)
+        try:
+            saved = checkpoint.write(folder.path / FAILURE, snapshot, None, world, files.flush)
+            facts |= {"checkpoint": f"{FAILURE}/{saved.name}", "generators": f"of step {trainer.step}"}
+        except CheckpointNotWritten as problem:
+            log.warning("the weights before step %d were not saved (%s)", error.failure["step"], problem)
+    if world.first:
+        batching = trainer.plan.batching
+        facts |= {"processes": world.size, "micro_batch_size": batching.micro_batch_size, "message": str(error)}
+        folder.write(f"{FAILURE}.json", countable(error.failure | facts))
+
+
+def forget_failure(folder: RunFolder) -> None:
+    """Remove what ``record_failure`` wrote: a run that is resumed goes on as it was at its checkpoint."""
+    (folder.path / f"{FAILURE}.json").unlink(missing_ok=True)
+    shutil.rmtree(folder.path / FAILURE, ignore_errors=True)
+
+
+def _reset_nonfinite(state: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> list[str]:
+    """Replace NaN and infinities in a state's running statistics, as a reader would refuse them; return their names.
+
+    Training does not read them.
+    """
+    reset = []
+    for name in sorted(state.keys() & buffers.keys()):
+        kept = state[name].isfinite()
+        if name.rpartition(".")[2] in ("running_mean", "running_var") and not kept.all():
+            state[name] = state[name].where(kept, float(name.endswith("running_var")))
+            reset.append(name)
+    return reset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import time
@@ -15,7 +16,7 @@ from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch
 from trainer.data.loader import fingerprint
-from trainer.errors import Interrupted, NonFiniteError, RunError, UserError
+from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.formats import loss
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
@@ -27,13 +28,15 @@ from trainer.run import report
 from trainer.run.export import export_best
 from trainer.run.folder import RunFolder
 from trainer.run.monitor import Monitor, NonFiniteGradients
-from trainer.run.provenance import git_facts, resume_command, versions
-from trainer.run.record import open_tracker, precision_manifest, write_config
+from trainer.run.provenance import doctor_command, git_facts, resume_command, versions
+from trainer.run.record import forget_failure, open_tracker, precision_manifest, record_failure, write_config
 from trainer.run.report import RunSummary
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.tracking.tracker import Tracker
 from trainer.trainer import StepRecord, Trainer
+
+log = logging.getLogger("mantissa")
 
 
 class Run:
@@ -109,6 +112,7 @@ class Run:
         options = write_config(self.folder, self.config)
         self._show_start(choices)
         self.folder.write("precision.json", self.manifest)
+        forget_failure(self.folder)
         self.folder.mark_launch()
         return open_tracker(self.trainer, self.folder.path, options, self.manifest, self.git, resume_step)
 
@@ -135,11 +139,10 @@ class Run:
                 self.tracker.abandon()
             raise
         except BaseException as error:
-            if isinstance(error, NonFiniteGradients):
-                self._log_metrics(error.step, error.metrics)  # the last line shows what went wrong
+            cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
             self._close("FAILED")
             if isinstance(error, NonFiniteError):
-                raise NonFiniteError(f"{error}. {self._last_good()}") from error
+                raise NonFiniteError(f"{error}. {self._last_good()}{cause}") from error
             raise
         if summary is None:
             assert self.stopped_by is not None
@@ -212,9 +215,21 @@ class Run:
         return score if math.isfinite(score) else None, improved
 
     def _save(self, score: float | None) -> None:
+        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), score))
+
+    def _progress(self) -> dict[str, Any]:
         monitor = self.monitor.state_dict()
-        progress = {"best": self.best, "final": self.final, "monitor": monitor, "data": self.fingerprint}
-        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), progress, score))
+        return {"best": self.best, "final": self.final, "monitor": monitor, "data": self.fingerprint}
+
+    def _record_failure(self, error: NonFiniteGradients) -> str:
+        """Record what is needed to find the cause; return the sentence with the command that does it."""
+        self._log_metrics(error.failure["step"], error.metrics)  # the last line shows what went wrong
+        try:
+            self.writer.finish()
+            record_failure(error, self.trainer, self.folder, self._progress())
+        except (Exception, Interrupted) as problem:  # it must not hide why the run failed
+            log.warning("failure.json was not written (%s)", first_line(problem))
+        return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
 
     def _restore(self, saved: CheckpointReader) -> None:
         saved.check_progress(self.monitor.state_dict(), self.trainer.loss_scale, self.trainer.optimizer)

@@ -139,7 +139,7 @@ class Tracker:
         """
         if "step" in metrics or "time" in metrics:
             raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
-        line = {"step": step, "time": time.time() if time_s is None else time_s, **_countable(metrics)}
+        line = {"step": step, "time": time.time() if time_s is None else time_s, **countable(metrics)}
         self._log.append(json.dumps(line, allow_nan=False))
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
@@ -150,7 +150,7 @@ class Tracker:
         from trainer.tracking.plots import plot_run
 
         self._log.close()
-        content = _countable({"status": status, **summary})
+        content = countable({"status": status, **summary})
         metrics, plots = self.folder / METRICS_FILE, self.folder / "plots"
         try:
             try:
@@ -218,7 +218,7 @@ def _earlier_info(folder: Path) -> RunInfo | None:
         return None
 
 
-def _countable(values: Mapping[str, object]) -> dict[str, object]:
+def countable(values: Mapping[str, object]) -> dict[str, object]:
     """Strict JSON has no NaN or infinity: such a value becomes null, and its presence a count of 1."""
     result: dict[str, object] = {}
     for key, value in values.items():
@@ -232,7 +232,7 @@ def _strict(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return _countable(value)
+        return countable(value)
     if isinstance(value, (list, tuple)):
         return [_strict(item) for item in value]
     return value

@@ -202,5 +202,6 @@ def test_an_error_has_the_last_line_of_a_run_that_diverges() -> None:
         monitor.add(record(step, loss=float("nan") if step == 4 else 1.0, skipped=step >= 4))
     with pytest.raises(NonFiniteGradients, match="step 4") as raised:
         monitor.add(record(10, skipped=True))
-    assert raised.value.step == 4
+    assert raised.value.failure["step"] == 4
+    assert raised.value.failure["rank"] == [0]
     assert raised.value.metrics["skipped_steps"] == 1

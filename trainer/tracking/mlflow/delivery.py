@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mantissa")
 
 TRACKING_FILE = "tracking.json"
-ARTIFACTS = ("config.yaml", "config.json", "precision.json", SUMMARY_FILE, "plots", "profile", "best")
+ARTIFACTS = ("config.yaml", "config.json", "precision.json", SUMMARY_FILE, "failure.json", "plots", "profile", "best")
 """What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 UPLOAD_BYTES_PER_S = 1e6
 """The slowest upload of an artifact that still counts as progress."""

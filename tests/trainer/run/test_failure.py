@@ -1,0 +1,195 @@
+"""A run that turns non-finite leaves what is needed to replay the step, and names the command that does it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import compose, fit, same_bits, trainer_of
+from trainer.checkpoint import store
+from trainer.checkpoint.reader import load
+from trainer.data.contract import Batch
+from trainer.errors import NonFiniteError
+from trainer.parallel.world import World
+from trainer.precision.scaler import Scaler
+from trainer.run import run as run_module
+from trainer.run.monitor import Monitor, NonFiniteGradients
+from trainer.run.run import Run
+from trainer.run.start import train
+from trainer.trainer import StepRecord
+
+BIGNET = (
+    *("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "steps=8"),
+    *("profiler=none", "tracking=local", "device=cpu", "eval_every=8", "log_every=4", "schedule=constant"),
+)
+NO_CHECKPOINT = (*BIGNET, "checkpoint=none")
+
+
+class Poisoned(Run):
+    """One target of step 3 is infinite."""
+
+    bad: ClassVar[set[int]] = {3}
+
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        if self.trainer.step + 1 in self.bad:
+            microbatches[1]["y"][0, 3] = torch.inf
+        return super().step(microbatches)
+
+
+class Skipping(Poisoned):
+    bad: ClassVar[set[int]] = {2, 3}
+
+
+def failed(folder: Path, *overrides: str, run: type[Run] = Poisoned) -> tuple[Path, dict[str, Any], str]:
+    """The folder of a run that has failed, its failure.json, and the message."""
+    config = compose(*overrides, f"output_dir={folder}", "run_name=it")
+    with pytest.raises(NonFiniteError) as raised:
+        train(config, run_class=run)
+    path = folder / "it"
+    return path, json.loads((path / "failure.json").read_text()), str(raised.value)
+
+
+def test_the_step_and_the_command_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, failure, message = failed(Path("outputs"), *NO_CHECKPOINT)
+    assert "warning" not in capsys.readouterr().out
+    *first, last = message.splitlines()
+    assert first == [f"{failure['message']}. No checkpoint was saved.", "Find the cause with:"]
+    assert last.startswith("  python ")
+    assert last.endswith("/scripts/doctor.py resume=outputs/it")
+    assert failure == {
+        "step": 3,
+        "loss": None,
+        "loss_nonfinite": 1,
+        "grad_norm": None,
+        "grad_norm_nonfinite": 1,
+        "loss_scale": 1.0,
+        "rank": [0],
+        "later_updates": 0,
+        "checkpoint": "failure/step-00000002",
+        "generators": "of step 4",
+        "buffers_reset": [],
+        "processes": 1,
+        "micro_batch_size": 2,
+        "message": "step 3: the gradients are not finite (loss inf, gradient norm nan); the update was not applied and "
+        "the weights are those before this step",
+    }
+
+
+@pytest.mark.parametrize(
+    "mode", [("precision=bf16",), ("precision=fp16", "scaler.init=1024", "scaler.floor_scale=512")]
+)
+def test_the_weights_before_the_step_are_saved_where_there_is_no_checkpoint(
+    mode: tuple[str, ...], tmp_path: Path
+) -> None:
+    """In fp16 the first of two overflows is skipped; the second, at the floor, ends the run."""
+    folder, failure, _ = failed(tmp_path, *NO_CHECKPOINT, *mode, "log_every=1", run=Skipping)
+    before, expected = failure["step"] - 1, trainer_of(*NO_CHECKPOINT, *mode)
+    assert before == (2 if "precision=fp16" in mode else 1)
+    assert failure["loss_scale"] == (512 if "precision=fp16" in mode else 1)
+    fit(expected, 1)
+    trainer, saved = trainer_of(*NO_CHECKPOINT, *mode), load(folder / "failure")
+    monitor = saved.progress["monitor"]
+    saved.check_progress(monitor, trainer.loss_scale, trainer.optimizer)
+    trainer.restore(saved)
+    assert (trainer.step, monitor["skipped_steps"], trainer.loss_scale.scale) == (
+        before,
+        before - 1,
+        failure["loss_scale"],
+    )
+    assert same_bits(trainer.model.state_dict(), expected.model.state_dict())
+    assert same_bits(trainer.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"])
+
+
+def test_a_run_with_a_checkpoint_saves_no_other_and_forgets_the_failure_when_it_is_resumed(tmp_path: Path) -> None:
+    every = (*BIGNET, "checkpoint.every=1")
+    folder, failure, message = failed(tmp_path, *every)
+    assert failure["step"] == 3
+    assert (failure["checkpoint"], failure["generators"]) == (None, None)
+    assert not (folder / "failure").exists()
+    assert f"The last valid checkpoint is step 2, in {folder}/checkpoints\nFind the cause with:\n" in message
+    assert train(compose(*every, f"resume={folder}", f"output_dir={tmp_path}", "run_name=it"))["status"] == "FINISHED"
+    assert not (folder / "failure.json").exists()
+
+
+def test_weights_that_have_changed_since_are_not_saved(tmp_path: Path) -> None:
+    """The host reads four steps at once: the run ends for the overflow in step 3, and step 4 was good."""
+    fp16 = ("precision=fp16", "scaler=static", "scaler.scale=64", "scaler.max_consecutive_skips=1")
+    folder, failure, _ = failed(tmp_path, *NO_CHECKPOINT, *fp16, run=Skipping)
+    assert (failure["step"], failure["later_updates"], failure["checkpoint"]) == (3, 1, None)
+    assert not (folder / "failure").exists()
+
+
+def no_space(*arguments: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["flush", "write"])
+def test_a_full_disk_does_not_hide_the_failure(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if what == "flush":
+        monkeypatch.setattr(store, "save_file", no_space)
+        folder, failure, message = failed(tmp_path, *NO_CHECKPOINT)
+        assert failure["checkpoint"] is None
+        assert list((folder / "failure").iterdir()) == []
+        warning = "the weights before step 3 were not saved ([Errno 28] No space left on device)"
+    else:
+        monkeypatch.setattr(run_module, "record_failure", no_space)
+        with pytest.raises(NonFiniteError) as raised:
+            train(compose(*NO_CHECKPOINT, f"output_dir={tmp_path}"), run_class=Poisoned)
+        message, warning = str(raised.value), "failure.json was not written ([Errno 28] No space left on device)"
+    assert message.startswith("step 3: the gradients are not finite")
+    assert f"warning: {warning}\n" in capsys.readouterr().out
+
+
+class PoisonedLayer(Run):
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        if self.trainer.step == 1:
+            layer = next(module for module in self.trainer.model.modules() if isinstance(module, nn.Conv2d))
+            layer.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+        return super().step(microbatches)
+
+
+def test_statistics_that_are_not_finite_are_reset_and_named(tmp_path: Path) -> None:
+    options = (
+        *("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data=synthetic", "data.classes=4"),
+        *("batch_size=2", "steps=2", "profiler=none", "tracking=local", "checkpoint=none", "device=cpu"),
+    )
+    folder, failure, _ = failed(tmp_path, *options, run=PoisonedLayer)
+    trainer = trainer_of(*options)
+    names = sorted(name for name, _ in trainer.model.named_buffers() if "running" in name)
+    assert failure["buffers_reset"] == names
+    trainer.restore(load(folder / "failure"))
+    assert all(buffer.isfinite().all() for buffer in trainer.model.buffers())
+    assert {value for name, buffer in trainer.model.named_buffers() if "var" in name for value in buffer.tolist()} == {
+        1
+    }
+
+
+class TwoRanks(World):
+    """Both ranks are this process; the other's share of the loss is not finite."""
+
+    size = 2
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + torch.tensor([0.0, 1.0]) if len(tensor) == 2 else tensor * torch.nan
+
+
+def test_the_ranks_whose_loss_was_not_finite_are_named() -> None:
+    monitor = Monitor(
+        log_every=1, last_step=9, unit="samples", scaler=Scaler(), recovers=False, device=torch.device("cpu")
+    )
+    monitor.world = TwoRanks()
+    numbers = [torch.tensor(value) for value in (0.5, math.nan)]
+    with pytest.raises(NonFiniteGradients, match=r"loss nan") as raised:
+        monitor.add(StepRecord(1, *numbers, torch.tensor(True), torch.tensor(1.0), 0.1, 2))
+    assert raised.value.failure["rank"] == [1]
