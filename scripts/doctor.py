@@ -1,7 +1,7 @@
 """Find why a run is not finite, or trains worse in 16 bits: ``python scripts/doctor.py resume=outputs/gpt2-fp16-s0``.
 
   resume=FOLDER         the run: the step that failed is taken again and examined; or mlflow:RUN_ID
-  step=0                the step to examine, counted from 1 (default: of a run the one that failed, or else the next one;
+  step=0                the step to examine, counted from 1 (default: of a run the one that failed, else the next one;
                         without resume= the first one, as in: python scripts/doctor.py recipe=gpt2 precision=fp16)
   check=all             or some of ladder,manifest,range,pairs,updates,islands
   reference=auto        what 16 bits are compared with: fp32, or fp64 (auto: fp32; fp64 for fp32 and tf32)
