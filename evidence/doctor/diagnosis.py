@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evidence.doctor.case import Case, CaseTrainer
+from evidence.doctor.compiled import compiled_rungs
 from evidence.doctor.exchange import overflow_of_sum
 from evidence.doctor.finding import Finding
 from evidence.doctor.ladder import BREAKS, FP32, FP64, LEFT_OUT, OK, Rung, rungs
 from evidence.doctor.manifest import OperatorManifest, manifest
 from evidence.doctor.origin import find
 from evidence.doctor.replay import Replay
-from trainer.errors import is_out_of_memory
+from trainer.errors import first_line, is_out_of_memory
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
@@ -113,7 +114,13 @@ def _climb(result: Diagnosis) -> None:
     for rung in result.ladder:
         if rung.status:
             continue
-        trainer = rung.climb() if rung.name in needed else budget.take(rung.name, rung.climb)
+        try:
+            trainer = rung.climb() if rung.name in needed else budget.take(rung.name, rung.climb)
+        except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
+            if rung is own or is_out_of_memory(error):
+                raise
+            rung.status, rung.why = LEFT_OUT, f"cannot run this model ({first_line(error)})"
+            continue
         if trainer is None:
             rung.status, rung.why = LEFT_OUT, "left out"
             continue
@@ -125,6 +132,10 @@ def _climb(result: Diagnosis) -> None:
     if broken is None and case.ranks > 1:
         found = budget.take("sum of ranks", lambda: overflow_of_sum(_own(case), case.ranks))
         result.findings += found or []
+    if broken is None and case.config.compile.mode != "off":
+        compiled = budget.take("compiled rungs", lambda: compiled_rungs(case))
+        result.ladder += compiled[0] if compiled else []
+        result.findings += compiled[1] if compiled else []
     if broken is not None and broken.name == FP32:
         fp64 = next(rung for rung in result.ladder if rung.name == FP64)
         cause = (

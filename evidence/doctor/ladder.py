@@ -12,7 +12,7 @@ from evidence.doctor.case import Case, CaseTrainer, Reference
 from trainer.hardware import UNAVAILABLE
 from trainer.precision.modes import Precision, family
 
-OK, BREAKS, LEFT_OUT = "ok", "BREAKS", "left out"
+OK, BREAKS, DIFFERS, LEFT_OUT = "ok", "BREAKS", "DIFFERS", "left out"
 
 FP64, FP32, TF32 = "fp64", "fp32", "tf32"
 SCALER = "+scaler"

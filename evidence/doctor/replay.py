@@ -63,7 +63,7 @@ def of_overrides(overrides: Sequence[str], step: int, say: Callable[[str], None]
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
     config = compose(overrides)
     trainer, notes = _trainer(config)
-    replay = _take(trainer, max(1, step), "the beginning", say)
+    replay = take(trainer, max(1, step), "the beginning", say)
     replay.notes += notes
     return replay
 
@@ -87,7 +87,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
     began = _restore(trainer, folder, wanted)
-    replay = _take(trainer, wanted, began, say)
+    replay = take(trainer, wanted, began, say)
     replay.folder, replay.finished, replay.notes = folder.path, finished, notes + replay.notes
     replay.failed = wanted == failed
     if replay.failed and failure.get("loss_scale") and replay.case.scale != failure["loss_scale"]:
@@ -137,7 +137,7 @@ def _restore(trainer: Trainer, folder: RunFolder, step: int) -> str:
     return path.name
 
 
-def _take(trainer: Trainer, step: int, began: str, say: Callable[[str], None]) -> Replay:
+def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = print) -> Replay:
     """Take plain steps up to the one before ``step``; keep what it starts from, and take it."""
     config, left = trainer.config, step - trainer.step
     batching, hardware = trainer.plan.batching, trainer.hardware

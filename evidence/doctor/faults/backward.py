@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around, mean_square
-from evidence.doctor.finding import BACKWARD, DOMAIN, OVERFLOW
+from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around, mean_square, noise
+from evidence.doctor.finding import BACKWARD, DOMAIN, EXCHANGE, OVERFLOW
 from trainer.data.contract import Batch
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import StaticScaler
@@ -63,6 +63,11 @@ def small(output: Tensor, batch: Batch) -> Tensor:
     return mean_square(output, batch) * 1e-3
 
 
+def large_sum(output: Tensor, batch: Batch) -> Tensor:
+    """Return a sum whose gradient is 10^4 for every output and sample, after the mean over 8 samples."""
+    return output.float().sum() * 8e4
+
+
 FAULTS = [
     Fault(
         9,
@@ -72,6 +77,17 @@ FAULTS = [
         Precision(mode="fp16"),
         loss=small,
         scaler=StaticScaler(scale=2.0**24),
+    ),
+    Fault(
+        28,
+        "gradients that overflow only in the fp16 sum of two ranks",
+        Expected(OVERFLOW, EXCHANGE, "0", "sum of 2 ranks"),
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)),
+        Precision(mode="fp16_master"),
+        lambda: noise(size=0.1),
+        large_sum,
+        StaticScaler(scale=1.0),
+        ranks=2,
     ),
     Fault(
         17,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evidence.doctor.case import Case
+from evidence.doctor.replay import Replay, take
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.hardware import Hardware
 from trainer.optim.optimizer import Optimizer
+from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, Scaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
@@ -54,25 +56,25 @@ class Fault:
     scaler: Scaler = field(default_factory=AutoScaler)
     optimizer: Optimizer = field(default_factory=Optimizer)
     ranks: int = 1
-    compiles: bool = False
+    compile: Compile = field(default_factory=Compile)
+    planting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What the step is taken in, for faults that are not in the model."""
 
-    def trainer(self) -> Trainer:
-        """Return a trainer of this fault, before its first step."""
+    def replay(self) -> Replay:
+        """Take its first step, in one process."""
         config = Config(
             recipe=PlantedRecipe(fault=self),
             data=NoData(),
             precision=self.precision,
             scaler=self.scaler,
             optimizer=self.optimizer,
+            compile=self.compile,
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
         )
-        return Trainer.from_config(config)
-
-    def case(self) -> Case:
-        """Return its first step."""
-        trainer = self.trainer()
-        return Case.of(trainer, next(trainer.batches()))
+        replay = take(Trainer.from_config(config), 1, "the beginning")
+        replay.case.ranks = self.ranks
+        return replay
 
 
 @dataclass
@@ -88,7 +90,7 @@ class PlantedRecipe(Recipe):
     fault: Any = None
 
     def sizes(self, hardware: Hardware) -> Sizes:
-        return Sizes(100, BATCH, BATCH)
+        return Sizes(100, BATCH, BATCH // self.fault.ranks)
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         torch.manual_seed(seed + 1)
@@ -98,6 +100,9 @@ class PlantedRecipe(Recipe):
     def build_model(self, datasets: Any) -> nn.Module:
         model: nn.Module = self.fault.model()
         return model
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        return list(model.children())
 
     def count_targets(self, batch: Batch) -> int:
         return len(batch["x"])
@@ -146,8 +151,3 @@ class Block(nn.Module):
 def around(layer: nn.Module, width: int = WIDTH) -> nn.Sequential:
     """Return a model of a block, the layer, a block: ``layer`` is submodule 1."""
     return nn.Sequential(Block(width), layer, Block(width))
-
-
-def fp16(mode: str = "fp16", **options: Any) -> Precision:
-    """Return fp16, or a mode of it."""
-    return replace(Precision(mode=mode), **options)
