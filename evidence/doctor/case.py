@@ -139,6 +139,10 @@ class CaseTrainer(Trainer):
             self.masters.take_gradients()
         return found
 
+    def count(self, microbatches: list[Batch]) -> tuple[int, int]:
+        """Count the whole step, also where only one rank's part of it is taken."""
+        return super().count(self.case.microbatches)
+
     def around(self) -> AbstractContextManager[Any]:
         """Return what the passes run in; the reference overrides this."""
         return nullcontext()

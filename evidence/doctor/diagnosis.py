@@ -110,7 +110,7 @@ def _climb(result: Diagnosis) -> None:
     own = result.ladder[-1]
     needed = {FP32, own.name}
     if result.replay.finite and case.config.compile.mode == "off":  # it was taken already, as the run takes it
-        own.status, own.loss = OK, result.replay.loss
+        own.status, own.scale, own.loss = OK, own.scales[0], result.replay.loss
     for rung in result.ladder:
         if rung.status:
             continue

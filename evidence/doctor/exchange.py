@@ -42,7 +42,6 @@ def overflow_of_sum(trainer: CaseTrainer, ranks: int) -> list[Finding]:
                     tuple(total.shape),
                     f"the gradient of {name} is finite on every rank; their sum is {wide:.6g} > "
                     f"{torch.finfo(total.dtype).max:.6g}",
-                    ["loss scale"],
                 )
             )
     return found

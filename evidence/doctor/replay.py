@@ -26,6 +26,8 @@ from trainer.run.provenance import git_facts, versions
 from trainer.run.resume import check_same, recorded_overrides
 from trainer.trainer import StepRecord, Trainer
 
+_MAY_CHANGE = ("device", "loader", "loader.workers")
+"""Overrides that a run may be examined with."""
 FAILURE_FILE = "failure.json"
 FAILURE_FOLDER = "failure"
 
@@ -74,6 +76,12 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     Raises:
         UserError: there is no such run, or another config was asked for, or the run has not come that far.
     """
+    for override in overrides:
+        if override.partition("=")[0] not in _MAY_CHANGE:
+            raise UserError(
+                f"{override}: a run is examined as it was trained; to examine another one before its start, leave out "
+                f"resume={resume}"
+            )
     folder = _folder(resume)
     failure, summary = read_object(folder.path / FAILURE_FILE), folder.summary()
     config = compose([*recorded_overrides(folder), *overrides])
@@ -86,8 +94,13 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     wanted = step or failed or int(summary.get("step", 0)) + 1 or (saved[-1] + 1 if saved else 1)
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
-    began = _restore(trainer, folder, wanted)
-    replay = take(trainer, wanted, began, say)
+    try:
+        replay = take(trainer, wanted, _restore(trainer, folder, wanted), say)
+    except NotFinite as earlier:  # weights that are not finite yet lead to it, so the cause is there
+        notes.append(f"the loss is not finite at step {earlier.step} already: that step is examined, not step {wanted}")
+        failed = wanted = earlier.step
+        trainer, _ = _trainer(config)
+        replay = take(trainer, wanted, _restore(trainer, folder, wanted), say)
     replay.folder, replay.finished, replay.notes = folder.path, finished, notes + replay.notes
     replay.failed = wanted == failed
     if replay.failed and failure.get("loss_scale") and replay.case.scale != failure["loss_scale"]:
@@ -128,24 +141,43 @@ def _restore(trainer: Trainer, folder: RunFolder, step: int) -> str:
     """Restore the newest checkpoint before a step, and return its name."""
     places = [(number, folder.checkpoints) for number in store.steps(folder.checkpoints)]
     places += [(number, folder.path / FAILURE_FOLDER) for number in store.steps(folder.path / FAILURE_FOLDER)]
-    before = [(number, place) for number, place in places if number < step]
-    if not before:
-        return "the beginning"
-    number, place = max(before, key=lambda item: item[0])
-    path = store.find_verified(place, number)
-    trainer.restore(CheckpointReader(path))
-    return path.name
+    for number, place in sorted(places, reverse=True, key=lambda item: item[0]):
+        if number >= step:
+            continue
+        path = store.find_verified(place, number)
+        try:
+            trainer.restore(CheckpointReader(path))
+        except UserError:
+            if place == folder.checkpoints:
+                raise
+            continue  # the weights were not finite any more when the run failed
+        return path.name
+    return "the beginning"
+
+
+class NotFinite(Exception):
+    """A step before the one that is examined has a loss that is not finite."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the loss of step {step} is not finite")
+        self.step = step
 
 
 def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = print) -> Replay:
-    """Take plain steps up to the one before ``step``; keep what it starts from, and take it."""
+    """Take plain steps up to the one before ``step``; keep what it starts from, and take it.
+
+    Raises:
+        NotFinite: the loss of an earlier step is not finite.
+    """
     config, left = trainer.config, step - trainer.step
     batching, hardware = trainer.plan.batching, trainer.hardware
     batches = config.loader.steps(trainer.datasets.train, trainer.order, batching, trainer.step, left, hardware)
     if left > 1:
-        say(f"taking {left - 1} steps again from {began}, up to step {step} …")
+        say(f"taking {left - 1} steps again from {began} …")
     for _ in range(left - 1):
         record = trainer.train_step(next(batches))
+        if not math.isfinite(record.loss.item()):
+            raise NotFinite(record.step)
     microbatches = next(batches)
     case = Case.of(trainer, microbatches)
     record = trainer.train_step(microbatches)
