@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Case:
     """The loss scale of the step."""
     prototype: nn.Module
     """The recipe's model in fp32, without weights of its own that matter, on the host."""
+    others: list[Batch] = field(default_factory=list)
+    """Microbatches of the following steps, on which a cure must hold, too."""
     ranks: int = 1
     """Processes that the run's gradients were summed over; the microbatches are those of all."""
 

@@ -10,8 +10,9 @@ from typing import Any
 from evidence.doctor.case import Case, CaseTrainer
 from evidence.doctor.compiled import compiled_rungs
 from evidence.doctor.exchange import overflow_of_sum
-from evidence.doctor.finding import Finding
-from evidence.doctor.ladder import BREAKS, FP32, FP64, LEFT_OUT, OK, Rung, rungs
+from evidence.doctor.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
+from evidence.doctor.islands import Islands, price, search
+from evidence.doctor.ladder import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
 from evidence.doctor.manifest import OperatorManifest, manifest
 from evidence.doctor.origin import find
 from evidence.doctor.replay import Replay
@@ -62,6 +63,7 @@ class Diagnosis:
     ladder: list[Rung] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     manifest: OperatorManifest | None = None
+    islands: Islands | None = None
     notes: list[str] = field(default_factory=list)
     budget: Budget = field(default_factory=lambda: Budget(60))
 
@@ -89,6 +91,8 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
         if result.manifest is not None:
             result.findings += result.manifest.findings
             result.notes += result.manifest.notes
+    if "islands" in checks:
+        _cure(result)
     if result.findings:
         result.verdict = FOUND
     elif replay.failed and replay.finite:
@@ -100,6 +104,31 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
 def _own(case: Case) -> CaseTrainer:
     """Return a trainer as the run's own, eager."""
     return case.trainer(case.config.precision, own=True, scale=case.scale)
+
+
+_CURABLE = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR)
+_INEXACT = (FP32, FP64, TF32)
+
+
+def _cure(result: Diagnosis) -> None:
+    """Search for fp32 modules that cure the first finding of 16 bits in a module, and measure their cost."""
+    case, budget = result.replay.case, result.budget
+    found = [each for each in result.findings if each.kind in _CURABLE and each.rung not in _INEXACT]
+    if not found or case.config.precision.half is None or found[0].direction not in (FORWARD, BACKWARD):
+        return
+    finding = found[0]
+    islands = budget.take("islands", lambda: search(case, finding, lambda _: True, lambda: budget.left))
+    if islands is None:
+        return
+    result.islands = islands
+    if islands.cured:
+        budget.take("price of the islands", lambda: price(case, islands))
+        finding.cure.append(islands.text())
+    bf16 = next((rung for rung in result.ladder if rung.name == "bf16"), None)
+    if bf16 is not None and bf16.status == OK and case.config.precision.mode != "bf16":
+        finding.cure.append("or precision=bf16, which is finite here")
+    if not finding.cure:
+        finding.cure.append(islands.text())
 
 
 def _climb(result: Diagnosis) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from evidence.doctor.case import Case, CaseTrainer, Reference
 from trainer.hardware import UNAVAILABLE
 from trainer.precision.modes import Precision, family
+from trainer.trainer import Gradients
 
 OK, BREAKS, DIFFERS, LEFT_OUT = "ok", "BREAKS", "DIFFERS", "left out"
 
@@ -37,14 +38,9 @@ class Rung:
     def climb(self) -> CaseTrainer:
         """Take the step, and return the trainer that did; sets ``status``."""
         trainer = self.build()
-        for scale in self.scales:
-            self.scale = scale
-            found = trainer.attempt(scale)
-            self.loss = found.loss.item()
-            self.harmed = trainer.harmed(found)
-            self.status = BREAKS if self.harmed else OK
-            if not self.harmed or "loss" in self.harmed:  # no scale mends a forward pass
-                break
+        self.scale, self.harmed, found = attempt(trainer, self.scales)
+        self.loss = found.loss.item()
+        self.status = BREAKS if self.harmed else OK
         return trainer
 
     def text(self) -> str:
@@ -54,6 +50,16 @@ class Rung:
         name = f"{self.name} {self.scales[0]:.10g}" if self.name.endswith(SCALER) else self.name
         lower = f" at {self.scale:.10g}" if self.status == OK and self.scale != self.scales[0] else ""
         return f"{name} {self.status}{lower}"
+
+
+def attempt(trainer: CaseTrainer, scales: Sequence[float]) -> tuple[float, list[str], Gradients]:
+    """Take the step with one loss scale after another until it is finite; return the last one and what it harmed."""
+    for scale in scales:
+        found = trainer.attempt(scale)
+        harmed = trainer.harmed(found)
+        if not harmed or "loss" in harmed:  # no scale mends a forward pass
+            break
+    return scale, harmed, found
 
 
 def rungs(case: Case) -> list[Rung]:
@@ -73,7 +79,7 @@ def rungs(case: Case) -> list[Rung]:
         result.append(Rung("bf16", lambda: case.trainer(_plain(own, "bf16"))))
     basic = "bf16" if half == "fp8" else half
     result.append(Rung(basic, lambda: case.trainer(_plain(own, basic))))
-    scales = _scales(case)
+    scales = loss_scales(case)
     if scales != (1.0,):
         result.append(Rung(basic + SCALER, lambda: case.trainer(_plain(own, basic)), scales))
     if own.mode != basic:
@@ -86,7 +92,7 @@ def _plain(own: Precision, mode: str) -> Precision:
     return replace(own, mode=mode, fp8_scaling=None)
 
 
-def _scales(case: Case) -> tuple[float, ...]:
+def loss_scales(case: Case) -> tuple[float, ...]:
     """Return the run's loss scale, and those that a dynamic scaler would back off to."""
     scaler = case.config.scaler.build(case.config.precision.mode, torch.device("cpu"))
     floor = case.config.scaler.floor

@@ -28,6 +28,8 @@ from trainer.trainer import StepRecord, Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")
 """Overrides that a run may be examined with."""
+OTHERS = 3
+"""Following steps whose batches a cure is tried on."""
 FAILURE_FILE = "failure.json"
 FAILURE_FOLDER = "failure"
 
@@ -171,7 +173,9 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     """
     config, left = trainer.config, step - trainer.step
     batching, hardware = trainer.plan.batching, trainer.hardware
-    batches = config.loader.steps(trainer.datasets.train, trainer.order, batching, trainer.step, left, hardware)
+    batches = config.loader.steps(
+        trainer.datasets.train, trainer.order, batching, trainer.step, left + OTHERS, hardware
+    )
     if left > 1:
         say(f"taking {left - 1} steps again from {began} …")
     for _ in range(left - 1):
@@ -180,6 +184,7 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
             raise NotFinite(record.step)
     microbatches = next(batches)
     case = Case.of(trainer, microbatches)
+    case.others = [following[0] for following in batches]
     record = trainer.train_step(microbatches)
     trainer.close()
     return Replay(case, *_numbers(record), began)

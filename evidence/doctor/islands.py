@@ -1,0 +1,150 @@
+"""The fewest modules that have to compute in fp32 for a step to be finite again, and what they cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from evidence.doctor.case import Case, CaseTrainer
+from evidence.doctor.finding import Finding
+from evidence.doctor.ladder import attempt, loss_scales
+from evidence.doctor.origin import find
+from trainer.errors import UserError
+from trainer.profiling.ledger import MIB, MemoryLedger
+
+CALLS = 40
+"""Trials, at most."""
+_PAIRS = 3
+"""Timed steps with and without the islands, after one of each that is not timed."""
+
+
+@dataclass
+class Islands:
+    """Modules whose computation in fp32 cures the step; 1-minimal: without any one of them it is not cured."""
+
+    modules: list[str] = field(default_factory=list)
+    cured: bool = False
+    minimal: bool = False
+    """Whether every module was tried to be left out."""
+    calls: int = 0
+    time_ratio: float | None = None
+    """Of a step with the islands to one without; None: not measured."""
+    memory_bytes: int | None = None
+    """What they add to the peak of a step."""
+
+    @property
+    def override(self) -> str:
+        """What to set."""
+        return f"precision.fp32_modules={self.modules!r}"
+
+    def text(self) -> str:
+        """Return a line for the terminal."""
+        if not self.cured:
+            return "islands: no fp32 modules cure this step"
+        price = []
+        if self.time_ratio is not None:
+            price.append(f"{self.time_ratio - 1:+.0%} time")
+        if self.memory_bytes is not None:
+            price.append(f"{self.memory_bytes / MIB:+.1f} MiB")
+        about = ", ".join([*price, "" if self.minimal else "not minimal: the time was up"]).strip(", ")
+        return f'islands: "{self.override}"' + (f"  ({about})" if about else "")
+
+
+def search(
+    case: Case, finding: Finding, healthy: Callable[[CaseTrainer], bool], time_left: Callable[[], float]
+) -> Islands:
+    """Return the islands that cure a finding.
+
+    They grow by diagnosis: the module of the finding, then that of what is found next; where a module in fp32 does
+    not help, the one that contains it. Then each is tried to be left out.
+
+    Args:
+        case: the step.
+        finding: in a module of it.
+        healthy: tells whether a trainer's step is without fault, besides being finite here and for other batches.
+        time_left: seconds.
+    """
+    result = Islands()
+    module = finding.module
+    while module and result.calls < CALLS and time_left() > 0:
+        result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]
+        following = _next(case, result.modules, healthy)
+        result.calls += 1
+        if following is None:
+            result.cured = True
+            break
+        module = _outside(following, result.modules)
+    if result.cured:
+        result.minimal = _drop(case, result, healthy, time_left)
+    return result
+
+
+def _next(case: Case, modules: list[str], healthy: Callable[[CaseTrainer], bool]) -> str | None:
+    """Return the module of the next fault with these islands (empty: it is in none); None: there is no fault."""
+    try:
+        trainer = with_islands(case, modules)
+    except UserError:  # a module that is never called, such as the output projection of torch's attention
+        return modules[-1]
+    for batch in [case.microbatches, *([batch] for batch in case.others)]:
+        trainer.case = replace(case, microbatches=batch)
+        if attempt(trainer, loss_scales(case))[1]:
+            found = find(trainer, "")
+            return found.module if found is not None else ""
+    trainer.case = case
+    return None if healthy(trainer) else modules[-1]
+
+
+def _outside(module: str, islands: list[str]) -> str:
+    """Return the module, or where it is in an island the one that contains that island."""
+    for name in islands:
+        if module == name or module.startswith(f"{name}."):
+            return name.rpartition(".")[0]
+    return module
+
+
+def _drop(case: Case, result: Islands, healthy: Callable[[CaseTrainer], bool], time_left: Callable[[], float]) -> bool:
+    """Leave out every module without which the step is cured, too; return whether there was time for all."""
+    for name in list(result.modules) if len(result.modules) > 1 else []:
+        if result.calls >= CALLS or time_left() <= 0:
+            return False
+        others = [other for other in result.modules if other != name]
+        result.calls += 1
+        if others and _next(case, others, healthy) is None:
+            result.modules = others
+    return True
+
+
+def with_islands(case: Case, modules: list[str]) -> CaseTrainer:
+    """Return the run's own trainer with these modules in fp32 besides its own.
+
+    Raises:
+        UserError: a module that cannot be.
+    """
+    own = case.config.precision
+    islands = [*own.fp32_modules, *modules]
+    return case.trainer(replace(own, fp32_modules=islands), own=True, scale=case.scale)
+
+
+def price(case: Case, result: Islands) -> None:
+    """Measure what the islands cost: steps with and without them in turns, and the peak of a step's memory."""
+    sides = [with_islands(case, []), with_islands(case, result.modules)]
+    peaks = []
+    for side in sides:
+        with MemoryLedger(side.model, side.optimizer) as recording:
+            side.attempt()
+        peaks.append(recording.report().peak_bytes)
+    result.memory_bytes = peaks[1] - peaks[0]
+    ratios = []
+    for _ in range(_PAIRS):
+        seconds = []
+        for side in sides:
+            side.start()
+            began = time.perf_counter()
+            side.gradients(side.case.microbatches)
+            if side.device.type == "cuda":
+                side.update.read(side.loss_scale.scale)
+            seconds.append(time.perf_counter() - began)
+        ratios.append(seconds[1] / seconds[0])
+    result.time_ratio = statistics.median(ratios)
