@@ -1,0 +1,1 @@
+"""What is measured of a step that is finite: the errors of its modules, and the range of its gradients."""

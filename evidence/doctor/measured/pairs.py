@@ -1,0 +1,260 @@
+"""Local errors: the own operators of each module, in the run's precision and in the reference's, from the same inputs.
+
+An error is compared with what rounding makes unavoidable: the reference's own change when inputs, weights and
+gradients are rounded (the condition), or one rounding for each matrix product in series, whose errors add up like
+random numbers (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evidence.doctor.case import Case
+from evidence.doctor.finding import BACKWARD, ERROR, FORWARD, Finding
+from evidence.doctor.measured.calls import Call, Different, Evaluated, products, relative_error, summands
+from evidence.doctor.measured.recording import Recording, swapped
+from evidence.doctor.tape import tensors
+from trainer.formats import dtype_name
+from trainer.precision.modes import family
+
+FACTOR = 8
+NOISE = 0.5
+"""From this condition on, a result is noise in this format however it is computed, and is not judged."""
+_GRADIENT_SCALES = (0, 8, -8)
+"""Exponents to try in fp16, where a gradient's largest element is made 2 to that power: what one of them mends is the
+loss scale's matter."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What numbers are rounded to."""
+
+    dtype: torch.dtype
+    u: float
+    """The unit roundoff: half the distance from 1 to the next number."""
+    reference: torch.dtype
+    tf32: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Whether sums are rounded to it, too: those of 16-bit and TF32 numbers are in fp32, and do not matter."""
+        return self.dtype == torch.float32 and not self.tf32
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """Return a floating-point tensor rounded, in its own dtype; what is finite stays finite."""
+        if self.tf32:
+            bits = tensor.float().view(torch.int32)
+            bits = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF
+            return bits.view(torch.float32).to(tensor.dtype)
+        return saturated(tensor, self.dtype).to(tensor.dtype)
+
+
+FORMATS = {
+    "fp32": Format(torch.float32, 2**-24, torch.float64),
+    "tf32": Format(torch.float32, 2**-11, torch.float64, tf32=True),
+    "bf16": Format(torch.bfloat16, 2**-8, torch.float32),
+    "fp16": Format(torch.float16, 2**-11, torch.float32),
+}
+
+
+@dataclass
+class Row:
+    """The local error of one tensor of one call."""
+
+    module: str
+    call: int
+    direction: str
+    tensor: str
+    e: float
+    """‖low − reference‖ / ‖reference‖."""
+    cond: float
+    """The same for the reference with rounded inputs, weights and gradients."""
+    d: int
+    """Rounded matrix products."""
+    bound: float
+    accumulated: float
+    """That of the low precision's own run, forward only: to be seen, not judged."""
+
+    @property
+    def ratio(self) -> float:
+        """Above 1, the error is more than the format makes unavoidable."""
+        judged = self.cond < NOISE and math.isfinite(self.e)
+        return self.e / self.bound if judged else 0.0
+
+
+@dataclass
+class Pairs:
+    """All local errors of a step."""
+
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(case: Case) -> Pairs:
+    """Return the local errors of a step in its run's precision."""
+    mode = case.config.precision.mode
+    if family(mode) not in FORMATS:
+        return Pairs(notes=[f"errors of modules: not judged with precision={mode}"])
+    format = FORMATS[family(mode)]
+    recording = Recording.of(case, format.reference)
+    result = Pairs(notes=recording.notes)
+    model = recording.reference.model
+    weights = {id(p): format.rounded(p.data) for p in model.parameters()}
+    worst: dict[tuple[str, str], tuple[Row, Call]] = {}
+    for call in recording.calls:
+        try:
+            rows = _Evaluation(recording, format, weights, call).rows()
+        except Different:
+            call.skipped, rows = call.skipped or "it takes another way", []
+        if call.skipped:
+            result.notes.append(f"errors of modules: {call.module or 'the model'} is left out: {call.skipped}")
+        result.rows += rows
+        for row in rows:
+            key = call.module, row.direction
+            if row.ratio > 1 and (key not in worst or row.ratio > worst[key][0].ratio):
+                worst[key] = row, call
+    # A wrong result has a wrong gradient.
+    judged = {key: pair for key, pair in worst.items() if key[1] == FORWARD or (key[0], FORWARD) not in worst}
+    result.findings = [_finding(row, call, mode) for row, call in judged.values()]
+    return result
+
+
+class _Evaluation:
+    """One call, evaluated in the reference, rounded, and in the low precision."""
+
+    def __init__(self, recording: Recording, format: Format, weights: dict[int, Tensor], call: Call) -> None:
+        self._recording, self._format, self._weights, self._call = recording, format, weights, call
+        self._products = _Products(format)
+        self._sources, self._cotangents = call.sources(), call.cotangents()
+
+    def rows(self) -> list[Row]:
+        """Return the errors of what it computes, and of the gradients; leave the input gradients in the call."""
+        call = self._call
+        if any(child.skipped and child.overwritten for child in call.children):
+            call.skipped = "a submodule's result is not known"
+        if call.skipped:
+            return []
+        exact = self._recording.exact(call, self._sources, self._cotangents)
+        names = call.source_names()[: len(call.given.tensors)]
+        if call.returned is not None:
+            call.returned.tensors = exact.targets[: len(call.results)]
+        call.input_gradients = {n: exact.gradients[name] for n, name in enumerate(names) if name in exact.gradients}
+        if not call.operators:
+            return []
+        low = self._low(self._scale(0))
+        rounded = self._rounded()
+        found = self._rows(exact, rounded, low)
+        if self._format.dtype == torch.float16:
+            for exponent in _GRADIENT_SCALES[1:]:
+                if not any(row.direction == BACKWARD and not row.e <= row.bound for row in found):
+                    break
+                other = self._rows(exact, rounded, self._low(self._scale(exponent)))
+                found = [min(pair, key=lambda row: row.e) for pair in zip(found, other, strict=True)]
+        return found
+
+    def _scale(self, exponent: int) -> float:
+        """Return a factor for the gradients; 1 but in fp16."""
+        amax = max((gradient.abs().max().item() for gradient in self._cotangents.values()), default=0.0)
+        if self._format.dtype != torch.float16 or not 0 < amax < math.inf:
+            return 1.0
+        return 2.0 ** (exponent - math.frexp(amax)[1])
+
+    def _low(self, scale: float) -> Evaluated:
+        sources = [saturated(*pair) for pair in zip(self._sources, self._call.source_dtypes(), strict=True)]
+        cotangents = {number: gradient * scale for number, gradient in self._cotangents.items()}
+        with self._products:
+            found = self._recording.in_low(self._call, sources, cotangents)
+        wide = self._format.reference
+        return found._replace(gradients={name: g.to(wide) / scale for name, g in found.gradients.items()})
+
+    def _rounded(self) -> Evaluated:
+        """Round what the low precision rounds: its 16-bit tensors, and where there are products all others, too."""
+        call, format = self._call, self._format
+        everything = self._products.forward > 0
+
+        def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            return format.rounded(tensor) if everything or dtype == format.dtype else tensor
+
+        sources = [rounded(*pair) for pair in zip(self._sources, call.source_dtypes(), strict=True)]
+        dtypes = call.target_dtypes()
+        cotangents = {number: rounded(g, dtypes[number]) for number, g in self._cotangents.items()}
+        module = self._recording.reference.model.get_submodule(call.module)
+        with swapped(list(module.parameters()), self._weights):
+            return self._recording.exact(call, sources, cotangents)
+
+    def _rows(self, exact: Evaluated, rounded: Evaluated, low: Evaluated) -> list[Row]:
+        counted = self._products
+        rows = []
+        for number, name in enumerate(self._call.target_names()):
+            if not exact.passed[number]:
+                of = exact.targets[number], rounded.targets[number], low.targets[number]
+                rows.append(self._row(FORWARD, name, *of, counted.forward))
+        for name, tensor in exact.gradients.items():
+            if name in low.gradients and name in rounded.gradients:
+                of = tensor, rounded.gradients[name], low.gradients[name]
+                rows.append(self._row(BACKWARD, f"gradient of {name}", *of, counted.forward + counted.backward))
+        return [row for row in rows if not math.isnan(row.e)]
+
+    def _row(
+        self, direction: str, name: str, exact: Tensor, rounded: Tensor, low: Tensor, rounded_products: int
+    ) -> Row:
+        call, format = self._call, self._format
+        e, cond = relative_error(low, exact), relative_error(rounded, exact)
+        d = max(1, rounded_products)
+        if format.sums:  # a result is the sum of at least so many numbers, as those of norms and biases are
+            largest = max((tensor.numel() for tensor in self._sources), default=0)
+            d = max(d, largest // max(1, exact.numel()))
+        bound = FACTOR * max(cond, format.u * math.sqrt(d))
+        accumulated = call.accumulated if direction == FORWARD and name.startswith("result") else math.nan
+        return Row(call.module, call.number, direction, name, e, cond, d, bound, accumulated)
+
+
+class _Products(TorchDispatchMode):
+    """Counts the roundings of matrix products, in series: one each, attention has two; if sums count, each summand."""
+
+    def __init__(self, format: Format) -> None:
+        super().__init__()
+        self._dtype = format.dtype
+        self._sums = format.sums
+        self.forward = self.backward = 0
+
+    def __enter__(self) -> Any:
+        self.forward = self.backward = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        of = [tensor for tensor in tensors((args, kwargs)) if tensor.dtype == self._dtype]
+        count = products(name)
+        if count and of:
+            count *= summands(name, of) if self._sums else 1
+            if torch._C._current_autograd_node() is None:
+                self.forward += count
+            else:
+                self.backward += count
+        return output
+
+
+def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to another floating-point dtype; what is finite becomes its largest number rather than infinite."""
+    if not tensor.is_floating_point():
+        return tensor
+    result = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((result.isinf() & ~tensor.isinf()).any()):
+        largest = torch.finfo(dtype).max
+        result = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest)).to(dtype)
+    return result
+
+
+def _finding(row: Row, call: Call, mode: str) -> Finding:
+    dtype = dtype_name(call.result_dtypes[0]) if call.result_dtypes else ""
+    detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
+    return Finding(ERROR, row.direction, row.module, mode, dtype=dtype, detail=detail)
