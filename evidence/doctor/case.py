@@ -48,6 +48,8 @@ class Case:
     """The loss scale of the step."""
     prototype: nn.Module
     """The recipe's model in fp32, without weights of its own that matter, on the host."""
+    moments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By parameter: the optimizer's state."""
     others: list[Batch] = field(default_factory=list)
     """Microbatches of the following steps, on which a cure must hold, too."""
     ranks: int = 1
@@ -60,7 +62,15 @@ class Case:
             changed = dict(trainer.model.named_parameters())
         else:
             changed = dict(trainer.masters.named_parameters())
+        names = {id(parameter): name for name, parameter in (trainer.masters or trainer.model).named_parameters()}
+        moments = {
+            names[id(parameter)]: {
+                key: _copy(each) if isinstance(each, Tensor) else each for key, each in state.items()
+            }
+            for parameter, state in trainer.optimizer.state.items()
+        }
         return cls(
+            moments=moments,
             config=trainer.config,
             plan=trainer.plan,
             hardware=trainer.hardware,
@@ -129,6 +139,19 @@ class CaseTrainer(Trainer):
         for parameter in [*self.model.parameters(), *self.update.parameters]:
             parameter.grad = None
         set_random_state(self.case.generators, self.device)
+
+    @torch.no_grad()
+    def continue_training(self) -> None:
+        """Make the optimizer and the schedule stand before the step, too, so that ``train_step`` may follow."""
+        self.start()
+        self.step = self.case.step - 1
+        for name, parameter in (self.masters or self.model).named_parameters():
+            for key, value in self.case.moments.get(name, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                    value = torch.empty_like(parameter).copy_(value)
+                elif isinstance(value, Tensor):
+                    value = value.clone()
+                self.optimizer.state[parameter][key] = value
 
     def attempt(self, scale: float | None = None) -> Gradients:
         """Take the forward and backward passes of the step, from its start; ``scale`` is a new loss scale."""

@@ -9,18 +9,19 @@ from typing import Any
 
 from evidence.doctor.case import Case, CaseTrainer
 from evidence.doctor.compiled import compiled_rungs
+from evidence.doctor.divergence import REPLAYS, STEPS, divergence
 from evidence.doctor.exchange import overflow_of_sum
 from evidence.doctor.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.islands import Islands, price, search
 from evidence.doctor.ladder import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
 from evidence.doctor.manifest import OperatorManifest, manifest
 from evidence.doctor.origin import find
-from evidence.doctor.replay import Replay
+from evidence.doctor.replay import Replay, following
 from trainer.errors import first_line, is_out_of_memory
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
-CHECKS = ("ladder", "manifest", "range", "pairs", "updates", "islands")
+CHECKS = ("ladder", "manifest", "range", "pairs", "updates", "divergence", "islands")
 
 
 class Budget:
@@ -64,6 +65,8 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     manifest: OperatorManifest | None = None
     islands: Islands | None = None
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """Of the steps that ``divergence`` takes, by format."""
     notes: list[str] = field(default_factory=list)
     budget: Budget = field(default_factory=lambda: Budget(60))
 
@@ -91,6 +94,8 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
         if result.manifest is not None:
             result.findings += result.manifest.findings
             result.notes += result.manifest.notes
+    if "divergence" in checks:
+        _train_on(result)
     if "islands" in checks:
         _cure(result)
     if result.findings:
@@ -104,6 +109,25 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
 def _own(case: Case) -> CaseTrainer:
     """Return a trainer as the run's own, eager."""
     return case.trainer(case.config.precision, own=True, scale=case.scale)
+
+
+def _train_on(result: Diagnosis) -> None:
+    """Train some steps in the run's format and in fp32, where nothing was found and there is time."""
+    replay, budget = result.replay, result.budget
+    case = replay.case
+    if result.findings or not replay.finite or case.config.precision.half is None:
+        return
+    fp32 = next((rung.seconds for rung in result.ladder if rung.name == FP32), replay.seconds)
+    seconds = STEPS * (REPLAYS * fp32 + replay.seconds)
+    if seconds > budget.left:
+        budget.left_out.append(
+            f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
+        )
+        return
+    found = budget.take("divergence", lambda: divergence(case, following(case, STEPS)))
+    if found is not None:
+        finding, result.losses = found
+        result.findings += [finding] if finding else []
 
 
 _CURABLE = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR)

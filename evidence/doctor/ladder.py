@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,13 +35,16 @@ class Rung:
     why: str = ""
     """It was left out."""
     loss: float = math.nan
+    seconds: float = 0.0
 
     def climb(self) -> CaseTrainer:
         """Take the step, and return the trainer that did; sets ``status``."""
+        began = time.monotonic()
         trainer = self.build()
         self.scale, self.harmed, found = attempt(trainer, self.scales)
         self.loss = found.loss.item()
         self.status = BREAKS if self.harmed else OK
+        self.seconds = time.monotonic() - began
         return trainer
 
     def text(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
 from trainer.config.schema import Config, flatten
+from trainer.data.contract import Batch
+from trainer.data.loader import DataOrder
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import UNAVAILABLE, detect
@@ -24,7 +27,7 @@ from trainer.precision.scaler import AutoScaler
 from trainer.run.folder import RunFolder, local_folder
 from trainer.run.provenance import git_facts, versions
 from trainer.run.resume import check_same, recorded_overrides
-from trainer.trainer import StepRecord, Trainer
+from trainer.trainer import Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")
 """Overrides that a run may be examined with."""
@@ -42,6 +45,8 @@ class Replay:
     loss: float
     grad_norm: float
     skipped: bool
+    seconds: float
+    """That the step took."""
     began: str
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
     folder: Path | None = None
@@ -184,14 +189,19 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
             raise NotFinite(record.step)
     microbatches = next(batches)
     case = Case.of(trainer, microbatches)
-    case.others = [following[0] for following in batches]
+    case.others = [step[0] for step in following(case, 1 + OTHERS)[1:]]
+    clock = time.monotonic()
     record = trainer.train_step(microbatches)
+    loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     trainer.close()
-    return Replay(case, *_numbers(record), began)
+    return Replay(case, loss, norm, skipped, time.monotonic() - clock, began)
 
 
-def _numbers(record: StepRecord) -> tuple[float, float, bool]:
-    return record.loss.item(), record.grad_norm.item(), bool(record.skipped)
+def following(case: Case, count: int) -> list[list[Batch]]:
+    """Return the microbatches of a case's step and of those after it."""
+    config, plan = case.config, case.plan
+    order = DataOrder(len(case.datasets.train), config.seed)
+    return list(config.loader.steps(case.datasets.train, order, plan.batching, case.step - 1, count, case.hardware))
 
 
 def _other_software(summary: dict[str, Any]) -> list[str]:
