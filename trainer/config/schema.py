@@ -29,6 +29,7 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP, Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
+from trainer.profiling.numerics import Meters, Numerics
 from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
 from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe, SetOnce
 from trainer.tracking.tracker import Tracking
@@ -40,6 +41,7 @@ _GROUPS: dict[str, dict[str, type]] = {
     "clip": {cls.kind: cls for cls in (Clip, ClipNorm, ClipValue)},
     "loader": {cls.kind: cls for cls in (Loader, PinnedLoader, OnDeviceLoader)},
     "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
+    "meters": {cls.kind: cls for cls in (Meters, Numerics)},
     "optimizer": {"optimizer": Optimizer},
     "schedule": {cls.kind: cls for cls in (Schedule, Cosine, WarmupStableDecay)},
     "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing},
@@ -64,6 +66,7 @@ class Config(SetOnce):
     clip: Clip = field(default_factory=Clip)
     loader: Loader = field(default_factory=Loader)
     profiler: Profiler = field(default_factory=Profiler)
+    meters: Meters = field(default_factory=Meters)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
@@ -99,6 +102,7 @@ class Config(SetOnce):
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.scaler.check(self.precision.mode)
         self.parallel.check(self.precision)
+        self.meters.check(self.optimizer)
         if not isinstance(self.data, ImageSource) and self.augment.kind not in (Augment.kind, AutomaticAugment.kind):
             kind, data = self.augment.kind, self.data.kind
             raise UserError(f"augment={kind} has no effect: data={data} has no images; leave it out")

@@ -26,7 +26,7 @@ from trainer.run.folder import RunFolder, local_folder
 # What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
 # makes the run longer (and with it the schedule).
 _FREE = ("steps", "eval_every", "log_every", "resume", "output_dir", "run_name", "device")
-_FREE_GROUPS = ("loader", "profiler", "checkpoint", "tracking", "parallel", "activation_checkpointing")
+_FREE_GROUPS = ("loader", "profiler", "meters", "checkpoint", "tracking", "parallel", "activation_checkpointing")
 _NO_FOLDER = (None, "auto")
 _OWN = ("resume", "output_dir", "tracking.uri")
 """Keys that are not taken from the record: where the folder is now is known, and tracking.json has the URI."""

@@ -106,6 +106,8 @@ class Run:
             self.tracker = self._begin(saved.step if saved else None, choices)
         profiler = self.config.profiler if self.world.first else Profiler()
         self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device)
+        half = self.config.precision.half
+        self.meters = self.config.meters.start(trainer.model, trainer.update, half, self.plan.steps, self.world)
 
     def _begin(self, resume_step: int | None, choices: list[Choice]) -> Tracker:
         """Record the facts of this run, show them, and open its metric log."""
@@ -164,7 +166,7 @@ class Run:
             profiled = self.profiler.step(trainer.step + 1)
             if not isinstance(profiled, nullcontext):
                 self.monitor.leave_out()
-            with profiled:
+            with profiled, self.meters.step(trainer.step + 1):
                 record = self.step(microbatches)
             self.log(record)
             self.after_step()
@@ -176,6 +178,7 @@ class Run:
     def log(self, record: StepRecord) -> None:
         """Pass a step's record to the monitor, and log the metrics of an interval that it ends."""
         if metrics := self.monitor.add(record):
+            self._log_meters()
             self._log_metrics(record.step, metrics)
 
     def after_step(self) -> None:
@@ -201,6 +204,11 @@ class Run:
             self.tracker.log(step, metrics)
         self.terminal.progress(step, self.plan.steps, metrics, self.config.recipe.unit)
 
+    def _log_meters(self) -> None:
+        for step, metrics in self.meters.collect():
+            if self.tracker:
+                self.tracker.log(step, metrics)
+
     def _evaluate(self, step: int) -> tuple[float | None, bool]:
         """Evaluate; return the score if it is finite, and whether it is the best so far."""
         self.final = {f"valid/{name}": value for name, value in self.trainer.evaluate().items()}
@@ -215,6 +223,7 @@ class Run:
         return score if math.isfinite(score) else None, improved
 
     def _save(self, score: float | None) -> None:
+        self._log_meters()  # else a run that is resumed from here would lack them
         self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), score))
 
     def _progress(self) -> dict[str, Any]:
