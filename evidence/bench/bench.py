@@ -190,7 +190,7 @@ def meters_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None 
 
         return stopwatch(step, device)(1)
 
-    blocks = {
+    blocks: dict[str, Callable[[], float]] = {
         "step": partial(stopwatch(steps_of(trainer), device), 1),
         "update": partial(update, False),
         "measured": partial(update, True),
