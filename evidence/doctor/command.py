@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from evidence.doctor.diagnosis import CHECKS, FOUND, HEALTHY, Diagnosis, diagnose
-from evidence.doctor.replay import Replay, of_overrides, of_run
+from evidence.doctor.step.replay import Replay, of_overrides, of_run
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 

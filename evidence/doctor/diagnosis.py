@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.doctor.case import Case, CaseTrainer
-from evidence.doctor.compiled import compiled_rungs
-from evidence.doctor.divergence import REPLAYS, STEPS, divergence
-from evidence.doctor.exchange import overflow_of_sum
-from evidence.doctor.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.islands import Islands, price, search
-from evidence.doctor.ladder import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
-from evidence.doctor.manifest import OperatorManifest, manifest
-from evidence.doctor.origin import find
-from evidence.doctor.replay import Replay, following
+from evidence.doctor.ladder.compiled import compiled_rungs
+from evidence.doctor.ladder.divergence import REPLAYS, STEPS, divergence
+from evidence.doctor.ladder.exchange import overflow_of_sum
+from evidence.doctor.ladder.rungs import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
+from evidence.doctor.measured.manifest import OperatorManifest, manifest
+from evidence.doctor.provenance.origin import find
+from evidence.doctor.step.case import Case, CaseTrainer
+from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
+from evidence.doctor.step.replay import Replay, following
 from trainer.errors import first_line, is_out_of_memory
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"

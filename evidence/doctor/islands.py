@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from evidence.doctor.case import Case, CaseTrainer
-from evidence.doctor.finding import Finding
-from evidence.doctor.ladder import attempt, loss_scales
-from evidence.doctor.origin import find
+from evidence.doctor.ladder.rungs import attempt, loss_scales
+from evidence.doctor.provenance.origin import find
+from evidence.doctor.step.case import Case, CaseTrainer
+from evidence.doctor.step.finding import Finding
 from trainer.errors import UserError
 from trainer.profiling.ledger import MIB, MemoryLedger
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around, mean_square, noise
-from evidence.doctor.finding import BACKWARD, DOMAIN, EXCHANGE, OVERFLOW
+from evidence.doctor.step.finding import BACKWARD, DOMAIN, EXCHANGE, OVERFLOW
 from trainer.data.contract import Batch
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import StaticScaler

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.faults.planted import WIDTH, Block, Expected, Fault, around
-from evidence.doctor.finding import BACKWARD, ERROR, FORWARD
+from evidence.doctor.step.finding import BACKWARD, ERROR, FORWARD
 from trainer.precision.modes import Precision
 
 LONG = 4096

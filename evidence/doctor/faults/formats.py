@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evidence.doctor.faults.planted import WIDTH, Block, Expected, Fault, around
-from evidence.doctor.finding import DIFFERENCE, DTYPE, FORWARD
+from evidence.doctor.step.finding import DIFFERENCE, DTYPE, FORWARD
 from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 

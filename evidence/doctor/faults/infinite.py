@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around, noise
-from evidence.doctor.finding import DOMAIN, FORWARD, OVERFLOW, UNDERFLOW
+from evidence.doctor.step.finding import DOMAIN, FORWARD, OVERFLOW, UNDERFLOW
 from trainer.data.contract import Batch
 from trainer.precision.modes import Precision
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evidence.doctor.replay import Replay, take
+from evidence.doctor.step.replay import Replay, take
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evidence.doctor.case import Case
-from evidence.doctor.finding import BACKWARD, ERROR, FORWARD, Finding
 from evidence.doctor.measured.calls import Call, Different, Evaluated, products, relative_error, summands
 from evidence.doctor.measured.recording import Recording, swapped
-from evidence.doctor.tape import tensors
+from evidence.doctor.provenance.tape import tensors
+from evidence.doctor.step.case import Case
+from evidence.doctor.step.finding import BACKWARD, ERROR, FORWARD, Finding
 from trainer.formats import dtype_name
 from trainer.precision.modes import family
 

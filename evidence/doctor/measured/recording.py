@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evidence.doctor.case import Case, CaseTrainer, Reference
 from evidence.doctor.measured.calls import (
     Call,
     Different,
@@ -29,6 +28,7 @@ from evidence.doctor.measured.calls import (
     summands,
     versions,
 )
+from evidence.doctor.step.case import Case, CaseTrainer, Reference
 from trainer.data.loader import to_device
 from trainer.hardware import available_bytes
 from trainer.parallel.activation import ActivationCheckpointing

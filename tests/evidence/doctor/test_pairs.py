@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evidence.doctor.case import Case
 from evidence.doctor.faults.errors import FAULTS
 from evidence.doctor.faults.planted import Expected, Fault
 from evidence.doctor.measured.pairs import measure
+from evidence.doctor.step.case import Case
 from recipes.gpt2_model import SHAPES, Shape
 from tests.helpers import trainer_of
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evidence.doctor.case import CaseTrainer
-from evidence.doctor.finding import DTYPE, FORWARD, Finding
-from evidence.doctor.modules import ModuleTracer
-from evidence.doctor.tape import tensors
+from evidence.doctor.provenance.tape import tensors
+from evidence.doctor.step.case import CaseTrainer
+from evidence.doctor.step.finding import DTYPE, FORWARD, Finding
+from evidence.doctor.step.modules import ModuleTracer
 from trainer.data.loader import to_device
 from trainer.formats import dtype_name
 from trainer.precision.modes import WEIGHTS_DTYPE

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from evidence.doctor.case import Case, CaseTrainer, Reference
-from evidence.doctor.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
-from evidence.doctor.ladder import BREAKS, DIFFERS, OK, Rung
+from evidence.doctor.ladder.rungs import BREAKS, DIFFERS, OK, Rung
+from evidence.doctor.step.case import Case, CaseTrainer, Reference
+from evidence.doctor.step.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
 
 ALLOWED = 8
 """A compiled model may differ from the eager one by so many times what the eager one differs from the reference."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evidence.doctor.case import Case
+from evidence.doctor.step.case import Case
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from evidence.doctor.case import Case, CaseTrainer
-from evidence.doctor.finding import DIVERGENCE, UPDATE, Finding
+from evidence.doctor.step.case import Case, CaseTrainer
+from evidence.doctor.step.finding import DIVERGENCE, UPDATE, Finding
 from trainer.data.contract import Batch
 from trainer.precision.modes import Precision
 

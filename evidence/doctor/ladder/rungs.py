@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from evidence.doctor.case import Case, CaseTrainer, Reference
+from evidence.doctor.step.case import Case, CaseTrainer, Reference
 from trainer.hardware import UNAVAILABLE
 from trainer.precision.modes import Precision, family
 from trainer.trainer import Gradients

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from evidence.doctor.finding import BACKWARD, FORWARD
+from evidence.doctor.step.finding import BACKWARD, FORWARD
 
 
 class ModuleTracer:

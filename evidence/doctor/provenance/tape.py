@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evidence.doctor.case import finite
-from evidence.doctor.modules import ModuleTracer
+from evidence.doctor.step.case import finite
+from evidence.doctor.step.modules import ModuleTracer
 from trainer.formats import dtype_name
 
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

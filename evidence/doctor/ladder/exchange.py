@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evidence.doctor.case import CaseTrainer, finite
-from evidence.doctor.finding import EXCHANGE, OVERFLOW, Finding
+from evidence.doctor.step.case import CaseTrainer, finite
+from evidence.doctor.step.finding import EXCHANGE, OVERFLOW, Finding
 from trainer.formats import dtype_name
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from evidence.doctor.case import CaseTrainer
-from evidence.doctor.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
-from evidence.doctor.modules import ModuleTracer
-from evidence.doctor.tape import Node, Tape, behind, chain, tensors
+from evidence.doctor.provenance.tape import Node, Tape, behind, chain, tensors
+from evidence.doctor.step.case import CaseTrainer
+from evidence.doctor.step.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
+from evidence.doctor.step.modules import ModuleTracer
 from trainer.formats import dtype_name
 
 _CANDIDATES = 12

@@ -1,0 +1,1 @@
+"""The same step in one format after another, compiled, over several ranks, and for some steps."""

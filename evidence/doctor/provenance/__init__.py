@@ -1,0 +1,1 @@
+"""Where what is not finite comes from."""
