@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from evidence.doctor.diagnosis import CHECKS, Diagnosis, diagnose
-from evidence.doctor.faults import backward, formats, infinite
+from evidence.doctor.faults import backward, errors, formats, infinite
 from evidence.doctor.faults.planted import Fault
 
-FAULTS = sorted([*infinite.FAULTS, *backward.FAULTS, *formats.FAULTS], key=lambda fault: fault.number)
+FAULTS = sorted([*infinite.FAULTS, *backward.FAULTS, *formats.FAULTS, *errors.FAULTS], key=lambda fault: fault.number)
 
 
 @dataclass

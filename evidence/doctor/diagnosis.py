@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evidence.doctor.islands import Islands, price, search
@@ -13,7 +13,8 @@ from evidence.doctor.ladder.divergence import REPLAYS, STEPS, divergence
 from evidence.doctor.ladder.exchange import overflow_of_sum
 from evidence.doctor.ladder.rungs import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
 from evidence.doctor.measured.manifest import OperatorManifest, manifest
-from evidence.doctor.provenance.origin import find
+from evidence.doctor.measured.pairs import Pairs, measure
+from evidence.doctor.provenance.origin import absorbed, find
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.step.replay import Replay, following
@@ -62,13 +63,21 @@ class Diagnosis:
     replay: Replay
     verdict: str = HEALTHY
     ladder: list[Rung] = field(default_factory=list)
+    own: Rung | None = None
+    """Of the ladder: what the run does."""
     findings: list[Finding] = field(default_factory=list)
     manifest: OperatorManifest | None = None
+    pairs: Pairs | None = None
     islands: Islands | None = None
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Of the steps that ``divergence`` takes, by format."""
     notes: list[str] = field(default_factory=list)
     budget: Budget = field(default_factory=lambda: Budget(60))
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step is finite in the run's own format, at a loss scale that its scaler would find."""
+        return self.own.status == OK if self.own is not None else self.replay.finite
 
     @property
     def exit_code(self) -> int:
@@ -94,6 +103,11 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
         if result.manifest is not None:
             result.findings += result.manifest.findings
             result.notes += result.manifest.notes
+    if "pairs" in checks and result.finite and not result.findings:
+        result.pairs = result.budget.take("pairs", lambda: _measure(replay.case))
+        if result.pairs is not None:
+            result.findings += result.pairs.findings
+            result.notes += result.pairs.notes
     if "divergence" in checks:
         _train_on(result)
     if "islands" in checks:
@@ -115,7 +129,7 @@ def _train_on(result: Diagnosis) -> None:
     """Train some steps in the run's format and in fp32, where nothing was found and there is time."""
     replay, budget = result.replay, result.budget
     case = replay.case
-    if result.findings or not replay.finite or case.config.precision.half is None:
+    if result.findings or not result.finite or case.config.precision.half is None:
         return
     fp32 = next((rung.seconds for rung in result.ladder if rung.name == FP32), replay.seconds)
     seconds = STEPS * (REPLAYS * fp32 + replay.seconds)
@@ -141,7 +155,11 @@ def _cure(result: Diagnosis) -> None:
     if not found or case.config.precision.half is None or found[0].direction not in (FORWARD, BACKWARD):
         return
     finding = found[0]
-    islands = budget.take("islands", lambda: search(case, finding, lambda _: True, lambda: budget.left))
+
+    def healthy(trainer: CaseTrainer) -> bool:
+        return result.pairs is None or not measure(replace(case, config=trainer.config)).findings
+
+    islands = budget.take("islands", lambda: search(case, finding, healthy, lambda: budget.left))
     if islands is None:
         return
     result.islands = islands
@@ -155,12 +173,19 @@ def _cure(result: Diagnosis) -> None:
         finding.cure.append(islands.text())
 
 
+def _measure(case: Case) -> Pairs:
+    found = measure(case)
+    if found.findings:
+        found.findings = absorbed(_own(case), found.findings)
+    return found
+
+
 def _climb(result: Diagnosis) -> None:
     """Take every rung; where one breaks, find the cause at the first."""
     case, budget = result.replay.case, result.budget
     result.ladder = rungs(case)
     broken: Rung | None = None
-    own = result.ladder[-1]
+    own = result.own = result.ladder[-1]
     needed = {FP32, own.name}
     if result.replay.finite and case.config.compile.mode == "off":  # it was taken already, as the run takes it
         own.status, own.scale, own.loss = OK, own.scales[0], result.replay.loss
@@ -182,6 +207,8 @@ def _climb(result: Diagnosis) -> None:
             if (finding := find(trainer, rung.name)) is not None:
                 result.findings.append(finding)
         del trainer
+    if own.status == OK:
+        case.scale = own.scale
     if broken is None and case.ranks > 1:
         found = budget.take("sum of ranks", lambda: overflow_of_sum(_own(case), case.ranks))
         result.findings += found or []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,32 @@ def find(trainer: CaseTrainer, rung: str) -> Finding | None:
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return Finding(kind, cause.direction, cause.module, rung, cause.op, cause.dtype, cause.shape, detail, path)
+
+
+def absorbed(trainer: CaseTrainer, errors: list[Finding]) -> list[Finding]:
+    """Return errors of modules, those that are overflows named so: their infinities harm nothing, 1/inf is 0.
+
+    Args:
+        trainer: of the run's own precision, in which the step is finite.
+        errors: of the kind ``ERROR``.
+    """
+    modules = ModuleTracer(trainer.model)
+    with modules, Tape(modules) as tape:
+        trainer.attempt()
+    result = []
+    for error in errors:
+        place = error.module, error.direction
+        node = next((node for node in tape.computed if (node.module, node.direction) == place), None)
+        if node is not None:
+            capture = Capture(node.number)
+            with modules, capture:
+                trainer.attempt()
+            kind, detail = capture.kind()
+            if kind == OVERFLOW:
+                detail += "; infinities here become finite again, and wrong"
+                error = replace(error, kind=kind, op=node.op, dtype=node.dtype, shape=node.shape, detail=detail)
+        result.append(error)
+    return result
 
 
 def _cause(trainer: CaseTrainer, starts: list[Node]) -> tuple[Node, bool]:

@@ -65,6 +65,8 @@ class Tape(TorchDispatchMode):
         self.modules = modules
         self.count = 0
         self._names = {_storage(tensor): name for name, tensor in named}
+        self.computed: list[Node] = []
+        """Operators that computed something not finite from finite inputs, harmful or not."""
         self._written: dict[int, list[Node]] = {}
         """By storage. Whatever is written whole replaces the entry, so the address of freed memory misleads nobody."""
 
@@ -88,6 +90,8 @@ class Tape(TorchDispatchMode):
             before = self._written.get(key, [])
             if mutable:  # what was not finite before it was changed in place
                 node.sources += before
+            if node.computes:
+                self.computed.append(node)
             self._written[key] = [*([] if _whole(result) else before), node]
         return output
 
