@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +26,7 @@ from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision import attention, convolution
+from trainer.profiling import calls
 from trainer.recipe import Choice
 
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
@@ -176,15 +178,15 @@ class Trainer:
         finally:
             set_random_state(generators, self.device)
 
-    def attention_kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of fused attention that training takes, see ``attention.taken``."""
+    def _forward_in_precision(self) -> None:
+        with self.config.precision.autocast(self.device):
+            self._forward_of_few()
 
-        def forward() -> None:
-            with self.config.precision.autocast(self.device):
-                self._forward_of_few()
-
+    def observe(self, *recorders: AbstractContextManager[Any]) -> None:
+        """Take an eager forward pass over the first samples under the recorders, and change nothing."""
         # With FSDP, a forward pass without a backward pass would leave stale state in FSDP.
-        return attention.taken(self.model, forward, self.config.parallel.kind != "fsdp")
+        gradients = self.config.parallel.kind != "fsdp"
+        calls.observe(self.model, self._forward_in_precision, *recorders, gradients=gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the training, see ``checkpoint.state.training_state``."""

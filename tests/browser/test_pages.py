@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.serving import serve_ui
+from trainer.files import write_json
 from trainer.tracking.mlflow.store import connect
 from trainer.tracking.tracker import Tracker, Tracking
 from trainer.tracking.ui import (
@@ -75,6 +76,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     for precision, loss in (("fp32", 3.125), ("bf16", 3.25)):
         run = folder / f"gpt2-{precision}-s0"
         run.mkdir()
+        module = {"module": "wte", "type": "Embedding", "weights": "float32", "compute": "float32", "output": "float32"}
+        write_json(run / "precision.json", {"modules": [module, module | {"module": "h.0.attn"}]})
         tracker = Tracker(
             Tracking(uri=uri, system_metrics=False, flush_every_s=0.1, patience_s=300),
             run,
@@ -182,8 +185,13 @@ def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, serv
 
 
 def test_a_run_shows_its_metrics_params_tags_and_plots(browser: Chrome, server: str, store: str) -> None:
+    from selenium.webdriver.common.by import By
+
     newest = newest_runs(store, None, 1)
     page = f"{server}/#/experiments/{newest.experiment_id}/runs/{newest.run_ids[0]}"
     texts = ("gpt2-bf16-s0", "Finished", "precision.mode", "optimizer.lr", "a test's CPU", "valid/loss", "3.75")
     assert_shows(browser, page, *texts)
     assert_shows(browser, f"{page}/artifacts", "plots", "summary.json")
+    headings = ("module", "type", "weights", "compute", "output")
+    assert_shows(browser, f"{page}/artifacts/precision_modules.json", *headings, "wte", "h.0.attn", "Embedding")
+    assert '"columns"' not in browser.find_element(By.TAG_NAME, "body").text  # a table, not the text of the file

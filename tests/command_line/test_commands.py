@@ -133,6 +133,7 @@ def test_recipes_run_in_every_precision_a_cpu_has(
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
     assert manifest["requested"]["mode"] == precision
     assert manifest["effective"]["matmul_dtype"] == dtype
+    assert any(dtype in row["compute"] for row in manifest["modules"] if row["weights"] == "float32")
     assert manifest["effective"]["fp32_in_mkldnn_matmul"] == "ieee"
     assert manifest["support"] in ("native", "emulated")
     assert f"requested {precision}; matmuls run in {dtype}" in done.out

@@ -24,6 +24,7 @@ from trainer.hardware import NATIVE, detect
 from trainer.precision import attention
 from trainer.precision.modes import Precision, dtypes_in_use
 from trainer.run.monitor import Monitor
+from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer
 
 pytestmark = [
@@ -311,7 +312,7 @@ BERT = ["recipe=bert", "recipe.context=64", "data=synthetic", "data.vocab_size=5
 @pytest.mark.parametrize("mode", ["bf16", "fp32"], indirect=True)
 def test_the_attention_kernel_that_is_recorded_is_the_one_that_runs(mode: str, recipe: list[str]) -> None:
     trainer = on_gpu(*recipe, f"precision={mode}")
-    calls = trainer.attention_kernels()
+    calls = precision_manifest(trainer)["effective"]["sdpa_taken"]
     step = on_device(trainer)[0]
     trainer.model.train()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:

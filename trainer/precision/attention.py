@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
@@ -37,41 +35,19 @@ def enabled() -> list[str]:
     return [name for name, flag in flags.items() if flag]
 
 
-def taken(model: nn.Module, forward: Callable[[], object], gradients: bool = True) -> list[dict[str, Any]]:
-    """Return the kernel that torch chooses for each kind of call to ``scaled_dot_product_attention``.
+class KernelsTaken(TorchFunctionMode):
+    """Records the kernel that torch chooses for each kind of call to ``scaled_dot_product_attention``.
 
-    It is found in one eager forward pass, which does not change the model. The choice depends on lengths, head width,
-    dtype, mask, dropout and torch's flags, hardly on the number of samples.
-
-    Args:
-        model: in training.
-        forward: calls it on a few samples (at least two, for batch norm's statistics), and restores the generators.
-        gradients: whether the pass records operations for a backward pass (there is none).
+    The choice depends on lengths, head width, dtype, mask, dropout and torch's flags, hardly on the number of samples.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    training = model.training
-    benchmark = torch.backends.cudnn.benchmark
-    recorder = _KernelRecorder()
-    try:
-        model.train()
-        torch.backends.cudnn.benchmark = False  # not worth it for a few samples
-        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(gradients), recorder:
-            forward()
-    finally:
-        torch.backends.cudnn.benchmark = benchmark
-        model.train(training)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-    return [dict(call) | {"calls": count} for call, count in recorder.calls.items()]
-
-
-class _KernelRecorder(TorchFunctionMode):
-    """Records torch's choice of a kernel for each call of its fused attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[tuple[tuple[str, Any], ...]] = Counter()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the kernel, what its choice depends on, and the number of calls, for each kind of call."""
+        return [dict(call) | {"calls": count} for call, count in self.calls.items()]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,6 +15,7 @@ from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.schema import Config, flatten
 from trainer.precision import attention
 from trainer.precision.modes import dtypes_in_use
+from trainer.profiling.dtypes import ModuleDtypes
 from trainer.run.folder import RunFolder
 from trainer.run.monitor import NonFiniteGradients
 from trainer.tracking.mlflow.datasets import dataset_facts
@@ -43,9 +44,11 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective = manifest["effective"]
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32}
+    kernels, modules = attention.KernelsTaken(), ModuleDtypes(trainer.model)
+    trainer.observe(kernels, modules)
     if trainer.device.type == "cuda":
-        effective["sdpa_taken"] = trainer.attention_kernels()
-    return manifest
+        effective["sdpa_taken"] = kernels.rows()
+    return manifest | {"modules": modules.rows()}
 
 
 def open_tracker(

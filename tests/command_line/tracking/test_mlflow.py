@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from tests import forks
+from trainer.files import write_json
 from trainer.tracking.mlflow import feed as mlflow_feed
 from trainer.tracking.mlflow.store import connect
+from trainer.tracking.mlflow.tables import log_modules
 from trainer.tracking.tracker import Tracker, Tracking
 
 # MLflow's own, raised inside the feed's thread: SQLAlchemy 2.1 deprecates an option of MLflow's models.
@@ -85,6 +87,8 @@ def test_a_run_arrives_whole(tmp_path: Path, uri: str) -> None:
         metrics = {f"metric_{index}": float(step) for index in range(5)}
         tracker.log(step, metrics | {"loss": NAN if step == 7 else INF if step == 8 else 1.0 / step})
     (folder / "config.yaml").write_text("seed: 0\n")
+    write_json(folder / "precision.json", {"modules": [{"module": "a", "compute": "bfloat16"}]})
+    write_json(folder / "failure.json", {"step": 3})
     for kept in ("best", "checkpoints"):
         (folder / kept).mkdir()
         (folder / kept / "model.safetensors").write_bytes(b"w")
@@ -109,8 +113,14 @@ def test_a_run_arrives_whole(tmp_path: Path, uri: str) -> None:
     assert steps_of(uri, tracker.run_id, "loss_nonfinite") == [7, 8]
     assert run.data.metrics["loss"] == pytest.approx(1 / 300)
     assert {item.path for item in client.list_artifacts(tracker.run_id)} == {
-        "config.yaml", "summary.json", "plots", "best",
+        "config.yaml", "summary.json", "plots", "best", "precision.json", "precision_modules.json", "failure.json",
     }  # fmt: skip
+    table = client.load_table(run.info.experiment_id, "precision_modules.json", [tracker.run_id])
+    assert table.to_dict("list") == {"module": ["a"], "compute": ["bfloat16"]}
+    log_modules(client, tracker.run_id, folder / "precision.json")  # as when the run is resumed
+    assert client.load_table(run.info.experiment_id, "precision_modules.json", [tracker.run_id]).equals(table)
+    shown = client.get_run(tracker.run_id).data.tags["mlflow.loggedArtifacts"]
+    assert json.loads(shown) == [{"path": "precision_modules.json", "type": "table"}]
     assert [item.path for item in client.list_artifacts(tracker.run_id, "best")] == ["best/model.safetensors"]
     assert list((tmp_path / "mlartifacts" / "gpt2" / tracker.run_id).rglob("model.safetensors"))
     record = json.loads((folder / "mlflow.json").read_text())

@@ -38,6 +38,7 @@ from trainer.tracking.mlflow.store import (
     valid_key,
 )
 from trainer.tracking.mlflow.summary_metrics import unsent_summary_metrics
+from trainer.tracking.mlflow.tables import log_modules
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("mantissa")
 
 TRACKING_FILE = "tracking.json"
-ARTIFACTS = ("config.yaml", "config.json", "precision.json", SUMMARY_FILE, "failure.json", "plots", "profile", "best")
+PRECISION_FILE = "precision.json"
+ARTIFACTS = ("config.yaml", "config.json", PRECISION_FILE, SUMMARY_FILE, "failure.json", "plots", "profile", "best")
 """What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 UPLOAD_BYTES_PER_S = 1e6
 """The slowest upload of an artifact that still counts as progress."""
@@ -288,6 +290,8 @@ class Delivery:
                 client.log_artifacts(self.run_id, str(path), path.name)
             else:
                 client.log_artifact(self.run_id, str(path))
+            if path.name == PRECISION_FILE:
+                log_modules(client, str(self.run_id), path)
             self._uploaded.add(path.name)
             self._progress(0)
 
