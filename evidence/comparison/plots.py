@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -12,13 +10,11 @@ import numpy as np
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, curve_distances
 from evidence.measures import LOSS
+from evidence.page import COLORS, NOISE
 from trainer.formats import mebibytes
 from trainer.profiling.ledger import CATEGORIES, MIB
 from trainer.tracking.plots import INK, QUIET, bare_figure
 
-# Distinguishable with any colour vision (Okabe and Ito 2008); the null arm in grey.
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#202124")
-NOISE = "#9aa0a6"
 SIZE = (6.4, 3.8)
 """Inches."""
 PARTS = dict(
@@ -40,17 +36,6 @@ def figures(result: Result) -> dict[str, tuple[str, Any]]:
         "tradeoff": ("Speed and quality, vs. baseline", _tradeoff(result)),
     }
     return {name: (title, figure) for name, (title, figure) in drawn.items() if figure is not None}
-
-
-def svg(figure: Any) -> str:
-    """Return a figure as an SVG element for a page."""
-    import matplotlib
-
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(buffer, format="svg")
-    text = buffer.getvalue()
-    return re.sub("<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
 def _color(result: Result, arm: ArmResult) -> str:

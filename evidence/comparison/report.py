@@ -6,17 +6,20 @@ import html
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
-from evidence.intervals import EQUIVALENT, WORSE, Interval, mean_interval
+from evidence.intervals import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, mean_interval
+from evidence.page import document, items, paragraphs, plots, wide_table
 from trainer.files import write_text
 from trainer.formats import columns, loss, mebibytes
 
 COST = ("throughput", "speedup", "peak memory", "memory ratio")
 ENERGY = "energy"
 QUALITY = ("valid. loss", "difference", "curves diverge at", "quality")
+VERDICTS = (EQUIVALENT, BETTER, WORSE, INCONCLUSIVE)
 HEAD = ("arm", *COST, ENERGY, *QUALITY)
 PAGE_COLUMNS = (
     *("arm", "quality", "difference", "speedup", "memory ratio", ENERGY),
@@ -29,17 +32,15 @@ def write_report(result: Result, command: list[str]) -> list[Path]:
     """Write ``report.md``, ``report.html`` and the plots as PNG beside them; return the files, the page first."""
     folder = result.comparison.folder
     figures = compare_plots.figures(result)
-    plots = []
+    drawn = []
     for name, (_, figure) in figures.items():
-        plots.append(folder / f"{name}.png")
-        figure.savefig(plots[-1])
+        drawn.append(folder / f"{name}.png")
+        figure.savefig(drawn[-1])
     images = "".join(f"![{title}]({name}.png)\n\n" for name, (title, _) in figures.items())
     text = markdown(result, command, images)
     write_text(folder / "report.md", text)
-    write_text(
-        folder / "report.html", page(result, command, {n: (t, compare_plots.svg(f)) for n, (t, f) in figures.items()})
-    )
-    return [folder / "report.html", folder / "report.md", *plots]
+    write_text(folder / "report.html", page(result, command, figures))
+    return [folder / "report.html", folder / "report.md", *drawn]
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
@@ -173,25 +174,17 @@ def markdown(result: Result, command: list[str], images: str) -> str:
     return "\n".join(lines)
 
 
-def page(result: Result, command: list[str], plots: dict[str, tuple[str, str]]) -> str:
+def page(result: Result, command: list[str], figures: dict[str, tuple[str, Any]]) -> str:
     """Return ``report.html``: styles and plots inside, no script, no address."""
-    name = html.escape(result.comparison.name)
-    names, *below = _for_page(rows(result))
-    cells = "".join(
-        "<tr>" + "".join(f"<td{_class(cell)}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in below
-    )
-    head = "".join(f"<th>{name}</th>" for name in names)
-    note = "".join(f"<p>{sentence}</p>" for sentence in _unmeasured(result))
-    said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences(result))
-    figures = "".join(
-        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>" for title, svg in plots.values()
-    )
-    how = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in method(result))
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{name}</title><style>{_STYLE}</style>\n<h1>{name}</h1>\n<pre>{html.escape(shlex.join(command))}</pre>\n"
-        f"<ul>{said}</ul>\n<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table></div>\n"
-        f"{note}<div class=plots>{figures}</div>\n<h2>How it was measured</h2>\n{how}</html>\n"
+    name = result.comparison.name
+    head, *below = _for_page(rows(result))
+    return document(
+        name,
+        _STYLE,
+        f"<h1>{html.escape(name)}</h1>\n<pre>{html.escape(shlex.join(command))}</pre>\n"
+        f"{items(sentences(result))}\n{wide_table(head, below, VERDICTS)}\n"
+        f"{paragraphs(_unmeasured(result))}{plots(figures.values())}\n"
+        f"<h2>How it was measured</h2>\n{paragraphs(method(result))}",
     )
 
 
@@ -202,22 +195,7 @@ def _for_page(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [tuple(line[column] for column in order) for line in lines]
 
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #202124; max-width: 80rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem }
-pre { background: #f1f3f4; padding: .6rem .8rem; white-space: pre-wrap; overflow-wrap: anywhere }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem } .wide { overflow-x: auto }
-th, td { text-align: left; padding: .4rem .7rem .4rem 0; border-bottom: 1px solid #dadce0; white-space: nowrap }
-th { white-space: normal; vertical-align: bottom }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem }
-.plots { margin: 1.5rem 0 }
-figure { margin: 0 } figcaption { color: #5f6368 } svg { width: 100%; height: auto }
-.EQUIVALENT, .BETTER { color: #137333 } .WORSE { color: #c5221f } .INCONCLUSIVE { color: #7a4f00 }
-"""
-
-
-def _class(cell: str) -> str:
-    return f" class={cell}" if cell in ("EQUIVALENT", "BETTER", "WORSE", "INCONCLUSIVE") else ""
+_STYLE = ".EQUIVALENT, .BETTER { color: #137333 } .WORSE { color: #c5221f } .INCONCLUSIVE { color: #7a4f00 }\n"
 
 
 def _mean(interval: Interval | None, values: list[float], show: Callable[[float], str]) -> str:
