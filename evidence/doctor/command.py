@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from evidence.doctor.diagnosis import CHECKS, FOUND, HEALTHY, Diagnosis, diagnose
+from evidence.doctor.mlflow import publish
+from evidence.doctor.report import write
 from evidence.doctor.step.replay import Replay, of_overrides, of_run
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
@@ -35,6 +38,14 @@ def main(arguments: list[str]) -> int:
     print(opening(replay))
     diagnosis = diagnose(replay, checks, options.budget_s)
     print("\n".join(lines(diagnosis)))
+    try:
+        files = write(diagnosis, ["python", "scripts/doctor.py", *arguments])
+    except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict
+        print(f"the report could not be written ({error})", file=sys.stderr)
+        return diagnosis.exit_code
+    for line in publish(diagnosis, files):
+        print(line)
+    print(f"report {files[0]}")
     return diagnosis.exit_code
 
 

@@ -39,17 +39,21 @@ class Islands:
         """What to set."""
         return f"precision.fp32_modules={self.modules!r}"
 
-    def text(self) -> str:
-        """Return a line for the terminal."""
-        if not self.cured:
-            return "islands: no fp32 modules cure this step"
+    @property
+    def cost(self) -> str:
+        """What they add to a step, as far as it was measured, and whether they may be more than needed."""
         price = []
         if self.time_ratio is not None:
             price.append(f"{self.time_ratio - 1:+.0%} time")
         if self.memory_bytes is not None:
             price.append(f"{self.memory_bytes / MIB:+.1f} MiB")
-        about = ", ".join([*price, "" if self.minimal else "not minimal: the time was up"]).strip(", ")
-        return f'islands: "{self.override}"' + (f"  ({about})" if about else "")
+        return ", ".join(price + ([] if self.minimal else ["not minimal: the time was up"]))
+
+    def text(self) -> str:
+        """Return a line for the terminal."""
+        if not self.cured:
+            return "islands: no fp32 modules cure this step"
+        return f'islands: "{self.override}"' + (f"  ({self.cost})" if self.cost else "")
 
 
 def search(

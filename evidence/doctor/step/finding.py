@@ -54,14 +54,18 @@ class Finding:
     cure: list[str] = field(default_factory=list)
     """What to set, the cheapest first."""
 
+    @property
+    def place(self) -> str:
+        """The module, in words where that is none."""
+        return self.module or "(the model itself, or the loss)"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         return asdict(self) | {"shape": list(self.shape)}
 
     def lines(self) -> list[str]:
         """Return the finding as text for a terminal, two spaces before all lines but the first."""
-        place = self.module or "(the model itself, or the loss)"
-        lines = [f"FOUND {self.kind}, {self.direction}: {place}"]
+        lines = [f"FOUND {self.kind}, {self.direction}: {self.place}"]
         what = " ".join(filter(None, [self.op, self.dtype, str(list(self.shape)) if self.shape else ""]))
         if what or self.detail:
             lines.append("  " + ": ".join(filter(None, [what, self.detail])))

@@ -1,0 +1,69 @@
+"""A diagnosis in MLflow: its files and its verdict, on the run that was examined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evidence.doctor.diagnosis import Diagnosis
+from trainer.errors import UserError, first_line
+from trainer.tracking.mlflow.delivery import TRACKING_FILE, RunInfo
+from trainer.tracking.mlflow.delivery_record import read_record
+from trainer.tracking.mlflow.store import connect, cut, whole_uri
+from trainer.tracking.mlflow.sync import SyncStatus, send
+from trainer.tracking.ui import run_address, server_address
+
+TAGS = ("verdict", "kind", "module", "op", "direction", "rung")
+"""Below ``doctor.``; all but the verdict are those of the first finding."""
+
+
+def publish(diagnosis: Diagnosis, files: list[Path]) -> list[str]:
+    """Log the files and the tags on the run in MLflow, after what MLflow lacks of it.
+
+    Args:
+        diagnosis: of a step; one without a run is not sent, nor one of a run that is not in MLflow (tracking=local).
+        files: of the report.
+
+    Returns:
+        Lines to print: the address of MLflow's page, or why it was not sent.
+    """
+    folder = diagnosis.replay.folder
+    if folder is None or not (folder / TRACKING_FILE).exists():
+        return []
+    try:
+        stored = RunInfo.read(folder).uri or read_record(folder).get("tracking_uri")
+        if stored is None:
+            return []
+        uri = whole_uri(stored)
+        sent = send(folder, uri, named=True)
+        if sent.status in (SyncStatus.INCOMPLETE, SyncStatus.SKIPPED):
+            raise UserError(sent.message)
+        record = read_record(folder)
+        _log(uri, record["run_id"], diagnosis, files)
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        return [f"the report is not in MLflow ({first_line(error)}); run the same command again to retry"]
+    base = uri if uri.startswith(("http://", "https://")) else server_address()
+    where = "" if base == uri else ", while python scripts/ui.py runs"
+    return [f"in MLflow{where}: {run_address(base, record['experiment_id'], record['run_id'])}"]
+
+
+def _log(uri: str, run_id: str, diagnosis: Diagnosis, files: list[Path]) -> None:
+    client = connect(uri)
+    before = client.get_run(run_id).data.tags
+    for file in files:
+        client.log_artifact(run_id, str(file), f"doctor/{file.parent.name}")
+    wanted = tags(diagnosis)
+    for name in (f"doctor.{tag}" for tag in TAGS):
+        if name not in wanted and name in before:  # of an earlier examination
+            client.delete_tag(run_id, name)
+        elif name in wanted and wanted[name] != before.get(name):
+            client.set_tag(run_id, name, wanted[name])
+
+
+def tags(diagnosis: Diagnosis) -> dict[str, str]:
+    """Return the tags by name: the verdict, and what the first finding says."""
+    found = {"verdict": diagnosis.verdict}
+    if diagnosis.findings:
+        first = diagnosis.findings[0]
+        found |= {"kind": first.kind, "module": first.place, "op": first.op}
+        found |= {"direction": first.direction, "rung": first.rung}
+    return {f"doctor.{name}": cut(value, 500) for name, value in found.items() if value}
