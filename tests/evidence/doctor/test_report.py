@@ -1,0 +1,200 @@
+"""The files of a diagnosis, and the facts on its page."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evidence.doctor import command
+from evidence.doctor.accuracy import FAULTS
+from evidence.doctor.diagnosis import HEALTHY, NOT_REPRODUCED, Budget, Diagnosis, diagnose
+from evidence.doctor.islands import Islands
+from evidence.doctor.ladder.rungs import LEFT_OUT
+from evidence.doctor.report import folder_of, write
+from evidence.doctor.step.finding import Finding
+
+COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
+
+
+@pytest.fixture(scope="module")
+def overflow() -> Diagnosis:
+    torch.set_num_threads(1)
+    return diagnose(FAULTS[0].replay(), ("ladder", "manifest"), budget_s=600)
+
+
+@pytest.fixture
+def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
+    """A copy that a test may change, of a run in tmp_path."""
+    return replace(overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=Budget(1))
+
+
+class Page(HTMLParser):
+    """The texts of a page, those of its headings, and its elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.below: dict[str, str] = {"": ""}
+        """The text below each heading."""
+        self._heading = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_data(self, data: str) -> None:
+        if (
+            self.tags[-1:] in (["h1"], ["h2"])
+            and data.strip()
+            and self._heading != data
+            and self.lasttag in ("h1", "h2")
+        ):
+            self._heading = data
+            self.below.setdefault(data, "")
+        else:
+            self.below[self._heading] += f"{data} "
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("h1", "h2"):
+            self.tags.append(f"/{tag}")
+
+
+def page_of(diagnosis: Diagnosis) -> Page:
+    return Page(write(diagnosis, COMMAND)[0].read_text())
+
+
+def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
+    files = write(found, COMMAND)
+    assert {file.parent for file in files} == {tmp_path / "run" / "doctor" / "step-1"}
+    assert files[0].name == "report.html"
+    assert {file.name for file in files} == {"report.html", "verdict.json", "manifest.json", "manifest.csv"}
+    verdict = json.loads((files[0].parent / "verdict.json").read_text(), parse_constant=pytest.fail)
+    assert (verdict["verdict"], verdict["exit_code"], verdict["step"], verdict["loss"]) == ("FOUND", 7, 1, None)
+    assert [rung["status"] for rung in verdict["ladder"]] == ["ok", "ok", "ok", "BREAKS", "BREAKS"]
+    assert verdict["findings"][0]["module"] == "1.wo"
+    assert verdict["command"] == "python scripts/doctor.py 'resume=a run'"
+    assert verdict["versions"]["torch"]
+    assert verdict["hardware"]["device"] == "cpu"
+    rows = json.loads((files[0].parent / "manifest.json").read_text())
+    with (files[0].parent / "manifest.csv").open() as file:
+        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in rows]
+    assert found.manifest is not None
+    assert len(rows) == len(found.manifest.rows)
+
+
+def test_files_of_an_earlier_examination_do_not_stay(found: Diagnosis) -> None:
+    folder = write(found, COMMAND)[0].parent
+    files = write(replace(found, manifest=None), COMMAND)
+    assert sorted(folder.iterdir()) == sorted(files)
+    assert "manifest.csv" not in {file.name for file in files}
+
+
+def test_a_check_up_has_a_folder_of_its_own(found: Diagnosis, tmp_path: Path) -> None:
+    case = replace(found.replay.case, config=replace(found.replay.case.config, output_dir=str(tmp_path / "out")))
+    found.replay.folder, found.replay.case = None, case
+    assert folder_of(found).parent == tmp_path / "out" / "doctor"
+    assert "A check-up before a run." in page_of(found).below["How it was measured"]
+
+
+def test_the_page_says_what_was_found_and_what_to_do(found: Diagnosis) -> None:
+    found.islands = Islands(["1.wo"], cured=True, minimal=True, time_ratio=1.03)
+    first = replace(found.findings[0], cure=[found.islands.text(), "or precision=bf16, which is finite here"])
+    found.findings = [first, *found.findings[1:]]
+    below = page_of(found).below
+    top = below["FOUND: overflow, forward"]
+    for fact in ("step 1", "loss not finite", "1.wo", "larger than the format can hold", "> 65504", "+3% time"):
+        assert fact in top
+    assert "\"precision.fp32_modules=['1.wo']\"" in top
+    assert "or precision=bf16" in top
+    assert re.findall(r"(\S+) +(ok|BREAKS|65536 BREAKS)\b", below["The ladder"])[-2:] == [
+        ("fp16", "BREAKS"),
+        ("fp16+scaler", "65536 BREAKS"),
+    ]
+    assert "aten.addmm float16 [8, 32]" in below["Findings"]
+    assert found.manifest is not None
+    assert f"{len(found.manifest.rows)} rows" in below["What ran in which format"]
+    assert "python scripts/doctor.py 'resume=a run'" in below["How it was measured"]
+
+
+def test_names_are_escaped_and_the_page_needs_nothing_else(found: Diagnosis) -> None:
+    name = "a<script>&\"'"
+    found.findings = [replace(found.findings[0], module=name, detail=name, path=[name], cure=[name])]
+    found.notes = [name]
+    text = write(found, [name])[0].read_text()
+    page = Page(text)
+    assert name in page.below["FOUND: overflow, forward"]
+    assert name in page.below["Notes"]
+    assert not {"script", "link", "img", "iframe", "a"} & set(page.tags)
+    assert not re.search(r"https?://(?!www\.w3\.org/)|url\((?!#)|@import", text)
+    assert not [key for key, _ in page.attributes if key.startswith("on") or key == "src"]
+
+
+def test_what_was_not_examined_is_a_sentence(found: Diagnosis) -> None:
+    found.verdict, found.findings, found.ladder, found.manifest = HEALTHY, [], [], None
+    page = page_of(found)
+    assert "svg" not in page.tags
+    assert "Nothing was found" in page.below["HEALTHY"]
+    assert page.below["The ladder"].split() == page.below["What ran in which format"].split() == ["Not", "examined."]
+    assert "trained without meters=numerics" in page.below["Updates"]
+
+
+def test_a_failure_that_is_not_reproduced_has_its_advice(found: Diagnosis) -> None:
+    found.verdict, found.findings = NOT_REPRODUCED, []
+    assert "deterministic=true" in page_of(found).below["NOT REPRODUCED"]
+
+
+def test_what_was_left_out_is_named(found: Diagnosis) -> None:
+    found.ladder = [replace(found.ladder[0], status=LEFT_OUT, why="left out <now>"), *found.ladder[1:]]
+    found.budget.left_out = ["pairs (no time left of budget_s=1)"]
+    below = page_of(found).below["What was left out"]
+    assert "fp64: left out <now>" in below
+    assert "pairs (no time left of budget_s=1)" in below
+
+
+def test_lost_updates_over_time(found: Diagnosis, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lines = [{"step": step, "numerics/lost_updates": 0.5, "numerics/edq": 0.9} for step in (10, 20)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of(found)
+    assert page.tags.count("svg") == 1
+    assert "effective descent quality" in page.below["Updates"]
+    assert not {"script", "image"} & set(page.tags)
+
+
+def test_many_findings_are_all_listed(found: Diagnosis) -> None:
+    found.findings = [Finding("underflow", "backward", f"layers.{n}", "fp16") for n in range(30)]
+    below = page_of(found).below
+    assert "29 more findings below" in below["FOUND: underflow, backward"]
+    assert all(f"layers.{n} " in below["Findings"] for n in range(30))
+
+
+def test_a_report_that_cannot_be_written_does_not_change_the_verdict(
+    overflow: Diagnosis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> list[Path]:
+        raise OSError(28, "No space left on device", "/full/report.html")
+
+    replacements: dict[str, Callable[..., Any]] = {
+        "of_run": lambda *_: overflow.replay,
+        "diagnose": lambda *_: overflow,
+        "write": full,
+    }
+    for name, function in replacements.items():
+        monkeypatch.setattr(command, name, function)
+    assert command.main(["resume=a run"]) == 7
+    printed = capsys.readouterr()
+    assert "FOUND overflow, forward: 1.wo" in printed.out
+    assert printed.err.splitlines() == [
+        "the report could not be written ([Errno 28] No space left on device: '/full/report.html')"
+    ]
