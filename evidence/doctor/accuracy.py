@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from evidence.doctor.diagnosis import CHECKS, Diagnosis, diagnose
-from evidence.doctor.faults import backward, errors, formats, infinite
+from evidence.doctor.faults import backward, errors, formats, infinite, updates
 from evidence.doctor.faults.planted import Fault
 
-FAULTS = sorted([*infinite.FAULTS, *backward.FAULTS, *formats.FAULTS, *errors.FAULTS], key=lambda fault: fault.number)
+FAULTS = sorted(
+    [*infinite.FAULTS, *backward.FAULTS, *formats.FAULTS, *errors.FAULTS, *updates.FAULTS],
+    key=lambda fault: fault.number,
+)
 
 
 @dataclass
@@ -28,7 +31,7 @@ class Outcome:
         modules = [wanted.module] if isinstance(wanted.module, str) else wanted.module
         found = [(each.kind, each.direction, each.module, each.rung) for each in self.diagnosis.findings]
         expected = [(wanted.kind, wanted.direction, module, wanted.rung) for module in modules]
-        return found[: len(expected)] == expected
+        return sorted(found[: len(expected)]) == sorted(expected)
 
     def text(self) -> str:
         """Return what was found, in a line."""

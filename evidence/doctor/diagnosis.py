@@ -14,6 +14,7 @@ from evidence.doctor.ladder.exchange import overflow_of_sum
 from evidence.doctor.ladder.rungs import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
 from evidence.doctor.measured.manifest import OperatorManifest, manifest
 from evidence.doctor.measured.pairs import Pairs, measure
+from evidence.doctor.measured.updates import judge
 from evidence.doctor.provenance.origin import absorbed, find
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
@@ -108,6 +109,10 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
         if result.pairs is not None:
             result.findings += result.pairs.findings
             result.notes += result.pairs.notes
+    if "updates" in checks:
+        found, notes = judge(replay.updates, replay.case.config.precision)
+        result.findings += found
+        result.notes += notes
     if "divergence" in checks:
         _train_on(result)
     if "islands" in checks:

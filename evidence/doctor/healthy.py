@@ -28,8 +28,7 @@ def combinations() -> Iterator[tuple[str, ...]]:
     for recipe, overrides in TINY.items():
         for mode in MODES:
             yield (*overrides, f"precision={mode}")
-            if recipe != "resnet":  # which has no blocks to recompute
-                yield (*overrides, f"precision={mode}", "activation_checkpointing=blocks")
+            yield (*overrides, f"precision={mode}", "activation_checkpointing=blocks")
         for mode in PURE:
             yield (*overrides, f"precision={mode}")
         yield (*overrides, "precision=fp32", "compile=default")

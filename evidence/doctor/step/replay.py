@@ -6,9 +6,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from evidence.doctor.step.case import Case
 from trainer.checkpoint import store
@@ -24,6 +27,7 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
+from trainer.profiling.updates import ParameterUpdate, UpdateMeter, elementwise
 from trainer.run.folder import RunFolder, local_folder
 from trainer.run.provenance import git_facts, versions
 from trainer.run.resume import check_same, recorded_overrides
@@ -49,6 +53,8 @@ class Replay:
     """That the step took."""
     began: str
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
+    updates: list[ParameterUpdate] = field(default_factory=list)
+    """What rounding did to the step's update; empty where it was skipped, or cannot be measured."""
     folder: Path | None = None
     """Of the run; None: a check-up before a run."""
     failed: bool = False
@@ -191,10 +197,17 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     case = Case.of(trainer, microbatches)
     case.others = [step[0] for step in following(case, 1 + OTHERS)[1:]]
     clock = time.monotonic()
-    record = trainer.train_step(microbatches)
+    options = config.optimizer
+    metered = elementwise(getattr(torch.optim, options.name), options.options)
+    meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
+    with meter or nullcontext():
+        record = trainer.train_step(microbatches)
     loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     trainer.close()
-    return Replay(case, loss, norm, skipped, time.monotonic() - clock, began)
+    seconds = time.monotonic() - clock
+    updates = meter.results() if meter is not None and not skipped else []
+    notes = [] if metered else [f"updates: not measured with optimizer.name={options.name}"]
+    return Replay(case, loss, norm, skipped, seconds, began, updates=updates, notes=notes)
 
 
 def following(case: Case, count: int) -> list[list[Batch]]:
