@@ -40,6 +40,8 @@ class Format:
     """The unit roundoff: half the distance from 1 to the next number."""
     reference: torch.dtype
     tf32: bool = False
+    eta: float = 0.0
+    """The largest rounding error of a number that is too small for the full precision: a loss scale can avoid it."""
 
     @property
     def sums(self) -> bool:
@@ -59,7 +61,7 @@ FORMATS = {
     "fp32": Format(torch.float32, 2**-24, torch.float64),
     "tf32": Format(torch.float32, 2**-11, torch.float64, tf32=True),
     "bf16": Format(torch.bfloat16, 2**-8, torch.float32),
-    "fp16": Format(torch.float16, 2**-11, torch.float32),
+    "fp16": Format(torch.float16, 2**-11, torch.float32, eta=2**-25),
 }
 
 
@@ -148,15 +150,17 @@ class _Evaluation:
         call.input_gradients = {n: exact.gradients[name] for n, name in enumerate(names) if name in exact.gradients}
         if not call.operators:
             return []
-        low = self._low(self._scale(0))
+        scale = self._scale(0)
+        low = self._low(scale)
         rounded = self._rounded()
-        found = self._rows(exact, rounded, low)
+        found = self._rows(exact, rounded, low, scale)
         if self._format.dtype == torch.float16:
             for exponent in _GRADIENT_SCALES[1:]:
                 if not any(row.direction == BACKWARD and not row.e <= row.bound for row in found):
                     break
-                other = self._rows(exact, rounded, self._low(self._scale(exponent)))
-                found = [min(pair, key=lambda row: row.e) for pair in zip(found, other, strict=True)]
+                scale = self._scale(exponent)
+                other = self._rows(exact, rounded, self._low(scale), scale)
+                found = [min(pair, key=lambda row: row.e / row.bound) for pair in zip(found, other, strict=True)]
         return found
 
     def _scale(self, exponent: int) -> float:
@@ -189,29 +193,32 @@ class _Evaluation:
         with swapped(list(module.parameters()), self._weights):
             return self._recording.exact(call, sources, cotangents)
 
-    def _rows(self, exact: Evaluated, rounded: Evaluated, low: Evaluated) -> list[Row]:
+    def _rows(self, exact: Evaluated, rounded: Evaluated, low: Evaluated, scale: float) -> list[Row]:
         counted = self._products
         rows = []
         for number, name in enumerate(self._call.target_names()):
             if not exact.passed[number]:
                 of = exact.targets[number], rounded.targets[number], low.targets[number]
-                rows.append(self._row(FORWARD, name, *of, counted.forward))
+                rows.append(self._row(FORWARD, name, *of, counted.forward, 1.0))
         for name, tensor in exact.gradients.items():
             if name in low.gradients and name in rounded.gradients:
                 of = tensor, rounded.gradients[name], low.gradients[name]
-                rows.append(self._row(BACKWARD, f"gradient of {name}", *of, counted.forward + counted.backward))
+                both = counted.forward + counted.backward
+                rows.append(self._row(BACKWARD, f"gradient of {name}", *of, both, scale))
         return [row for row in rows if not math.isnan(row.e)]
 
     def _row(
-        self, direction: str, name: str, exact: Tensor, rounded: Tensor, low: Tensor, rounded_products: int
+        self, direction: str, name: str, exact: Tensor, rounded: Tensor, low: Tensor, products: int, scale: float
     ) -> Row:
         call, format = self._call, self._format
         e, cond = relative_error(low, exact), relative_error(rounded, exact)
-        d = max(1, rounded_products)
+        d = max(1, products)
         if format.sums:  # a result is the sum of at least so many numbers, as those of norms and biases are
             largest = max((tensor.numel() for tensor in self._sources), default=0)
             d = max(d, largest // max(1, exact.numel()))
-        bound = FACTOR * max(cond, format.u * math.sqrt(d))
+        norm = torch.linalg.vector_norm(exact.double()).item() * scale
+        absolute = format.eta * math.sqrt(exact.numel()) / norm if norm else 0.0
+        bound = FACTOR * max(cond, format.u * math.sqrt(d), absolute)
         accumulated = call.accumulated if direction == FORWARD and name.startswith("result") else math.nan
         return Row(call.module, call.number, direction, name, e, cond, d, bound, accumulated)
 

@@ -1,0 +1,267 @@
+"""Which loss scales hold a step's gradients in fp16: exponents of the reference's gradients, which any scale shifts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evidence.doctor.case import Case, CaseTrainer, Reference
+from evidence.doctor.finding import BACKWARD, SCALE, UNDERFLOW, Finding
+from evidence.doctor.measured.calls import numbers_in, relative_error
+from evidence.doctor.measured.pairs import NOISE
+from trainer.data.loader import to_device
+from trainer.precision.modes import family
+
+LOWEST, HIGHEST = -75, 30
+"""Exponents that are told apart: floor(log2(|g|)); smaller and larger ones are counted with these."""
+_HALF_OF_LEAST = -25
+"""Numbers below 2 to that power are rounded to 0 in fp16, whose least number is 2**-24."""
+_LARGEST = 65504.0
+HELD = 2**-11
+"""A scale holds a gradient, if at most this share of its norm is rounded to 0: fp16's unit roundoff. The number of
+elements says little: healthy GPT-2 loses 11 % of the elements of an attention's bias (the part of the keys, whose
+gradient is 0 but for rounding), and 2e-11 of its norm."""
+JUDGED = 0.1
+"""A layer has lost its gradient, if more than this share of the norm is rounded to 0. Healthy recipes lose 2e-8 at
+most, at their first step with a scale of 65536."""
+
+
+@dataclass(eq=False)
+class Exponents:
+    """The base-2 exponents of one gradient of a layer at scale 1, of all microbatches."""
+
+    module: str
+    tensor: str
+    """``output``, or the name of a parameter."""
+    half: bool = False
+    """Whether the run has it in 16 bits."""
+    zeros: int = 0
+    amax: float = 0.0
+    counts: Tensor = field(default_factory=lambda: torch.zeros(HIGHEST - LOWEST + 1, dtype=torch.float64))
+    """From ``LOWEST`` on."""
+    squares: Tensor = field(default_factory=lambda: torch.zeros(HIGHEST - LOWEST + 1, dtype=torch.float64))
+    """The sum of the squares of the elements with each exponent."""
+
+    def add(self, gradient: Tensor) -> None:
+        """Count a gradient; what is not finite is left out."""
+        size = gradient.detach().abs().flatten()
+        size = size[size.isfinite()]
+        found = size[size != 0]
+        self.zeros += size.numel() - found.numel()
+        if found.numel():
+            bins = (torch.frexp(found)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long()
+            self.amax = max(self.amax, found.max().item())
+            bound = HIGHEST - LOWEST + 1
+            self.counts += torch.bincount(bins, minlength=bound).cpu()
+            self.squares += torch.bincount(bins, found.double().square(), bound).cpu()
+
+    def lost(self, scale: float) -> tuple[float, float]:
+        """Return the shares of the nonzero elements and of the norm that a scale leaves below fp16's least number."""
+        border = max(0, min(len(self.counts), _HALF_OF_LEAST - math.frexp(scale)[1] + 1 - LOWEST))
+        count, square = self.counts.sum().item(), self.squares.sum().item()
+        if not count:
+            return 0.0, 0.0
+        return self.counts[:border].sum().item() / count, math.sqrt(self.squares[:border].sum().item() / square)
+
+    def least_scale(self, share: float = HELD) -> int:
+        """Return the exponent of the least scale that loses no more than this share of the norm."""
+        exponent = _HALF_OF_LEAST - HIGHEST
+        while exponent < _HALF_OF_LEAST - LOWEST and self.lost(2.0**exponent)[1] > share:
+            exponent += 1
+        return exponent
+
+
+@dataclass
+class Range:
+    """What scales hold the gradients of a step."""
+
+    layers: list[Exponents]
+    highest: int | None = None
+    """The exponent of the largest scale that is safe; None: there is no gradient in fp16."""
+    lowest: int | None = None
+    """That of the least scale which holds every layer."""
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return which scales fit, in a line."""
+        if self.highest is None or self.lowest is None:
+            return "scale: not needed"
+        if self.lowest <= self.highest:
+            return f"scale: 2^{self.lowest} … 2^{self.highest} holds all gradients"
+        return f"scale: none holds all gradients; 2^{self.highest} is the largest, the smallest need 2^{self.lowest}"
+
+
+def measure(case: Case) -> Range:
+    """Return the range of a step's gradients: those of layers, which are submodules with parameters of their own.
+
+    A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
+    """
+    reference = Reference(case)
+    layers = _exponents(reference, case)
+    mode = case.config.precision.mode
+    if family(mode) != "fp16":
+        return Range(layers, notes=[f"range of gradients: {mode} needs no loss scale, as its exponents are fp32's"])
+    _mark_half(case.trainer(case.config.precision, own=True), case.few(2), layers)
+    result = Range(layers)
+    held = [layer for layer in layers if layer.half and layer.amax]
+    if not held:
+        return result
+    largest = max(held, key=lambda layer: layer.amax)
+    result.highest = math.floor(math.log2(_LARGEST / largest.amax)) - 1
+    dynamic = case.config.scaler.floor > 0  # it backs off from what overflows
+    scale = min(case.scale, 2.0**result.highest) if dynamic else case.scale
+    outputs = max((layer.least_scale() for layer in held if layer.tensor == "output"), default=0)
+    poor = [layer for layer in held if layer.lost(scale)[1] > JUDGED]
+    doubtful = [
+        layer for layer in held if layer.tensor != "output" and (layer in poor or layer.least_scale() > outputs)
+    ]
+    noise = _noise(reference, case.few(2), doubtful)
+    result.lowest = max((layer.least_scale() for layer in held if layer not in noise), default=0)
+    losing = [layer for layer in poor if layer not in noise]
+    worst: dict[str, Exponents] = {}
+    for layer in losing:
+        if layer.module not in worst or layer.lost(scale)[1] > worst[layer.module].lost(scale)[1]:
+            worst[layer.module] = layer
+    result.findings = [_finding(layer, largest, scale, result.highest, mode) for layer in worst.values()]
+    return result
+
+
+def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, mode: str) -> Finding:
+    elements, norm = layer.lost(scale)
+    what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
+    detail = (
+        f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {elements:.0%} of its elements and {norm:.0%} "
+        "of its norm become 0"
+    )
+    needed = layer.least_scale(JUDGED)
+    if needed > highest:
+        place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
+        detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
+        return Finding(SCALE, BACKWARD, layer.module, mode, dtype="float16", detail=detail)
+    cure = [f"scaler=dynamic scaler.init={2.0**highest:g}"]
+    return Finding(UNDERFLOW, BACKWARD, layer.module, mode, dtype="float16", detail=detail, cure=cure)
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules with trainable parameters of their own, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    }
+
+
+def _exponents(reference: Reference, case: Case) -> list[Exponents]:
+    """Take the step in the reference, and count its gradients as the run divides the loss."""
+    found: dict[tuple[str, str], Exponents] = {}
+    targets = max(1, reference.count(case.microbatches)[0])
+    share = 1 / case.config.precision.normaliser(targets)[1]
+
+    def of(module: str, tensor: str) -> Exponents:
+        return found.setdefault((module, tensor), Exponents(module, tensor))
+
+    def count(module: str, tensor: str, gradient: Tensor) -> None:
+        of(module, tensor).add(gradient * share)
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_autograd_node() is None:  # else it is recomputed
+            of(name, "output")
+            for tensor in numbers_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(count, name, "output"))
+
+    handles: list[Any] = []
+    for name, module in _layers(reference.model).items():
+        handles.append(module.register_forward_hook(functools.partial(after, name)))
+        for part, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                handles.append(parameter.register_hook(functools.partial(count, name, part)))
+    try:
+        reference.attempt()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found.values())
+
+
+class _Casts(TorchDispatchMode):
+    """Notes the parameters that autocast copies to 16 bits."""
+
+    def __init__(self, parameters: dict[int, tuple[str, str]]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self.half: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and output.dtype == torch.float16:
+            key = self._parameters.get(args[0].data_ptr())
+            if key is not None:
+                self.half.add(key)
+        return output
+
+
+def _mark_half(low: CaseTrainer, few: Case, layers: list[Exponents]) -> None:
+    """Mark the gradients that the run has in fp16, by a forward pass of a few samples."""
+    modules = _layers(low.model)
+    parameters = {
+        parameter.data_ptr(): (name, part)
+        for name, module in modules.items()
+        for part, parameter in module.named_parameters(recurse=False)
+    }
+    half = {
+        (name, part)
+        for name, module in modules.items()
+        for part, parameter in module.named_parameters(recurse=False)
+        if parameter.dtype == torch.float16
+    }
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if any(tensor.dtype == torch.float16 for tensor in numbers_in(output)):
+            half.add((name, "output"))
+
+    handles = [module.register_forward_hook(functools.partial(after, name)) for name, module in modules.items()]
+    try:
+        low.start()
+        with _Casts(parameters) as casts, low.config.precision.autocast(low.device):
+            low.recipe.loss(low.model, to_device(few.microbatches[0], low.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer in layers:
+        layer.half = (layer.module, layer.tensor) in half | casts.half
+
+
+def _changed(weight: Tensor) -> Tensor:
+    """Return a weight that differs by fp16's unit roundoff, up or down at random."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, weight.shape, generator=generator).mul_(2).sub_(1)
+    return weight.float() * (1 + 2**-11 * signs)
+
+
+def _noise(reference: Reference, few: Case, layers: list[Exponents]) -> list[Exponents]:
+    """Return those weight gradients that are noise, seen with a few samples."""
+    if not layers:
+        return []
+    weights = reference._weights
+    gradients: list[dict[str, Tensor]] = []
+    reference.case = few
+    for changed in (weights, {name: _changed(weight) for name, weight in weights.items()}):
+        reference._weights = changed
+        reference.attempt()
+        gradients.append({name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None})
+    reference._weights = weights
+    exact, other = gradients
+    names = {id(layer): f"{layer.module}.{layer.tensor}".lstrip(".") for layer in layers}
+    return [
+        layer
+        for layer in layers
+        if names[id(layer)] in exact and not relative_error(other[names[id(layer)]], exact[names[id(layer)]]) < NOISE
+    ]
