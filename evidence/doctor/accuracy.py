@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from evidence.doctor.diagnosis import CHECKS, Diagnosis, diagnose
-from evidence.doctor.faults import backward, errors, formats, infinite, updates
+from evidence.doctor.faults import backward, errors, formats, infinite, scales, updates
 from evidence.doctor.faults.planted import Fault
 
 FAULTS = sorted(
-    [*infinite.FAULTS, *backward.FAULTS, *formats.FAULTS, *errors.FAULTS, *updates.FAULTS],
+    [*infinite.FAULTS, *backward.FAULTS, *formats.FAULTS, *scales.FAULTS, *errors.FAULTS, *updates.FAULTS],
     key=lambda fault: fault.number,
 )
 

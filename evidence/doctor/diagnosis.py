@@ -12,6 +12,7 @@ from evidence.doctor.ladder.compiled import compiled_rungs
 from evidence.doctor.ladder.divergence import REPLAYS, STEPS, divergence
 from evidence.doctor.ladder.exchange import overflow_of_sum
 from evidence.doctor.ladder.rungs import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
+from evidence.doctor.measured import range as gradients
 from evidence.doctor.measured.manifest import OperatorManifest, manifest
 from evidence.doctor.measured.pairs import Pairs, measure
 from evidence.doctor.measured.updates import judge
@@ -68,6 +69,7 @@ class Diagnosis:
     """Of the ladder: what the run does."""
     findings: list[Finding] = field(default_factory=list)
     manifest: OperatorManifest | None = None
+    range: gradients.Range | None = None
     pairs: Pairs | None = None
     islands: Islands | None = None
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -104,6 +106,11 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
         if result.manifest is not None:
             result.findings += result.manifest.findings
             result.notes += result.manifest.notes
+    if "range" in checks and result.finite and not result.findings:
+        result.range = result.budget.take("range", lambda: gradients.measure(replay.case))
+        if result.range is not None:
+            result.findings += result.range.findings
+            result.notes += result.range.notes
     if "pairs" in checks and result.finite and not result.findings:
         result.pairs = result.budget.take("pairs", lambda: _measure(replay.case))
         if result.pairs is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around, mean_square
-from evidence.doctor.finding import BACKWARD, SCALE, UNDERFLOW
+from evidence.doctor.step.finding import BACKWARD, SCALE, UNDERFLOW
 from trainer.data.contract import Batch
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler, StaticScaler

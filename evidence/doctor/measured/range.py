@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evidence.doctor.case import Case, CaseTrainer, Reference
-from evidence.doctor.finding import BACKWARD, SCALE, UNDERFLOW, Finding
 from evidence.doctor.measured.calls import numbers_in, relative_error
 from evidence.doctor.measured.pairs import NOISE
+from evidence.doctor.step.case import Case, CaseTrainer, Reference
+from evidence.doctor.step.finding import BACKWARD, SCALE, UNDERFLOW, Finding
 from trainer.data.loader import to_device
 from trainer.precision.modes import family
 
@@ -145,7 +145,7 @@ def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, m
         place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
         detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
         return Finding(SCALE, BACKWARD, layer.module, mode, dtype="float16", detail=detail)
-    cure = [f"scaler=dynamic scaler.init={2.0**highest:g}"]
+    cure = [f"scaler=dynamic scaler.init={2**highest if highest >= 0 else 2.0**highest}"]
     return Finding(UNDERFLOW, BACKWARD, layer.module, mode, dtype="float16", detail=detail, cure=cure)
 
 

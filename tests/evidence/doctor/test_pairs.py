@@ -4,30 +4,15 @@ import pytest
 import torch
 
 from evidence.doctor.faults.errors import FAULTS
-from evidence.doctor.faults.planted import Expected, Fault
+from evidence.doctor.faults.planted import Fault
+from evidence.doctor.healthy import TINY
 from evidence.doctor.measured.pairs import measure
 from evidence.doctor.step.case import Case
-from recipes.gpt2_model import SHAPES, Shape
 from tests.helpers import trainer_of
-
-TEXT = ["data=synthetic", "data.vocab_size=90", "batch_size=4"]
-TINY = {
-    "gpt2": ["recipe=gpt2", "recipe.size=tiny", "recipe.context=16", *TEXT],
-    "llama": [
-        *("recipe=llama", "recipe.layers=2", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2", "recipe.ffn=64"),
-        *("recipe.context=16", *TEXT),
-    ],
-    "bert": ["recipe=bert", "recipe.context=24", *TEXT],
-    "t5": ["recipe=t5", "recipe.context=24", *TEXT],
-    "resnet": ["recipe=resnet", "recipe.arch=resnet18", "data=digits", "batch_size=4"],
-    "bignet": ["recipe=bignet", "recipe.layers=8", "recipe.width=64", "batch_size=16", "profiler=none"],
-}
-NO_FAULT = Expected("", "", "", "")
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
+def one_thread() -> None:
     torch.set_num_threads(1)
 
 
