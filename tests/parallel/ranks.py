@@ -37,6 +37,7 @@ from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.wrap import DDP, FSDP, Parallel, is_sharded, local_part
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
+from trainer.profiling.numerics import Numerics
 from trainer.recipe import DataSource, LossOutput
 from trainer.trainer import Trainer
 
@@ -227,7 +228,9 @@ def halves(mode: str) -> dict[str, Any]:
         except UserError as error:
             result[precision] = str(error)
             continue
-        records = fit(trainer)
+        meters = Numerics(1).start(trainer.model, trainer.update, config.precision.half, 2, trainer.world)
+        with meters.step(1):
+            records = fit(trainer)
         losses = [trainer.world.add(record.loss.double()).item() for record in records]
         weights = torch.cat([whole(parameter).flatten() for parameter in trainer.model.parameters()])
         masters = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
@@ -242,6 +245,7 @@ def halves(mode: str) -> dict[str, Any]:
         export = trainer.config.parallel.whole(trainer.model, trainer.build_model)
         result[precision] = {
             "losses": losses,
+            "numerics": dict(meters.collect()),
             "norms": [record.grad_norm.item() for record in records],
             "weights": weights.double().tolist(),
             "masters": len(masters),

@@ -96,6 +96,11 @@ def test_16_bit_weights_train_alike_on_every_rank(precision: str, mode: str, ran
     assert first["norms"] == second["norms"] == pytest.approx(expected["norms"], rel=1e-2)
     assert first["masters"] == expected["masters"] == (4 if precision.endswith("master") else 0)
     assert all((first["saved"], first["restored"], second["restored"]))
+    assert first["numerics"] == second["numerics"]  # of sharded weights the sums over the ranks
+    for step, metrics in expected["numerics"].items():
+        found = first["numerics"][step]
+        for name in ("edq", "grad_flushed", "lost_updates", "scale_headroom_bits"):
+            assert found.get(f"numerics/{name}") == pytest.approx(metrics.get(f"numerics/{name}"), abs=0.1), name
     assert first["exported"] == [f"torch.{'bfloat16' if precision.startswith('bf16') else 'float16'}"]
 
 
