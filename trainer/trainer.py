@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils.data import DataLoader
 
 from trainer.checkpoint.generators import random_state, set_random_state
@@ -98,9 +99,12 @@ class Trainer:
         """Names of the convolutions whose 16-bit gradients this CPU does not write completely."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
+        self.operator_calls = self._count_operators()
+        """How often a forward pass calls ``precision.fp32_ops`` and ``low_ops``, by option and name."""
         blocks = self.recipe.blocks(self.model)
         config.activation_checkpointing.apply(blocks)
-        config.compile.apply(config.parallel.compiled(self.model, blocks), self.device)
+        mixed = bool(self.fp32_modules or self.operator_calls)
+        config.compile.apply(config.parallel.compiled(self.model, blocks), self.device, mixed)
         self.replica = config.parallel.wrap(self.model, blocks, self.device, accumulation_dtype(config.precision.mode))
         """The model as training's forward passes call it."""
         if self.world.rank:
@@ -181,6 +185,13 @@ class Trainer:
     def _forward_in_precision(self) -> None:
         with self.config.precision.autocast(self.device):
             self._forward_of_few()
+
+    def _count_operators(self) -> dict[str, dict[str, int]]:
+        """Count them before the model is wrapped: compiled or sharded, it cannot be called just once."""
+        listed = self.config.precision.listed
+        if not listed or detect_fake_mode() is not None:
+            return {}
+        return calls.count(listed, self.model, self._forward_in_precision)
 
     def observe(self, *recorders: AbstractContextManager[Any]) -> None:
         """Take an eager forward pass over the first samples under the recorders, and change nothing."""

@@ -110,6 +110,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "precision=fp16_pure scaler=none": ("scaler=none with precision=fp16_pure", "scaler.force=true"),
     f"{TOKENS} precision=bf16_master precision.fp32_modules=[lm_head]": ("lm_head shares a weight", "add wte too"),
     "precision.fp32_modules=[lm_head]": ("no effect with precision=fp32", "precision=bf16"),
+    "precision=fp16 precision.fp32_ops=[sofmax]": ("torch has no operator", "did you mean 'softmax'?"),
+    f"{BIGNET} precision=bf16 precision.low_ops=[softmax]": ("low_ops: no training step calls softmax", "relu"),
     "recipe=gpt2 data=digits": ("recipe=gpt2 cannot read data=digits", "data=python_docs"),
     "recipe=resnet data=text data.path=.": ("recipe=resnet needs images", "data=digits"),
     "recipe=bert data=digits": ("recipe=bert cannot read data=digits; use data=python_docs, text, hub or synthetic",),

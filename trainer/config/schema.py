@@ -29,6 +29,7 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP, Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
+from trainer.profiling import calls
 from trainer.profiling.numerics import Meters, Numerics
 from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
 from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe, SetOnce
@@ -101,6 +102,7 @@ class Config(SetOnce):
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
         self.scaler.check(self.precision.mode)
+        calls.check(self.precision.listed)
         self.parallel.check(self.precision)
         self.meters.check(self.optimizer)
         if not isinstance(self.data, ImageSource) and self.augment.kind not in (Augment.kind, AutomaticAugment.kind):

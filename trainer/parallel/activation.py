@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from trainer.errors import UserError, nearest
 
@@ -68,7 +69,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Cal
         first, second = nullcontext(), nullcontext()
         if mode == "selective":
             first, second = create_selective_checkpoint_contexts(policy)
-        return first, _on_copied_buffers(block, second)
+        return first, _second_pass(block, second, _get_current_function_mode_stack())
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -86,16 +87,23 @@ def _is_traced() -> bool:
 
 
 @contextmanager
-def _on_copied_buffers(block: nn.Module, recomputing: AbstractContextManager[Any]) -> Iterator[None]:
+def _second_pass(
+    block: nn.Module, recomputing: AbstractContextManager[Any], modes: list[TorchFunctionMode]
+) -> Iterator[None]:
     """Let the second pass over a microbatch update copies of the buffers, such as batch norm's statistics.
 
     (Without ``track_running_stats`` the second pass would save other tensors for backward than the first.)
+    It runs under ``modes``, those of the first pass, which change what functions compute (``precision.fp32_ops``).
     """
     buffers = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
     try:
         for module, originals in buffers:
             module._buffers.update({name: buffer.clone() for name, buffer in originals.items() if buffer is not None})
-        with recomputing:
+        with recomputing, ExitStack() as entered:
+            active = _get_current_function_mode_stack()
+            for mode in modes:
+                if mode not in active:
+                    entered.enter_context(mode)
             yield
     finally:
         for module, originals in buffers:

@@ -25,8 +25,13 @@ class Compile:
         if self.mode not in MODES:
             raise UserError(f"compile.mode={self.mode} is unknown{nearest(self.mode, MODES)} ({', '.join(MODES)})")
 
-    def apply(self, modules: list[nn.Module], device: torch.device) -> None:
+    def apply(self, modules: list[nn.Module], device: torch.device, mixed: bool = False) -> None:
         """Compile the modules in place, so that their parameters keep their names.
+
+        Args:
+            modules: of the model.
+            device: where they are.
+            mixed: whether some of their operators compute in another dtype than autocast's.
 
         Raises:
             UserError: on a CPU without a C++ compiler, which torch.compile needs there.
@@ -35,6 +40,11 @@ class Compile:
             return
         if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
             raise UserError(f"compile={self.mode} on a CPU needs a C++ compiler (apt install g++); or use compile=off")
+        from torch._functorch import config
+
+        # torch would compile the backward pass under the autocast around the forward pass, where the gradients of what
+        # computes in fp32 would be multiplied in 16 bits. (The trainer's backward passes have none.)
+        config.backward_pass_autocast = "off" if mixed else "same_as_forward"
         _avoid_wrong_gradients()
         # Without CUDA graphs: a replay reuses their memory, which with gradient accumulation still holds the gradients
         # of the first microbatch (pytorch issue 169545).

@@ -21,6 +21,7 @@ from torch._guards import detect_fake_mode
 
 from trainer.files import remembered
 from trainer.hardware import Hardware, processor
+from trainer.precision.islands import in_fp32
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ROUNDS = 3
@@ -111,7 +112,7 @@ def compute_in_fp32(model: nn.Module, names: list[str], dtype: torch.dtype) -> N
     """
     for name in names:
         layer: Any = model.get_submodule(name)
-        layer._conv_forward = _in_fp32(layer._conv_forward, dtype)
+        layer._conv_forward = in_fp32(layer._conv_forward, "cpu", dtype)
 
 
 def warning(names: list[str], before: Path) -> str | None:
@@ -132,16 +133,6 @@ def warning(names: list[str], before: Path) -> str | None:
         "these convolutions compute in fp32, because in 16 bits oneDNN leaves a part of their weight gradients "
         f"unwritten on this CPU (docs/onednn-conv-gradients.md): {', '.join(names)}"
     )
-
-
-def _in_fp32(conv_forward: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
-    @functools.wraps(conv_forward)
-    def fp32(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            output = conv_forward(input.float(), weight.float(), None if bias is None else bias.float())
-        return output.to(dtype)
-
-    return fp32
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

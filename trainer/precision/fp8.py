@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
@@ -71,7 +72,7 @@ def _check_rows(module: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Refuse a microbatch whose number of rows the matmul of the weight's gradient does not support."""
     rows: Tensor = inputs[0]
     count = rows.numel() // rows.shape[-1]
-    if module.training and count % _MULTIPLE:
+    if torch.is_grad_enabled() and module.training and count % _MULTIPLE:
         raise UserError(
             f"precision=fp8: a linear layer gets {count} rows (samples × tokens of a microbatch), which must be a "
             f"multiple of {_MULTIPLE}; use another micro_batch_size"

@@ -5,34 +5,33 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-
-@dataclass
-class Islands:
-    """Whether the program is inside one of a model's fp32 modules, and the dtype that their results are cast to."""
-
-    result: torch.dtype | None
-    entered: bool = False
+entered = False
+"""Whether the program is inside of an island. Of the whole process, as autocast's own state is."""
 
 
-def in_fp32(forward: Callable[..., Any], device_type: str, islands: Islands) -> Callable[..., Any]:
-    """Return a module's forward that casts its inputs to fp32 and runs with autocast off."""
+def in_fp32(forward: Callable[..., Any], device_type: str, result: torch.dtype | None) -> Callable[..., Any]:
+    """Return a forward that casts its inputs to fp32 and runs with autocast off.
+
+    The outermost island casts its results to the dtype ``result``, except scalars; None: they stay fp32.
+    """
 
     @functools.wraps(forward)
     def fp32_forward(*args: Any, **kwargs: Any) -> Any:
-        outermost = not islands.entered
-        islands.entered = True
+        global entered
+        outermost = not entered
+        entered = True
         try:
             with torch.autocast(device_type, enabled=False):
                 output = forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))
         finally:
-            islands.entered = not outermost
-        return cast(output, islands.result, scalars=False) if outermost and islands.result else output
+            entered = not outermost
+        return cast(output, result, scalars=False) if outermost and result else output
 
     return fp32_forward
 

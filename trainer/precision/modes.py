@@ -20,8 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from trainer.errors import UserError
 from trainer.formats import dtype_name
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
-from trainer.precision import fp8
-from trainer.precision.islands import Islands, cast, in_fp32, with_fp32_statistics
+from trainer.precision import fp8, operators
+from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
 
 BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
 """The modes that need only torch and change only the dtype of matmuls and convolutions."""
@@ -62,15 +62,22 @@ class Precision:
     """Name patterns (``lm_head``, ``*.ln_*``) of submodules that compute in fp32 and have fp32 weights."""
     fp8_scaling: str | None = None
     """``tensorwise`` or ``rowwise``: one scale for each tensor, or for each row (``fp8`` only)."""
+    fp32_ops: list[str] | None = None
+    """Operators (``softmax``, ``layer_norm``) that compute in fp32, see ``trainer.precision.operators``."""
+    low_ops: list[str] | None = None
+    """Operators that compute in the 16-bit dtype, where autocast or the model would take fp32."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(MODES)}")
-        if self.fp32_modules and self.mode in ("fp32", "tf32"):
-            raise UserError(
-                f"precision.fp32_modules has no effect with precision={self.mode}, which has no 16-bit dtype; "
-                "remove it, or use precision=bf16 or precision=fp16"
-            )
+        for key in ("fp32_modules", "fp32_ops", "low_ops"):
+            if getattr(self, key) and self.half is None:
+                raise UserError(
+                    f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype; "
+                    "remove it, or use precision=bf16 or precision=fp16"
+                )
+        # Runs of earlier versions, which have no such lists, can be resumed.
+        self.fp32_ops, self.low_ops = self.fp32_ops or None, self.low_ops or None
         if self.mode == "fp8":
             self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
             if self.fp8_scaling not in fp8.SCALINGS:
@@ -153,7 +160,18 @@ class Precision:
         would not see the optimizer's update.
         """
         dtype = AUTOCAST_DTYPE.get(self.mode)
-        return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        if not self.listed:
+            return autocast
+        dtypes = dict.fromkeys(self.low_ops or (), self.half or torch.float32)
+        dtypes |= dict.fromkeys(self.fp32_ops or (), torch.float32)
+        return operators.OperatorPolicy(device.type, dtypes, WEIGHTS_DTYPE.get(self.mode)).beside(autocast)
+
+    @property
+    def listed(self) -> dict[str, list[str]]:
+        """The operators that have a dtype of their own, by option."""
+        lists = {"fp32_ops": self.fp32_ops, "low_ops": self.low_ops}
+        return {key: names for key, names in lists.items() if names}
 
     def normaliser(self, targets: int) -> tuple[int, float]:
         """Return the divisor of the summed loss before backward, and the factor that its gradients then still need.
@@ -246,9 +264,8 @@ class Precision:
                 )
         # A container may never be called, only its children. So they are converted with it.
         inside = {id(module): module for match in kept.values() for module in match.modules()}
-        islands = Islands(WEIGHTS_DTYPE.get(self.mode))
         for module in inside.values():
-            module.forward = in_fp32(module.forward, device.type, islands)
+            module.forward = in_fp32(module.forward, device.type, WEIGHTS_DTYPE.get(self.mode))
         return sorted(kept)
 
     def keeps_in_fp32(self, module: str) -> bool:
@@ -271,7 +288,8 @@ class Precision:
         backends = torch.backends
         return {
             "requested": {"mode": self.mode, "fp32_modules": list(self.fp32_modules)}
-            | ({} if self.fp8_scaling is None else {"fp8_scaling": self.fp8_scaling}),
+            | ({} if self.fp8_scaling is None else {"fp8_scaling": self.fp8_scaling})
+            | self.listed,
             "support": support,
             "effective": {
                 "device": str(hardware.device),

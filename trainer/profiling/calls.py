@@ -1,13 +1,46 @@
-"""A forward pass that is only looked at."""
+"""A forward pass that is only looked at: the operators that it calls, by name."""
 
 from __future__ import annotations
 
+import difflib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainer.errors import UserError, nearest
+from trainer.precision.operators import GROUPS, name_of, spellings
+
+_IN_PLACE = ("batch_norm", "instance_norm")  # of a copy in 16 bits, the statistics would be lost
+_HOLDERS = (F, torch, Tensor, *(getattr(torch, group) for group in GROUPS))
+
+
+def is_operator(name: str) -> bool:
+    """Return whether torch has a function, or a method of tensors, of this name that does not work in place."""
+    found = [getattr(holder, name, None) for holder in _HOLDERS]
+    public = not name.startswith("_") and not name.endswith("_")
+    return public and any(callable(each) and not isinstance(each, type) for each in found)
+
+
+def check(listed: dict[str, list[str]]) -> None:
+    """Check the names of operators, by the option that has them.
+
+    Raises:
+        UserError: torch has no such operator, both options have it, or it cannot compute in 16 bits.
+    """
+    for option, name in ((option, name) for option, names in listed.items() for name in names):
+        if not is_operator(name):
+            near = nearest(name, filter(is_operator, (each for holder in _HOLDERS for each in dir(holder))))
+            raise UserError(f"precision.{option}: torch has no operator {name!r} that returns a new tensor{near}")
+        if option == "low_ops" and name in listed.get("fp32_ops", ()):
+            raise UserError(f"precision.fp32_ops and precision.low_ops both have {name}; remove it from one of them")
+        if option == "low_ops" and name in _IN_PLACE:
+            raise UserError(f"precision.low_ops: {name} updates statistics, which stay in fp32; remove it")
 
 
 def observe(
@@ -37,3 +70,40 @@ def observe(
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+def count(listed: dict[str, list[str]], model: nn.Module, forward: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """Return how often one forward pass calls each of some operators, by option and name; see ``observe``.
+
+    Args:
+        listed: the operators, by the option of ``precision`` that names them.
+        model: in training.
+        forward: calls it.
+
+    Raises:
+        UserError: one of them is not called.
+    """
+    mode = _Calls()
+    observe(model, forward, mode, gradients=False)
+    counted: dict[str, dict[str, int]] = {}
+    for option, operators in listed.items():
+        counted[option] = {name: sum(mode.calls[each] for each in spellings(name)) for name in operators}
+        for name in (name for name, calls in counted[option].items() if not calls):
+            called = [each for each, _ in mode.calls.most_common() if is_operator(each)]
+            near = difflib.get_close_matches(name, called) or [each for each in called if hasattr(F, each)][:8]
+            raise UserError(
+                f"precision.{option}: no training step calls {name} itself; remove it, or choose from {', '.join(near)}"
+            )
+    return counted
+
+
+class _Calls(TorchFunctionMode):
+    """Counts the calls by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[name_of(function)] += 1
+        return function(*args, **(kwargs or {}))

@@ -43,7 +43,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     manifest = config.precision.manifest(trainer.hardware, trainer.fp32_modules)
     effective = manifest["effective"]
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
-    effective |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32}
+    effective |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32} | trainer.operator_calls
     kernels, modules = attention.KernelsTaken(), ModuleDtypes(trainer.model)
     trainer.observe(kernels, modules)
     if trainer.device.type == "cuda":

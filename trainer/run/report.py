@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.formats import duration, loss, quantity, size
+from trainer.precision.modes import family
 from trainer.run.terminal import Rows
 from trainer.trainer import Trainer
 
@@ -29,6 +30,9 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"
     if trainer.fp32_modules:
         precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
+    formats = {"fp32_ops": "fp32", "low_ops": family(config.precision.mode)}
+    for option, calls in trainer.operator_calls.items():
+        precision += f"; operators in {formats[option]}: {', '.join(calls)}"
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"

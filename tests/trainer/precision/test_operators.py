@@ -1,0 +1,312 @@
+"""Operators in a dtype of the user's choice: everywhere a forward pass is taken, bit for bit as cast by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tests.helpers import Arrays, NoData, SmallConvNet, compose, same_bits, start
+from trainer.config.schema import Config, flatten
+from trainer.data.contract import Batch, Datasets
+from trainer.data.loader import Loader
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.activation import ActivationCheckpointing
+from trainer.parallel.compile import Compile
+from trainer.precision.modes import WEIGHTS_DTYPE, Precision
+from trainer.precision.scaler import AutoScaler
+from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
+from trainer.run.folder import RunFolder
+from trainer.run.forecast import forecast
+from trainer.run.record import precision_manifest
+from trainer.run.resume import check_same
+from trainer.trainer import Trainer
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LISTS: dict[str, Any] = {"fp32_ops": ["softmax"], "low_ops": ["layer_norm"]}
+
+
+class Block(nn.Module):
+    """Attention on its own keys, with dropout; ``by_hand`` casts as the policy of ``LISTS`` does."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
+        self.softmax = nn.Softmax(-1)
+        self.by_hand = by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.linear.weight.dtype
+        if self.by_hand:
+            half = torch.get_autocast_dtype("cpu") if weights == FP32 else weights
+            with torch.autocast("cpu", enabled=False):
+                bias = self.norm.bias.to(half)
+                normed = F.layer_norm(x.to(half), (16,), self.norm.weight.to(half), bias, self.norm.eps)
+        else:
+            normed = self.norm(x.float() if weights == FP32 else x)
+        keys = self.linear(normed)
+        scores = keys @ keys.transpose(-1, -2)
+        if self.by_hand:
+            with torch.autocast("cpu", enabled=False):
+                attention = self.softmax(scores.float())
+            attention = attention if weights == FP32 else attention.to(weights)
+        else:
+            attention = self.softmax(scores)
+        return x + F.dropout(attention, 0.1, self.training) @ keys
+
+
+@dataclass
+class Attention(Recipe):
+    by_hand: bool = False
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        return Sizes(8, 8, 8)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        generator = torch.Generator().manual_seed(1)
+        arrays = Arrays(
+            x=torch.randn(32, 4, 16, generator=generator), label=torch.randint(5, (32,), generator=generator)
+        )
+        return Datasets(arrays, arrays, "noise")
+
+    def build_model(self, datasets: Datasets) -> nn.Module:
+        return nn.Sequential(Block(self.by_hand), Block(self.by_hand), nn.Flatten(), nn.Linear(64, 5))
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, nn.Sequential)
+        return [model[0], model[1]]
+
+    def count_targets(self, batch: Batch) -> int:
+        return len(batch["label"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        logits = model(batch["x"]).float()
+        return LossOutput(F.cross_entropy(logits, batch["label"], reduction="sum"), {})
+
+
+def trainer_of(precision: Precision, recipe: Recipe | None = None, **changes: Any) -> Trainer:
+    options: dict[str, Any] = {
+        "batch_size": 8,
+        "micro_batch_size": 4,
+        "steps": 3,
+        "loader": Loader(workers=0),
+        "scaler": AutoScaler(init=256.0),
+    }
+    options |= {"precision": precision, "optimizer": Optimizer("SGD", lr=0.1)}
+    return start(Config(recipe or Attention(), NoData(), device="cpu", **options | changes))
+
+
+def gradients(trainer: Trainer) -> list[Any]:
+    """The loss and the gradients of one step of two microbatches, with the same dropout in every call."""
+    torch.manual_seed(0)
+    loss = trainer.gradients(next(trainer.batches())).loss
+    return [loss, [parameter.grad for parameter in (trainer.masters or trainer.model).parameters()]]
+
+
+def step(trainer: Trainer) -> list[Any]:
+    """The loss and the gradients of one step, and the score."""
+    return [gradients(trainer), trainer.evaluate()]
+
+
+INNER = ("0.norm", "0.softmax", "1.norm", "1.softmax")
+
+
+def dtypes(model: nn.Module) -> dict[str, list[torch.dtype]]:
+    """What the inner modules return from now on."""
+    seen: dict[str, list[torch.dtype]] = {name: [] for name in INNER}
+    for name, found in seen.items():
+        model.get_submodule(name).register_forward_hook(
+            lambda _, given, output, found=found: found.append(output.dtype)
+        )
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16", "bf16_master", "fp16_pure"])
+def test_training_and_evaluation_are_bit_for_bit_those_with_casts_by_hand(mode: str) -> None:
+    listed = trainer_of(Precision(mode, **LISTS))
+    seen = dtypes(listed.model)
+    result = step(listed)
+    assert same_bits(result, step(trainer_of(Precision(mode), Attention(by_hand=True))))
+    assert not same_bits(result, step(trainer_of(Precision(mode))))
+    half = BF16 if mode.startswith("bf16") else FP16
+    assert {name: set(found) for name, found in seen.items()} == {
+        name: {half} if "norm" in name else {WEIGHTS_DTYPE.get(mode, FP32)} for name in INNER
+    }
+
+
+@pytest.mark.parametrize("mode", ["blocks", "selective"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16_master"])
+def test_what_is_recomputed_has_the_same_policy(mode: str, precision: str) -> None:
+    plain = step(trainer_of(Precision(precision, **LISTS)))
+    again = trainer_of(Precision(precision, **LISTS), activation_checkpointing=ActivationCheckpointing(mode))
+    seen = dtypes(again.model)
+    assert same_bits(step(again), plain)
+    assert {len(found) for found in seen.values()} == {2 * 2 + 8}  # two microbatches twice, and the evaluation
+
+
+class Softmaxes(TorchFunctionMode):
+    """Counts softmaxes."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is F.softmax
+        return function(*args, **(kwargs or {}))
+
+
+def test_any_mode_of_the_forward_pass_sees_what_is_recomputed_once() -> None:
+    block, x = Block(by_hand=False), torch.randn(2, 4, 16, requires_grad=True)
+    ActivationCheckpointing("blocks").apply([block])
+    with (mode := Softmaxes()):
+        loss = block(x).sum()
+    loss.backward()
+    assert mode.count == 2
+    with (mode := Softmaxes()):  # of the backward pass, too
+        block(x).sum().backward()
+    assert mode.count == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [
+        (Attention(), Precision("bf16", fp32_ops=["linear", "softmax"], low_ops=["layer_norm"])),
+        (SmallConvNet(), Precision("bf16", fp32_modules=["7"])),
+    ],
+)
+def test_compiled_it_is_the_same_and_is_compiled_once(recipe: Recipe, precision: Precision) -> None:
+    """Backward, too, where torch would compile the products of gradients under autocast."""
+    compiled, plain = trainer_of(precision, recipe, compile=Compile("default")), trainer_of(precision, recipe)
+    torch._dynamo.reset()
+    compiled.model.compile(backend="aot_eager")
+    assert same_bits(gradients(compiled), gradients(plain))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    gradients(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+# What is called with a tensor in 16 bits, and the operator.
+SPELLED: list[tuple[str, Callable[[Tensor], Any]]] = [
+    ("softmax", lambda x: F.softmax(x, -1)),
+    ("softmax", lambda x: torch.softmax(x, -1)),
+    ("softmax", lambda x: x.softmax(-1)),
+    ("softmax", nn.Softmax(-1)),
+    ("softmax", lambda x: torch.special.softmax(x, -1)),
+    ("softmax", lambda x: F.softmax(x, -1, dtype=BF16)),
+    ("softmax", lambda x: torch.softmax(x, -1, BF16)),
+    ("matmul", lambda x: x @ x),
+    ("mul", lambda x: 0.3 * x),
+    ("sub", lambda x: 0.3 - x),
+    ("div", lambda x: 0.3 / x),
+    ("pow", lambda x: x**3),
+    ("abs", abs),
+    ("norm", torch.linalg.norm),
+    ("cat", lambda x: torch.cat([x, x])),
+    ("einsum", lambda x: torch.einsum("ij,jk->ik", x, x)),
+    ("max", lambda x: torch.max(x, -1)[0]),
+    ("scaled_dot_product_attention", lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SPELLED)))
+def test_one_name_is_the_function_the_method_and_the_operator_of_python(number: int) -> None:
+    name, call = SPELLED[number]
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(BF16)
+    for mode in ("bf16", "bf16_pure"):
+        with Precision(mode).autocast(CPU):
+            assert call(x).dtype == BF16
+        with Precision(mode, fp32_ops=[name]).autocast(CPU):
+            result = call(x)
+        expected = call(x.float()) if number not in (5, 6) else x.float().softmax(-1)
+        if mode == "bf16_pure" and expected.ndim:  # a scalar stays fp32, such as a loss
+            expected = expected.to(BF16)
+        assert same_bits(result, expected)
+
+
+def test_fp32_ops_round_nothing_that_had_more_than_16_bits() -> None:
+    x, out = torch.randn(4, 4), torch.empty(4, 4, dtype=BF16)
+    with Precision("bf16_pure", fp32_ops=["softmax", "mul", "add"]).autocast(CPU):
+        assert x.softmax(-1).dtype == x.to(BF16).mul(x).dtype == FP32
+        assert F.softmax(x.to(BF16), -1, dtype=FP32).dtype == FP32
+        assert x.double().softmax(-1).dtype == torch.float64
+        assert torch.add(x.to(BF16), 1, out=out) is out
+    with Precision("bf16_pure", low_ops=["softmax"]).autocast(CPU):
+        assert x.double().softmax(-1).dtype == torch.float64
+        assert F.softmax(x, -1, dtype=FP32).dtype == BF16
+
+
+@pytest.mark.parametrize("mode", ["bf16", "bf16_pure"])
+def test_islands_win_over_low_ops(mode: str) -> None:
+    trainer = trainer_of(Precision(mode, ["0"], low_ops=["layer_norm"]))
+    seen = dtypes(trainer.model)
+    trainer.gradients(next(trainer.batches()))
+    assert (set(seen["0.norm"]), set(seen["0.softmax"]), set(seen["1.norm"])) == ({FP32}, {FP32}, {BF16})
+
+
+def test_nothing_else_changes() -> None:
+    """Counting the calls leaves no trace, and without lists there is no other context than autocast's."""
+    torch.manual_seed(0)
+    trainers = [
+        trainer_of(precision, SmallConvNet()) for precision in (Precision("bf16"), Precision("bf16", fp32_ops=["relu"]))
+    ]
+    states = [(trainer.model.state_dict(), trainer.state_dict()) for trainer in trainers]
+    assert same_bits(*states)
+    assert type(Precision("bf16", fp32_ops=[]).autocast(CPU)) is torch.autocast
+
+
+def test_the_manifest_has_the_lists_and_the_calls() -> None:
+    manifest = precision_manifest(trainer_of(Precision("bf16", **LISTS)))
+    assert manifest["requested"] == {"mode": "bf16", "fp32_modules": [], **LISTS}
+    assert manifest["effective"]["fp32_ops"] == {"softmax": 2}
+    assert manifest["effective"]["low_ops"] == {"layer_norm": 2}
+    without = precision_manifest(trainer_of(Precision("bf16")))
+    assert "fp32_ops" not in {**without["requested"], **without["effective"]}
+
+
+def test_memory_is_forecast_with_it() -> None:
+    job = ["recipe=bignet", "recipe.layers=2", "recipe.width=64", "batch_size=64", "precision=bf16", "device=cpu"]
+    plain, listed = (forecast(compose(*job, *more)) for more in ([], ["precision.fp32_ops=[linear]"]))
+    assert plain.peak_bytes < listed.peak_bytes
+
+
+def test_runs_from_before_the_lists_are_resumed_and_no_others_with_another_list(tmp_path: Path) -> None:
+    now = flatten(compose("precision=bf16"))
+    folder = RunFolder(tmp_path)
+    folder.write_config({key: value for key, value in now.items() if not key.endswith("_ops")})
+    check_same(folder, now)
+    with pytest.raises(UserError, match=r"precision.fp32_ops was None, now \['softmax'\]; restore it"):
+        check_same(folder, flatten(compose("precision=bf16", "precision.fp32_ops=[softmax]")))
+
+
+@pytest.mark.parametrize(
+    ("mode", "lists", "message"),
+    [
+        ("fp32", {"fp32_ops": ["softmax"]}, r"precision.fp32_ops has no effect with precision=fp32"),
+        ("tf32", {"low_ops": ["softmax"]}, r"precision.low_ops has no effect with precision=tf32"),
+        ("bf16", {"low_ops": ["gelu", "sofmax"]}, r"low_ops: torch has no operator 'sofmax'.*did you mean 'softmax'"),
+        ("bf16", {"fp32_ops": ["relu_"]}, r"no operator 'relu_' that returns a new tensor; did you mean 'relu'"),
+        ("bf16", {"fp32_ops": ["Tensor"]}, r"torch has no operator 'Tensor'"),
+        ("bf16", {"fp32_ops": ["gelu", "exp"], "low_ops": ["exp"]}, r"fp32_ops and precision.low_ops both have exp"),
+        ("fp16", {"low_ops": ["batch_norm"]}, r"low_ops: batch_norm updates statistics, which stay in fp32"),
+    ],
+)
+def test_values_that_cannot_work_are_named(mode: str, lists: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer_of(Precision(mode, **lists))  # type: ignore[arg-type]
+
+
+def test_an_operator_that_no_step_calls_is_refused_with_those_that_are_called() -> None:
+    with pytest.raises(UserError, match=r"fp32_ops: no training step calls log_softmax itself; .*from softmax$"):
+        trainer_of(Precision("bf16", fp32_ops=["softmax", "log_softmax"]))
+    with pytest.raises(UserError, match=r"low_ops: no training step calls tanh itself; .* layer_norm, .*cross_entropy"):
+        trainer_of(Precision("bf16", low_ops=["tanh"]))

@@ -1,0 +1,89 @@
+"""Operators in a dtype that the user chose, whatever autocast does: ``precision.fp32_ops`` and ``low_ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.overrides import TorchFunctionMode
+
+from trainer.precision import islands
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+GROUPS = ("special", "linalg", "fft")
+"""Modules of torch whose name torch puts before those of their functions."""
+
+
+class OperatorPolicy(TorchFunctionMode):
+    """Casts the tensors that some operators get, replaces the dtypes they are told, and turns autocast off for them.
+
+    fp64 and ``out=`` are left alone; fp32 islands stay fp32. What an operator calls inside follows that operator.
+
+    Args:
+        device_type: of the autocast that is turned off.
+        dtypes: by name: ``softmax`` is F.softmax, torch.softmax and Tensor.softmax; ``matmul`` is ``@``, too.
+        result: the dtype of the results (not scalars) of operators whose inputs all have it; None: they stay fp32.
+    """
+
+    def __init__(self, device_type: str, dtypes: dict[str, torch.dtype], result: torch.dtype | None) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.dtypes = {spelling: dtype for name, dtype in dtypes.items() for spelling in spellings(name)}
+        self.result = result
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtype = self.dtypes.get(name_of(function))
+        if dtype is None or (islands.entered and dtype != torch.float32):
+            return function(*args, **kwargs)
+        given: list[torch.dtype] = []
+        args = _cast(args, dtype, given)
+        kwargs = {name: value if name == "out" else _cast(value, dtype, given) for name, value in kwargs.items()}
+        with torch.autocast(self.device_type, enabled=False):
+            output = function(*args, **kwargs)
+        if self.result is None or set(given) != {self.result}:
+            return output
+        return islands.cast(output, self.result, scalars=False)
+
+    @contextmanager
+    def beside(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+        """Return the context of both for one forward pass."""
+        with autocast, self:
+            yield
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function as a TorchFunctionMode gets it, also while torch.compile traces."""
+    # Methods such as Tensor.__rsub__ are wrapped, and torch.compile knows them by their wrapper's name.
+    name: str = getattr(getattr(function, "__wrapped__", function), "__name__", "")
+    return name
+
+
+def spellings(operator: str) -> tuple[str, ...]:
+    """Return all that ``name_of`` returns for one operator: ``sub`` is also ``__rsub__``."""
+    return operator, f"__{operator}__", f"__r{operator}__", *(f"{group}_{operator}" for group in GROUPS)
+
+
+def _cast(value: Any, dtype: torch.dtype, given: list[torch.dtype]) -> Any:
+    """Cast the tensors in an argument, and replace dtypes; ``given`` gets those that decide the result's dtype."""
+    if type(value) in (list, tuple):
+        return type(value)([_cast(item, dtype, given) for item in value])
+    tensor = isinstance(value, Tensor)
+    before = value.dtype if tensor else value
+    if not isinstance(before, torch.dtype) or not before.is_floating_point:
+        return value
+    if not tensor or value.ndim:  # a scalar does not promote
+        given.append(before)
+    if before not in _FLOATS:
+        return value
+    return value.to(dtype) if tensor else dtype
+
+
+# What torch.compile leaves out of its graphs runs eagerly, and this code with it: alone it would be compiled for every
+# function that is called, and torch (2.11 to 2.15) confuses those that read attributes.
+for _code in (OperatorPolicy.__torch_function__.__code__, _cast.__code__):
+    set_code_exec_strategy(_code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
