@@ -42,11 +42,11 @@ class Outcome:
         return said or self.diagnosis.verdict
 
 
-def examine(fault: Fault) -> Outcome:
+def examine(fault: Fault, seed: int = 0) -> Outcome:
     """Plant a fault and let the doctor examine the step."""
     began = time.monotonic()
     with fault.planting():
-        diagnosis = diagnose(fault.replay(), tuple(name for name in CHECKS if name != "islands"), budget_s=600)
+        diagnosis = diagnose(fault.replay(seed), tuple(name for name in CHECKS if name != "islands"), budget_s=600)
     return Outcome(fault, diagnosis, time.monotonic() - began)
 
 

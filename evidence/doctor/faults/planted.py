@@ -60,8 +60,8 @@ class Fault:
     planting: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What the step is taken in, for faults that are not in the model."""
 
-    def replay(self) -> Replay:
-        """Take its first step, in one process."""
+    def replay(self, seed: int = 0) -> Replay:
+        """Take its first step, in one process; ``seed`` decides weights and data."""
         config = Config(
             recipe=PlantedRecipe(fault=self),
             data=NoData(),
@@ -69,6 +69,7 @@ class Fault:
             scaler=self.scaler,
             optimizer=self.optimizer,
             compile=self.compile,
+            seed=seed,
             checkpoint=Checkpoint(enabled=False),
             device="cpu",
         )

@@ -117,7 +117,7 @@ def _islands(trainer: CaseTrainer, rows: list[Row], rung: str) -> list[Finding]:
 
 def _operators(trainer: CaseTrainer, rows: list[Row], rung: str) -> list[Finding]:
     """Return the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass."""
-    wanted = getattr(trainer.config.precision, "fp32_ops", [])
+    wanted = trainer.config.precision.fp32_ops or []
     found = []
     for name in wanted:
         own = [row for row in rows if row.direction == FORWARD and _is_half(row.output) and _base(row.op) == name]
