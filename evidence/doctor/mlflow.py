@@ -12,8 +12,8 @@ from trainer.tracking.mlflow.store import connect, cut, whole_uri
 from trainer.tracking.mlflow.sync import SyncStatus, send
 from trainer.tracking.ui import run_address, server_address
 
-TAGS = ("verdict", "kind", "module", "op", "direction", "rung")
-"""Below ``doctor.``; all but the verdict are those of the first finding."""
+TAGS = ("verdict", "step", "kind", "module", "op", "direction", "rung")
+"""Below ``doctor.``; from the kind on they are those of the first finding."""
 
 
 def publish(diagnosis: Diagnosis, files: list[Path]) -> list[str]:
@@ -61,7 +61,7 @@ def _log(uri: str, run_id: str, diagnosis: Diagnosis, files: list[Path]) -> None
 
 def tags(diagnosis: Diagnosis) -> dict[str, str]:
     """Return the tags by name: the verdict, and what the first finding says."""
-    found = {"verdict": diagnosis.verdict}
+    found = {"verdict": diagnosis.verdict, "step": str(diagnosis.replay.case.step)}
     if diagnosis.findings:
         first = diagnosis.findings[0]
         found |= {"kind": first.kind, "module": first.place, "op": first.op}

@@ -9,7 +9,8 @@ from typing import Any
 
 from evidence.doctor.diagnosis import FOUND, HEALTHY, Diagnosis
 from evidence.doctor.ladder.rungs import BREAKS, DIFFERS, LEFT_OUT, OK, Rung
-from evidence.doctor.plots import updates
+from evidence.doctor.measured.pairs import FACTOR
+from evidence.doctor.plots import divergence, errors, updates
 from evidence.doctor.step import finding as kinds
 from evidence.doctor.step.finding import Finding
 from evidence.page import document, items, paragraphs, plots, wide_table
@@ -42,6 +43,7 @@ code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere } summary { c
 .differs { background: #fef7e0; color: #7a4f00 } .out { border-style: dashed; color: #5f6368 }
 td { vertical-align: top } .wrap td { white-space: normal; overflow-wrap: anywhere }
 .wrap td:first-child { min-width: 6rem }
+.plots { grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)) }
 """
 
 
@@ -57,6 +59,8 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], series: dict[str, Series]
         _verdict(diagnosis, record),
         f"<h2>The ladder</h2>{_ladder(diagnosis.ladder)}",
         f"<h2>Findings</h2>{_findings(diagnosis.findings)}",
+        f"<h2>Error by module</h2>{_errors(diagnosis)}",
+        f"<h2>Further steps</h2>{_divergence(diagnosis)}",
         f"<h2>Updates</h2>{_updates(diagnosis, series)}",
         f"<h2>What ran in which format</h2>{_manifest(diagnosis)}",
         f"<h2>Notes</h2>{items(diagnosis.notes) if diagnosis.notes else paragraphs(['None.'])}",
@@ -153,6 +157,27 @@ def _findings(findings: list[Finding]) -> str:
     shown = [column for column in range(len(head)) if any(row[column] for row in rows)]
     table = wide_table([head[column] for column in shown], [[row[column] for column in shown] for row in rows])
     return f"<div class=wrap>{table}</div>"
+
+
+def _errors(diagnosis: Diagnosis) -> str:
+    if diagnosis.pairs is None:
+        only = " It takes a finite step in which nothing else was found." if diagnosis.findings else ""
+        return f"<p>Not examined.{only}</p>"
+    rows = diagnosis.pairs.rows
+    drawn = [plot for direction in (kinds.FORWARD, kinds.BACKWARD) if (plot := errors(rows, direction))]
+    if not drawn:
+        return "<p>No module's error could be measured.</p>"
+    return (
+        "<p>What each module adds by itself: its own operators in the run's format and in the reference's, from the "
+        f"same inputs. An error is a fault beyond its bound, {FACTOR} × what rounding makes unavoidable. The "
+        f"accumulated error is that of the whole run up to there.</p>{plots(drawn)}"
+    )
+
+
+def _divergence(diagnosis: Diagnosis) -> str:
+    if not diagnosis.losses:
+        return "<p>Not examined.</p>"
+    return plots([divergence(diagnosis.losses, diagnosis.replay.precision, diagnosis.replay.case.step)])
 
 
 def _updates(diagnosis: Diagnosis, series: dict[str, Series]) -> str:

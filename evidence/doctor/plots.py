@@ -1,17 +1,94 @@
-"""The plots of a diagnosis: lost updates over time."""
+"""The plots of a diagnosis: error by module, losses that diverge, lost updates over time."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from evidence.page import COLORS
-from trainer.tracking.plots import INK, QUIET, Series, bare_figure
+from evidence.doctor.ladder.divergence import TIMES
+from evidence.doctor.measured.pairs import Row
+from evidence.page import COLORS, NOISE
+from trainer.tracking.plots import ALARM, INK, QUIET, Series, bare_figure
 
 WIDTH, HEIGHT = 6.4, 3.8
 """Inches."""
+MOST = 40
+"""Modules of one plot."""
+_LONGEST = 36
+"""Characters of a module's name; of a longer one the end is shown."""
 _LOST, _EDQ = "numerics/lost_updates", "numerics/edq"
+
+
+def errors(rows: Iterable[Row], direction: str) -> tuple[str, Any] | None:
+    """Draw the local error of each module beside its bound, of the row that is nearest to it; None: there is none."""
+    worst: dict[str, Row] = {}
+    for row in rows:
+        before = worst.get(row.module)
+        if (
+            row.direction == direction
+            and 0 < row.e < math.inf
+            and (before is None or _nearness(row) > _nearness(before))
+        ):
+            worst[row.module] = row
+    if not worst:
+        return None
+    nearest = set(sorted(worst, key=lambda module: _nearness(worst[module]), reverse=True)[:MOST])
+    shown = [row for module, row in worst.items() if module in nearest]
+    figure, axes = bare_figure(WIDTH, 1.1 + 0.21 * len(shown))
+    places = range(len(shown))
+    least = min(min(row.e for row in shown) / 4, min(row.bound for row in shown) / 16)
+    for wrong, color, label in ((False, COLORS[0], "error"), (True, ALARM, "error beyond its bound")):
+        own = [place for place in places if (shown[place].ratio > 1) == wrong]
+        if own:
+            axes.barh(own, [shown[place].e - least for place in own], left=least, height=0.6, color=color, label=label)
+    axes.plot([row.bound for row in shown], places, "|", color=INK, markersize=8, markeredgewidth=1.6, label="bound")
+    run = [(row.accumulated, place) for place, row in enumerate(shown) if 0 < row.accumulated < math.inf]
+    if run:
+        axes.plot(*zip(*run, strict=True), "o", color=NOISE, markersize=3.5, label="accumulated (not judged)")
+    axes.set_xscale("log")
+    axes.set_xlim(left=least)
+    _names(axes, [row.module for row in shown])
+    axes.set_xlabel("relative error", color=QUIET)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, labelcolor=INK, fontsize=9)
+    of = f", the {MOST} of {len(worst)} modules nearest to their bounds" if len(worst) > MOST else ""
+    return f"Error by module, {direction}{of}", figure
+
+
+def _nearness(row: Row) -> tuple[float, float]:
+    return row.ratio, row.e / row.bound
+
+
+def _names(axes: Any, names: list[str]) -> None:
+    """Write the names of modules at the rows, the first one at the top."""
+    shown = [name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}" for name in names]
+    axes.set_yticks(range(len(names)), [name or "(the model itself)" for name in shown], color=INK, fontsize=9)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x", color="#e8eaed")
+
+
+def divergence(losses: Mapping[str, Sequence[float]], own: str, step: int) -> tuple[str, Any]:
+    """Draw how far the losses of the next steps are from those of fp32, and how far they may be.
+
+    Args:
+        losses: by name.
+        own: the name of the run's format; the others are fp32's.
+        step: the first one.
+    """
+    references = np.array([values for name, values in losses.items() if name != own])
+    spread = np.maximum.accumulate(references.max(0) - references.min(0))
+    steps = np.arange(step, step + len(spread))
+    figure, axes = bare_figure(WIDTH, HEIGHT)
+    label = f"within {TIMES:g} × the spread of fp32"
+    axes.fill_between(steps, TIMES * spread, color=NOISE, alpha=0.25, label=label)
+    axes.plot(steps, np.abs(np.array(losses[own]) - references.mean(0)), "o-", color=COLORS[0], markersize=3, label=own)
+    axes.set_yscale("log")
+    _over_steps(axes)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK)
+    return f"Distance of the loss from that of fp32, whose weights are changed by {own}'s rounding", figure
 
 
 def updates(series: dict[str, Series], step: int) -> tuple[str, Any] | None:
@@ -34,7 +111,14 @@ def updates(series: dict[str, Series], step: int) -> tuple[str, Any] | None:
     axes.axvline(step, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), label=f"step {step}")
     highest = max((float(np.nanmax(values)) for _, values, *_ in drawn if np.isfinite(values).any()), default=1.0)
     axes.set_ylim(min(0.0, *(float(np.nanmin(values)) for _, values, *_ in drawn)), 1.1 * max(1.0, highest))
-    axes.set_xlabel("optimizer step", color=QUIET)
-    axes.grid(axis="y", color="#e8eaed")
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK, fontsize=8)
+    _over_steps(axes)
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK)
     return "Lost updates over time, a fraction of all", figure
+
+
+def _over_steps(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("optimizer step", color=QUIET)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.grid(axis="y", color="#e8eaed")

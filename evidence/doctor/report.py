@@ -18,7 +18,7 @@ from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 from trainer.tracking.plots import read_series
 
 PAGE, VERDICT, MANIFEST = "report.html", "verdict.json", "manifest.json"
-TABLES = ("manifest",)
+TABLES = ("manifest", "pairs")
 """Written as CSV, those that were examined."""
 
 
@@ -110,6 +110,8 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     found = {}
     if diagnosis.manifest is not None:
         found["manifest"] = [row._asdict() for row in diagnosis.manifest.rows]
+    if diagnosis.pairs is not None:
+        found["pairs"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.pairs.rows]
     return found
 
 

@@ -13,7 +13,7 @@ from trainer.precision.modes import Precision
 
 STEPS = 20
 REPLAYS = 3
-_TIMES = 4.0
+TIMES = 4.0
 _IN_A_ROW = 3
 _FORMS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
 
@@ -40,7 +40,7 @@ def divergence(case: Case, batches: list[list[Batch]]) -> tuple[Finding | None, 
     middle = references.mean(0)
     spread = (references.max(0).values - references.min(0).values).cummax(0).values
     away = (torch.tensor(losses[own.mode], dtype=torch.float64) - middle).abs()
-    outside = ~(away <= _TIMES * spread.clamp(min=unit * unit))
+    outside = ~(away <= TIMES * spread.clamp(min=unit * unit))
     for first in range(len(batches) - _IN_A_ROW + 1):
         if bool(outside[first : first + _IN_A_ROW].all()):
             detail = (

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def diagnosis(folder: Path | None, verdict: str, *findings: Finding) -> Diagnosis:
-    replay: Any = SimpleNamespace(folder=folder)
+    replay: Any = SimpleNamespace(folder=folder, case=SimpleNamespace(step=3))
     return Diagnosis(replay, verdict, findings=list(findings))
 
 
@@ -68,6 +68,7 @@ def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Pa
     tags, paths, points = stored(run, store)
     assert tags == {
         "verdict": "FOUND",
+        "step": "3",
         "kind": "overflow",
         "module": "wo",
         "op": "aten.mm",
@@ -77,7 +78,7 @@ def test_the_run_is_sent_with_the_files_and_tags_of_the_newest_diagnosis(run: Pa
     assert paths == ["doctor/step-3/report.html", "doctor/step-3/verdict.json"]
     assert publish(diagnosis(run, HEALTHY), files(run)) == first
     tags, again, points = stored(run, store)
-    assert tags == {"verdict": "HEALTHY"}
+    assert tags == {"verdict": "HEALTHY", "step": "3"}
     assert (again, len(points)) == (paths, 1)
 
 
