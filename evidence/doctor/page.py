@@ -10,7 +10,7 @@ from typing import Any
 from evidence.doctor.diagnosis import FOUND, HEALTHY, Diagnosis
 from evidence.doctor.ladder.rungs import BREAKS, DIFFERS, LEFT_OUT, OK, Rung
 from evidence.doctor.measured.pairs import FACTOR
-from evidence.doctor.plots import divergence, errors, updates
+from evidence.doctor.plots import divergence, errors, exponents, updates
 from evidence.doctor.step import finding as kinds
 from evidence.doctor.step.finding import Finding
 from evidence.page import document, items, paragraphs, plots, wide_table
@@ -59,6 +59,7 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], series: dict[str, Series]
         _verdict(diagnosis, record),
         f"<h2>The ladder</h2>{_ladder(diagnosis.ladder)}",
         f"<h2>Findings</h2>{_findings(diagnosis.findings)}",
+        f"<h2>Range of gradients</h2>{_range(diagnosis)}",
         f"<h2>Error by module</h2>{_errors(diagnosis)}",
         f"<h2>Further steps</h2>{_divergence(diagnosis)}",
         f"<h2>Updates</h2>{_updates(diagnosis, series)}",
@@ -159,10 +160,33 @@ def _findings(findings: list[Finding]) -> str:
     return f"<div class=wrap>{table}</div>"
 
 
+def _not_examined(diagnosis: Diagnosis) -> str:
+    only = " It takes a finite step in which nothing was found before." if diagnosis.findings else ""
+    return f"<p>Not examined.{only}</p>"
+
+
+def _range(diagnosis: Diagnosis) -> str:
+    found = diagnosis.range
+    if found is None:
+        return _not_examined(diagnosis)
+    own, scales = diagnosis.replay.case.scale, {}
+    said = "The run's format needs no loss scale: it has fp32's exponents."
+    if found.highest is not None and found.lowest is not None:
+        said = f"In fp16 the loss scales from 2^{found.lowest} to 2^{found.highest} hold all of them"
+        if found.lowest > found.highest:
+            said = f"In fp16 no loss scale holds all of them: 2^{found.highest} is the largest, and some need "
+            said += f"2^{found.lowest}"
+        said += f". The step's scale is {own:.10g}."
+        scales = {f"scale {own:.10g}": own} | {f"scale 2^{found.highest}": 2.0**found.highest}
+    outputs = [layer for layer in found.layers if layer.tensor == "output"]
+    weights = [layer for layer in reversed(found.layers) if layer.tensor != "output"]  # they came in backward order
+    drawn = [plot for layers in (outputs, weights) if (plot := exponents(layers, scales))]
+    return f"<p>Gradients of the reference, before any loss scale. {html.escape(said)}</p>{plots(drawn)}"
+
+
 def _errors(diagnosis: Diagnosis) -> str:
     if diagnosis.pairs is None:
-        only = " It takes a finite step in which nothing else was found." if diagnosis.findings else ""
-        return f"<p>Not examined.{only}</p>"
+        return _not_examined(diagnosis)
     rows = diagnosis.pairs.rows
     drawn = [plot for direction in (kinds.FORWARD, kinds.BACKWARD) if (plot := errors(rows, direction))]
     if not drawn:

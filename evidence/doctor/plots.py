@@ -1,4 +1,4 @@
-"""The plots of a diagnosis: error by module, losses that diverge, lost updates over time."""
+"""The plots of a diagnosis: error by module, exponents of gradients, losses that diverge, lost updates over time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 
 from evidence.doctor.ladder.divergence import TIMES
 from evidence.doctor.measured.pairs import Row
+from evidence.doctor.measured.range import HIGHEST, LOWEST, Exponents
 from evidence.page import COLORS, NOISE
 from trainer.tracking.plots import ALARM, INK, QUIET, Series, bare_figure
 
 WIDTH, HEIGHT = 6.4, 3.8
 """Inches."""
 MOST = 40
-"""Modules of one plot."""
+"""Modules, or gradients, of one plot."""
 _LONGEST = 36
 """Characters of a module's name; of a longer one the end is shown."""
 _LOST, _EDQ = "numerics/lost_updates", "numerics/edq"
@@ -68,6 +69,60 @@ def _names(axes: Any, names: list[str]) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x", color="#e8eaed")
+
+
+def exponents(layers: Sequence[Exponents], scales: Mapping[str, float]) -> tuple[str, Any] | None:
+    """Draw how the base-2 exponents of each gradient are distributed, and what fp16 holds of them.
+
+    Args:
+        layers: one row each; those that are 0 are left out.
+        scales: the loss scales whose limits are drawn, by name; none where the run's format has no need of one.
+    """
+    from matplotlib.colors import LogNorm
+
+    drawn = [layer for layer in layers if layer.amax]
+    if not drawn:
+        return None
+    shown = _nearest(drawn, next(iter(scales.values()), 1.0))
+    shares = np.array([(layer.counts / layer.counts.sum()).tolist() for layer in shown])
+    used = np.flatnonzero(shares.any(0)) + LOWEST
+    figure, axes = bare_figure(WIDTH, 1.5 + 0.21 * len(shown))
+    image = axes.imshow(
+        np.ma.masked_equal(shares, 0),
+        extent=(LOWEST, HIGHEST + 1, len(shown) - 0.5, -0.5),
+        aspect="auto",
+        interpolation="nearest",
+        norm=LogNorm(1e-4, 1),
+        cmap="YlGnBu",
+    )
+    left, right = [used[0] - 1.0], [used[-1] + 2.0]
+    for (name, value), style in zip(scales.items(), ("-", (0, (2, 2))), strict=False):
+        least, largest = -24 - math.log2(value), 16 - math.log2(value)
+        axes.axvline(least, color=COLORS[4], linewidth=1.4, linestyle=style, label=f"0 below, {name}")
+        axes.axvline(largest, color=INK, linewidth=1.4, linestyle=style, label=f"infinite above, {name}")
+        left, right = [*left, least - 1], [*right, largest + 1]
+    axes.set_xlim(min(left), max(right))
+    _names(axes, [f"{layer.module}.{layer.tensor}".removesuffix(".output") for layer in shown])
+    axes.set_xlabel("exponent of the gradient, to base 2", color=QUIET)
+    bar = figure.colorbar(
+        image, ax=axes, location="bottom", shrink=0.5, aspect=40, label="share of the nonzero elements"
+    )
+    bar.outline.set_visible(False)
+    if scales:
+        figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
+    of = f", {len(shown)} of {len(drawn)}: the largest, and those of which the scale loses most"
+    what = "outputs" if shown[0].tensor == "output" else "weights"
+    return f"Gradients of {what}{of if len(drawn) > len(shown) else ''}", figure
+
+
+def _nearest(layers: list[Exponents], scale: float) -> list[Exponents]:
+    """Return the layers that are nearest to fp16's limits, in their order."""
+    if len(layers) <= MOST:
+        return layers
+    by_size = sorted(layers, key=lambda layer: layer.amax)
+    by_loss = sorted(layers, key=lambda layer: layer.lost(scale)[1])
+    chosen = set(map(id, by_size[-MOST // 2 :] + by_loss[-MOST // 2 :]))
+    return [layer for layer in layers if id(layer) in chosen]
 
 
 def divergence(losses: Mapping[str, Sequence[float]], own: str, step: int) -> tuple[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.doctor.diagnosis import Diagnosis
+from evidence.doctor.measured.range import LOWEST, Exponents
 from evidence.doctor.page import page
 from trainer.files import make_folder, write_json, write_text
 from trainer.run.provenance import git_facts, versions
@@ -18,7 +19,7 @@ from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 from trainer.tracking.plots import read_series
 
 PAGE, VERDICT, MANIFEST = "report.html", "verdict.json", "manifest.json"
-TABLES = ("manifest", "pairs")
+TABLES = ("manifest", "range", "pairs")
 """Written as CSV, those that were examined."""
 
 
@@ -62,9 +63,9 @@ def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:
 
 
 def verdict(diagnosis: Diagnosis, command: list[str]) -> dict[str, Any]:
-    """Return the content of ``verdict.json``; a number that is not finite is null."""
+    """Return the content of ``verdict.json``: ``scales`` are exponents; a number that is not finite is null."""
     replay, budget, islands = diagnosis.replay, diagnosis.budget, diagnosis.islands
-    case = replay.case
+    case, found = replay.case, diagnosis.range
     return {
         "verdict": diagnosis.verdict,
         "exit_code": diagnosis.exit_code,
@@ -89,6 +90,7 @@ def verdict(diagnosis: Diagnosis, command: list[str]) -> dict[str, Any]:
             }
             for rung in diagnosis.ladder
         ],
+        "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
         "findings": [finding.to_dict() for finding in diagnosis.findings],
         "islands": None if islands is None else asdict(islands) | {"override": islands.override},
         "notes": diagnosis.notes,
@@ -110,9 +112,18 @@ def _tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
     found = {}
     if diagnosis.manifest is not None:
         found["manifest"] = [row._asdict() for row in diagnosis.manifest.rows]
+    if diagnosis.range is not None:
+        found["range"] = [_exponents(layer) for layer in diagnosis.range.layers]
     if diagnosis.pairs is not None:
         found["pairs"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.pairs.rows]
     return found
+
+
+def _exponents(layer: Exponents) -> dict[str, Any]:
+    """Return a row: how many elements there are of each exponent."""
+    facts = {"module": layer.module, "tensor": layer.tensor, "fp16": layer.half, "amax": layer.amax}
+    counts = {f"2^{LOWEST + place}": int(count) for place, count in enumerate(layer.counts.tolist())}
+    return facts | {"zeros": layer.zeros} | counts
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:
