@@ -103,6 +103,7 @@ def exponents(layers: Sequence[Exponents], scales: Mapping[str, float]) -> tuple
         left, right = [*left, least - 1], [*right, largest + 1]
     axes.set_xlim(min(left), max(right))
     _names(axes, [f"{layer.module}.{layer.tensor}".removesuffix(".output") for layer in shown])
+    axes.grid(visible=False)  # it would lie above the image
     axes.set_xlabel("exponent of the gradient, to base 2", color=QUIET)
     bar = figure.colorbar(
         image, ax=axes, location="bottom", shrink=0.5, aspect=40, label="share of the nonzero elements"

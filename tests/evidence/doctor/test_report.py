@@ -19,9 +19,13 @@ from evidence.doctor.accuracy import FAULTS
 from evidence.doctor.diagnosis import HEALTHY, NOT_REPRODUCED, Budget, Diagnosis, diagnose
 from evidence.doctor.islands import Islands
 from evidence.doctor.ladder.rungs import LEFT_OUT
+from evidence.doctor.measured.pairs import Pairs, Row
+from evidence.doctor.measured.range import Exponents, Range
+from evidence.doctor.plots import MOST
 from evidence.doctor.report import folder_of, write
 from evidence.doctor.step.finding import Finding
 
+NAN = float("nan")
 COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
 
 
@@ -170,6 +174,55 @@ def test_lost_updates_over_time(found: Diagnosis, tmp_path: Path) -> None:
     assert page.tags.count("svg") == 1
     assert "effective descent quality" in page.below["Updates"]
     assert not {"script", "image"} & set(page.tags)
+
+
+def test_errors_are_drawn_by_module_with_their_bounds(found: Diagnosis) -> None:
+    found.pairs = Pairs(
+        [
+            Row(f"layers.{n}", 0, direction, "result", e, 2.0**-9, 1, 8 * 2.0**-9, e if direction == "forward" else NAN)
+            for n in range(MOST + 5)
+            for direction, e in (("forward", 0.001 * (n + 1)), ("backward", 0.001))
+        ]
+    )
+    files = write(found, COMMAND)
+    page = Page(files[0].read_text())
+    text = page.below["Error by module"]
+    assert page.tags.count("svg") == 2
+    assert f"Error by module, forward, the {MOST} of {MOST + 5} modules nearest to their bounds" in text
+    assert all(word in text for word in ("error beyond its bound", "accumulated (not judged)", "layers.44"))
+    assert " layers.0 " not in text.partition("Error by module, backward")[0]
+    with (files[0].parent / "pairs.csv").open() as file:
+        first, *_ = rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * (MOST + 5)
+    assert float(first["ratio"]) == pytest.approx(0.001 / (8 * 2.0**-9))
+
+
+def test_exponents_are_drawn_with_the_limits_of_fp16(found: Diagnosis) -> None:
+    layers = [Exponents("wo", tensor, half=True) for tensor in ("output", "weight", "bias")]
+    for layer in layers[:2]:
+        layer.add(torch.tensor([0.0, 2.0**-10, 1.5 * 2.0**-10, 2.0**-30]))
+    found.range = Range(layers, highest=24, lowest=2)
+    files = write(found, COMMAND)
+    page = Page(files[0].read_text())
+    text = page.below["Range of gradients"]
+    assert page.tags.count("svg") == 2
+    assert "the loss scales from 2^2 to 2^24 hold all of them. The step's scale is 65536." in text
+    assert all(word in text for word in ("infinite above, scale 65536", "0 below, scale 2^24", "wo.weight"))
+    assert "wo.bias" not in text  # all of it is 0
+    with (files[0].parent / "range.csv").open() as file:
+        row = next(csv.DictReader(file))
+    assert (row["module"], row["tensor"], row["zeros"], row["2^-10"], row["2^-30"]) == ("wo", "output", "1", "2", "1")
+    found.range = Range([], highest=1, lowest=2)
+    assert "no loss scale holds all of them" in page_of(found).below["Range of gradients"]
+    found.range = Range([])
+    assert "needs no loss scale" in page_of(found).below["Range of gradients"]
+
+
+def test_losses_that_diverge(found: Diagnosis) -> None:
+    found.losses = {"fp16": [2.0, NAN], "fp32, changed 1": [2.0, 1.9], "fp32, changed 2": [2.1, 1.8]}
+    text = page_of(found).below["Further steps"]
+    assert "within 4 × the spread of fp32" in text
+    assert "Distance of the loss from that of fp32" in text
 
 
 def test_many_findings_are_all_listed(found: Diagnosis) -> None:
