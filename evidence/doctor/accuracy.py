@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from evidence.doctor import healthy
 from evidence.doctor.diagnosis import CHECKS, Diagnosis, diagnose
 from evidence.doctor.faults import backward, errors, formats, infinite, scales, updates
 from evidence.doctor.faults.planted import Fault
@@ -50,9 +52,52 @@ def examine(fault: Fault, seed: int = 0) -> Outcome:
     return Outcome(fault, diagnosis, time.monotonic() - began)
 
 
-def table(outcomes: Iterable[Outcome]) -> list[tuple[str, ...]]:
-    """Return the accuracy table: its head, and a row for each fault."""
-    rows: list[tuple[str, ...]] = [("", "planted fault", "what the doctor said", "named")]
-    return rows + [
-        (str(each.fault.number), each.fault.name, each.text(), "yes" if each.named else "NO") for each in outcomes
-    ]
+def measure(parts: Sequence[str], seeds: int) -> int:
+    """Print what the doctor says of planted faults and of healthy combinations, each as soon as it is known.
+
+    Args:
+        parts: of ``PARTS``.
+        seeds: how many; each decides weights and data.
+
+    Returns:
+        The exit code: 0 where every fault is named exactly and nothing else is.
+    """
+    good = True
+    for part in parts:
+        count, right = 0, 0
+        began = time.monotonic()
+        for name, run in _runs(part):
+            said = [run(seed) for seed in range(seeds)]
+            count += seeds
+            right += sum(named for named, _ in said)
+            wrong = [f"seed {seed}: {text}" for seed, (named, text) in enumerate(said) if not named]
+            print(f"{name}: {'; '.join(wrong) or said[0][1]}{'  WRONG' if wrong else ''}")
+        print(f"{part}: {right} of {count} {PARTS[part]}, in {time.monotonic() - began:.0f} s\n")
+        good &= right == count
+    return 0 if good else 1
+
+
+PARTS = {"faults": "named exactly", "healthy": "without a finding"}
+"""What can be measured, and what counts as right."""
+
+
+def _runs(part: str) -> Iterator[tuple[str, Callable[[int], tuple[bool, str]]]]:
+    """Yield every case of a part by name, and the function from a seed to whether it is right and what was said."""
+    if part == "faults":
+        for fault in FAULTS:
+            yield f"{fault.number:2} {fault.name}", functools.partial(_fault, fault)
+    else:
+        for overrides in healthy.combinations():
+            yield " ".join(overrides), functools.partial(_healthy, overrides)
+
+
+def _fault(fault: Fault, seed: int) -> tuple[bool, str]:
+    outcome = examine(fault, seed)
+    return outcome.named, outcome.text()
+
+
+def _healthy(overrides: tuple[str, ...], seed: int) -> tuple[bool, str]:
+    checks = tuple(name for name in CHECKS if name != "islands")
+    diagnosis = healthy.examine((*overrides, f"seed={seed}"), checks)
+    wrong = healthy.wrong(diagnosis)
+    return not wrong, "; ".join(wrong) or diagnosis.verdict

@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+import torch
+
 from evidence.doctor.diagnosis import CHECKS, FOUND, HEALTHY, Diagnosis, diagnose
 from evidence.doctor.mlflow import publish
 from evidence.doctor.report import write
+from evidence.doctor.step.finding import FORWARD, OVERFLOW
 from evidence.doctor.step.replay import Replay, of_overrides, of_run
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
+
+REFERENCES = {"auto": None, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass
@@ -20,23 +25,30 @@ class DoctorOptions:
     resume: str = ""
     step: int = 0
     check: list[str] = field(default_factory=list)
-    reference: str = ""
+    reference: str = "auto"
     budget_s: int = 60
+    accuracy: list[str] = field(default_factory=list)
+    seeds: int = 1
 
 
 def main(arguments: list[str]) -> int:
     """Examine a step of a run, or of a run to be; print what is found and write the report."""
     options, overrides = parse(arguments, DoctorOptions, "overrides")
+    if options.accuracy:
+        return _measure(options, overrides)
     checks = tuple(options.check or ["all"])
     if unknown := [name for name in checks if name not in (*CHECKS, "all")]:
         raise UserError(f"check={unknown[0]} is not a check{nearest(unknown[0], CHECKS)} (all, {', '.join(CHECKS)})")
     checks = CHECKS if "all" in checks else checks
+    if options.reference not in REFERENCES:
+        hint = nearest(options.reference, REFERENCES)
+        raise UserError(f"reference={options.reference} is not a reference{hint} ({', '.join(REFERENCES)})")
     if options.resume:
         replay = of_run(options.resume, overrides, options.step)
     else:
         replay = of_overrides(overrides, options.step)
     print(opening(replay))
-    diagnosis = diagnose(replay, checks, options.budget_s)
+    diagnosis = diagnose(replay, checks, options.budget_s, REFERENCES[options.reference])
     print("\n".join(lines(diagnosis)))
     try:
         files = write(diagnosis, ["python", "scripts/doctor.py", *arguments])
@@ -47,6 +59,21 @@ def main(arguments: list[str]) -> int:
         print(line)
     print(f"report {files[0]}")
     return diagnosis.exit_code
+
+
+def _measure(options: DoctorOptions, overrides: list[str]) -> int:
+    """Measure the doctor itself."""
+    from evidence.doctor.accuracy import PARTS, measure
+
+    parts = list(PARTS) if options.accuracy == ["all"] else options.accuracy
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise UserError(f"accuracy={unknown[0]} is not measured{nearest(unknown[0], PARTS)} (all, {', '.join(PARTS)})")
+    if overrides or options.resume:
+        given = overrides[0] if overrides else f"resume={options.resume}"
+        raise UserError(
+            f"{given} has no effect with accuracy=: the planted faults bring their own models; leave it out"
+        )
+    return measure(parts, options.seeds)
 
 
 def opening(replay: Replay) -> str:
@@ -65,6 +92,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     text = [" · ".join(rung.text() for rung in diagnosis.ladder)] if diagnosis.ladder else []
     for finding in diagnosis.findings:
         text += finding.lines()
+    if diagnosis.range is not None and diagnosis.range.highest is not None:
+        cures = not any(each.direction == FORWARD and each.kind == OVERFLOW for each in diagnosis.findings)
+        text.append(diagnosis.range.text() + ("" if cures else "; no scale cures a forward overflow"))
     text += [f"note: {note}" for note in diagnosis.notes]
     text += [f"left out: {item}" for item in diagnosis.budget.left_out]
     if diagnosis.verdict == HEALTHY:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from evidence.doctor.islands import Islands, price, search
 from evidence.doctor.ladder.compiled import compiled_rungs
 from evidence.doctor.ladder.divergence import REPLAYS, STEPS, divergence
@@ -83,18 +85,30 @@ class Diagnosis:
         return self.own.status == OK if self.own is not None else self.replay.finite
 
     @property
+    def reference_is_finite(self) -> bool:
+        """Whether the step is finite in fp32."""
+        fp32 = next((rung for rung in self.ladder if rung.name == FP32), None)
+        return self.finite if fp32 is None else fp32.status == OK
+
+    @property
     def exit_code(self) -> int:
         """Of scripts/doctor.py."""
         return EXIT_CODES[self.verdict]
 
 
-def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float = 60) -> Diagnosis:
+def diagnose(
+    replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float = 60, reference: torch.dtype | None = None
+) -> Diagnosis:
     """Examine a step.
 
     Args:
         replay: the step.
         checks: of ``CHECKS``.
         budget_s: seconds; the rung of fp32 and the run's own are always taken.
+        reference: what the modules are compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32.
+
+    Raises:
+        UserError: that reference is not wider than the run's format.
     """
     result = Diagnosis(replay, notes=list(replay.notes), budget=Budget(budget_s))
     if "ladder" in checks:
@@ -106,13 +120,13 @@ def diagnose(replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float =
         if result.manifest is not None:
             result.findings += result.manifest.findings
             result.notes += result.manifest.notes
-    if "range" in checks and result.finite and not result.findings:
+    if "range" in checks and result.reference_is_finite:
         result.range = result.budget.take("range", lambda: gradients.measure(replay.case))
         if result.range is not None:
-            result.findings += result.range.findings
+            result.findings += [] if result.findings else result.range.findings
             result.notes += result.range.notes
     if "pairs" in checks and result.finite and not result.findings:
-        result.pairs = result.budget.take("pairs", lambda: _measure(replay.case))
+        result.pairs = result.budget.take("pairs", lambda: _measure(replay.case, reference))
         if result.pairs is not None:
             result.findings += result.pairs.findings
             result.notes += result.pairs.notes
@@ -185,11 +199,23 @@ def _cure(result: Diagnosis) -> None:
         finding.cure.append(islands.text())
 
 
-def _measure(case: Case) -> Pairs:
-    found = measure(case)
+def _measure(case: Case, reference: torch.dtype | None) -> Pairs:
+    found = measure(case, reference)
     if found.findings:
         found.findings = absorbed(_own(case), found.findings)
     return found
+
+
+def _too_large_a_scale(trainer: CaseTrainer, rung: Rung) -> list[Finding]:
+    """Return what overflows at the loss scale at which a run ended, and the scale at which nothing does."""
+    trainer.loss_scale.scale.fill_(rung.scales[0])
+    finding = find(trainer, rung.name)
+    if finding is None:
+        return []
+    finding.cure = [
+        f"scaler.init={rung.scale:g}, at which this step is finite; or a larger scaler.max_consecutive_skips"
+    ]
+    return [finding]
 
 
 def _climb(result: Diagnosis) -> None:
@@ -218,6 +244,8 @@ def _climb(result: Diagnosis) -> None:
             broken = rung
             if (finding := find(trainer, rung.name)) is not None:
                 result.findings.append(finding)
+        elif rung is own and result.replay.failed and rung.scale != rung.scales[0]:
+            result.findings += _too_large_a_scale(trainer, rung)
         del trainer
     if own.status == OK:
         case.scale = own.scale

@@ -37,7 +37,7 @@ class Islands:
     @property
     def override(self) -> str:
         """What to set."""
-        return f"precision.fp32_modules={self.modules!r}"
+        return f"precision.fp32_modules=[{','.join(self.modules)}]"
 
     @property
     def cost(self) -> str:

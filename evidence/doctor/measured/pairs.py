@@ -8,7 +8,7 @@ random numbers (Higham and Mary, "A New Approach to Probabilistic Rounding Error
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from evidence.doctor.measured.recording import Recording, swapped
 from evidence.doctor.provenance.tape import tensors
 from evidence.doctor.step.case import Case
 from evidence.doctor.step.finding import BACKWARD, ERROR, FORWARD, Finding
+from trainer.errors import UserError
 from trainer.formats import dtype_name
 from trainer.precision.modes import family
 
@@ -99,12 +100,24 @@ class Pairs:
     notes: list[str] = field(default_factory=list)
 
 
-def measure(case: Case) -> Pairs:
-    """Return the local errors of a step in its run's precision."""
+def measure(case: Case, reference: torch.dtype | None = None) -> Pairs:
+    """Return the local errors of a step in its run's precision.
+
+    Args:
+        case: the step.
+        reference: what it is compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32.
+
+    Raises:
+        UserError: the reference is not wider than the run's format.
+    """
     mode = case.config.precision.mode
     if family(mode) not in FORMATS:
         return Pairs(notes=[f"errors of modules: not judged with precision={mode}"])
     format = FORMATS[family(mode)]
+    if reference is not None:
+        if format.dtype == reference:
+            raise UserError(f"reference=fp32 is no reference for precision={mode}; use reference=fp64, or leave it out")
+        format = replace(format, reference=reference)
     recording = Recording.of(case, format.reference)
     result = Pairs(notes=recording.notes)
     model = recording.reference.model
