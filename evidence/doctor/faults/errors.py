@@ -42,8 +42,8 @@ class RunningSum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         terms = self.gate(x)[..., 0].sigmoid()
         total = torch.zeros_like(terms[:, 0])
-        for position in range(terms.shape[1]):
-            total = total + terms[:, position]
+        for term in terms.unbind(1):
+            total = total + term
         result: Tensor = x.mean(1) * (total / terms.shape[1])[:, None]
         return result
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from evidence.doctor.measured.calls import numbers_in, relative_error
 from evidence.doctor.measured.pairs import NOISE
+from evidence.doctor.measured.recording import least_samples
 from evidence.doctor.step.case import Case, CaseTrainer, Reference
 from evidence.doctor.step.finding import BACKWARD, SCALE, UNDERFLOW, Finding
 from trainer.data.loader import to_device
@@ -104,11 +105,13 @@ def measure(case: Case) -> Range:
     A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
     """
     reference = Reference(case)
-    layers = _exponents(reference, case)
     mode = case.config.precision.mode
+    few = case.few(least_samples(reference.model))
     if family(mode) != "fp16":
-        return Range(layers, notes=[f"range of gradients: {mode} needs no loss scale, as its exponents are fp32's"])
-    _mark_half(case.trainer(case.config.precision, own=True), case.few(2), layers)
+        note = f"range of gradients: {mode} needs no loss scale, as its exponents are fp32's; seen with few samples"
+        return Range(_exponents(reference, case, few), notes=[note])
+    layers = _exponents(reference, case, case)
+    _mark_half(case.trainer(case.config.precision, own=True), few, layers)
     result = Range(layers)
     held = [layer for layer in layers if layer.half and layer.amax]
     if not held:
@@ -122,7 +125,7 @@ def measure(case: Case) -> Range:
     doubtful = [
         layer for layer in held if layer.tensor != "output" and (layer in poor or layer.least_scale() > outputs)
     ]
-    noise = _noise(reference, case.few(2), doubtful)
+    noise = _noise(reference, few, doubtful)
     result.lowest = max((layer.least_scale() for layer in held if layer not in noise), default=0)
     losing = [layer for layer in poor if layer not in noise]
     worst: dict[str, Exponents] = {}
@@ -158,11 +161,12 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _exponents(reference: Reference, case: Case) -> list[Exponents]:
-    """Take the step in the reference, and count its gradients as the run divides the loss."""
+def _exponents(reference: Reference, case: Case, taken: Case) -> list[Exponents]:
+    """Take the step, or a part of it, in the reference, and count its gradients as the run divides the loss."""
     found: dict[tuple[str, str], Exponents] = {}
-    targets = max(1, reference.count(case.microbatches)[0])
-    share = 1 / case.config.precision.normaliser(targets)[1]
+    divisor, _ = case.config.precision.normaliser(max(1, reference.count(case.microbatches)[0]))
+    reference.case = taken
+    share = max(1, reference.count(taken.microbatches)[0]) / divisor
 
     def of(module: str, tensor: str) -> Exponents:
         return found.setdefault((module, tensor), Exponents(module, tensor))

@@ -59,7 +59,7 @@ class Recording:
         low, reference = case.trainer(case.config.precision, own=True), Reference(case, dtype)
         for model in (low.model, reference.model):
             _out_of_place(model)
-        least = 2 if any(isinstance(module, _NormBase) for module in reference.model.modules()) else 1
+        least = least_samples(reference.model)
         have = min(len(tensor) for tensor in case.microbatches[0].values())
         calls, cost = _calls(reference, case.few(least))
         taken, notes = min(have, samples), []
@@ -175,6 +175,11 @@ class NoDropout(TorchFunctionMode):
         elif function is F.multi_head_attention_forward:
             args = (*args[:10], 0.0, *args[11:])
         return function(*args, **kwargs)
+
+
+def least_samples(model: nn.Module) -> int:
+    """Return how few samples a model in training takes: batch norm needs two."""
+    return 2 if any(isinstance(module, _NormBase) for module in model.modules()) else 1
 
 
 def _out_of_place(model: nn.Module) -> None:
