@@ -119,7 +119,7 @@ def test_the_page_says_what_was_found_and_what_to_do(found: Diagnosis) -> None:
     top = below["FOUND: overflow, forward"]
     for fact in ("step 1", "loss not finite", "1.wo", "larger than the format can hold", "> 65504", "+3% time"):
         assert fact in top
-    assert "\"precision.fp32_modules=['1.wo']\"" in top
+    assert "\"precision.fp32_modules=[1.wo]\"" in top
     assert "or precision=bf16" in top
     assert re.findall(r"(\S+) +(ok|BREAKS|65536 BREAKS)\b", below["The ladder"])[-2:] == [
         ("fp16", "BREAKS"),
