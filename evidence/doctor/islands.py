@@ -28,6 +28,8 @@ class Islands:
     cured: bool = False
     minimal: bool = False
     """Whether every module was tried to be left out."""
+    own: list[str] = field(default_factory=list)
+    """Of the run, which stay."""
     calls: int = 0
     time_ratio: float | None = None
     """Of a step with the islands to one without; None: not measured."""
@@ -37,7 +39,7 @@ class Islands:
     @property
     def override(self) -> str:
         """What to set."""
-        return f"precision.fp32_modules=[{','.join(self.modules)}]"
+        return f"precision.fp32_modules=[{','.join([*self.own, *self.modules])}]"
 
     @property
     def cost(self) -> str:
@@ -70,7 +72,7 @@ def search(
         healthy: tells whether a trainer's step is without fault, besides being finite here and for other batches.
         time_left: seconds.
     """
-    result = Islands()
+    result = Islands(own=list(case.config.precision.fp32_modules))
     module = finding.module
     while module and result.calls < CALLS and time_left() > 0:
         result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]

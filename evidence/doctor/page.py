@@ -42,8 +42,8 @@ code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere } summary { c
 .ok { background: #e6f4ea; color: #0d652d } .breaks { background: #fce8e6; color: #a50e0e }
 .differs { background: #fef7e0; color: #7a4f00 } .out { border-style: dashed; color: #5f6368 }
 td { vertical-align: top } .wrap td { white-space: normal; overflow-wrap: anywhere }
-.wrap td:first-child { min-width: 6rem }
-.plots { grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)) }
+.wrap td { min-width: 6rem } .wrap td:nth-child(3) { min-width: 11rem }
+.plots { grid-template-columns: repeat(auto-fill, minmax(min(32rem, 100%), 1fr)) }
 """
 
 
@@ -105,13 +105,13 @@ def _nothing(diagnosis: Diagnosis) -> list[str]:
 
 
 def _first(first: Finding) -> str:
-    operator = f" <code>{html.escape(_operator(first))}</code>" if _operator(first) else ""
-    detail = f": {html.escape(first.detail)}" if first.detail else ""
+    operator = f"Operator <code>{html.escape(_operator(first))}</code>" if first.op else "Measured"
+    detail = html.escape(first.detail)
     path = f"<p>From there: {html.escape(' → '.join(first.path))}.</p>" if first.path else ""
     return (
         f"<p>{MEANINGS.get(first.kind, '')} It occurs in <code>{html.escape(first.place)}</code>, from the rung "
         f"{html.escape(first.rung)} on.</p>"
-        + (f"<p>{'Operator' if first.op else 'Result'}{operator}{detail}.</p>" if operator or detail else "")
+        + (f"<p>{operator}{': ' if detail else ''}{detail}.</p>" if first.op or detail else "")
         + path
     )
 
@@ -123,8 +123,10 @@ def _operator(finding: Finding) -> str:
 def _what_to_do(diagnosis: Diagnosis, first: Finding) -> str:
     islands = diagnosis.islands
     if islands is not None and islands.cured:
-        cost = f" ({islands.cost})" if islands.cost else ""
-        copied = f'<p>What to do: start a new run with{cost}</p><pre>"{html.escape(islands.override)}"</pre>'
+        cost = f" Measured cost: {islands.cost}." if islands.cost else ""
+        copied = (
+            f'<p>What to do: start a new run with this option.{cost}</p><pre>"{html.escape(islands.override)}"</pre>'
+        )
         others = [cure for cure in first.cure if cure != islands.text()]
         return copied + (items(others) if others else "")
     return f"<p>What to do:</p>{items(first.cure)}" if first.cure else ""
@@ -200,7 +202,7 @@ def _errors(diagnosis: Diagnosis) -> str:
 
 def _divergence(diagnosis: Diagnosis) -> str:
     if not diagnosis.losses:
-        return "<p>Not examined.</p>"
+        return _not_examined(diagnosis)
     return plots([divergence(diagnosis.losses, diagnosis.replay.precision, diagnosis.replay.case.step)])
 
 

@@ -169,7 +169,7 @@ def updates(series: dict[str, Series], step: int) -> tuple[str, Any] | None:
     axes.set_ylim(min(0.0, *(float(np.nanmin(values)) for _, values, *_ in drawn)), 1.1 * max(1.0, highest))
     _over_steps(axes)
     figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK)
-    return "Lost updates over time, a fraction of all", figure
+    return "Lost updates, as a share of all, and effective descent quality", figure
 
 
 def _over_steps(axes: Any) -> None:
