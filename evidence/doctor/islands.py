@@ -11,6 +11,7 @@ from evidence.doctor.ladder.rungs import attempt, loss_scales
 from evidence.doctor.provenance.origin import find
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import Finding
+from trainer.config.compose import quoted
 from trainer.errors import UserError
 from trainer.profiling.ledger import MIB, MemoryLedger
 
@@ -39,7 +40,8 @@ class Islands:
     @property
     def override(self) -> str:
         """What to set."""
-        return f"precision.fp32_modules=[{','.join([*self.own, *self.modules])}]"
+        names = [name if any(map(str.isalpha, name)) else quoted(name) for name in (*self.own, *self.modules)]  # 0.10
+        return f"precision.fp32_modules=[{','.join(names)}]"
 
     @property
     def cost(self) -> str:

@@ -18,8 +18,8 @@ WIDTH, HEIGHT = 6.4, 3.8
 """Inches."""
 MOST = 40
 """Modules, or gradients, of one plot."""
-_LONGEST = 36
-"""Characters of a module's name; of a longer one the end is shown."""
+_LONGEST = 48
+"""Characters of a name; of a longer one the middle is left out."""
 _LOST, _EDQ = "numerics/lost_updates", "numerics/edq"
 
 
@@ -64,8 +64,8 @@ def _nearness(row: Row) -> tuple[float, float]:
 
 def _names(axes: Any, names: list[str]) -> None:
     """Write the names of modules at the rows, the first one at the top."""
-    shown = [name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}" for name in names]
-    axes.set_yticks(range(len(names)), [name or "(the model itself)" for name in shown], color=INK, fontsize=9)
+    shown = [name if len(name) <= _LONGEST else f"{name[:9]}…{name[10 - _LONGEST :]}" for name in names]
+    axes.set_yticks(range(len(names)), [name or "(the model itself)" for name in shown], color=INK, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x", color="#e8eaed")
@@ -111,7 +111,7 @@ def exponents(layers: Sequence[Exponents], scales: Mapping[str, float]) -> tuple
     bar.outline.set_visible(False)
     if scales:
         figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
-    of = f", {len(shown)} of {len(drawn)}: the largest, and those of which the scale loses most"
+    of = f", {len(shown)} of {len(drawn)}: the largest, and those that lose most"
     what = "outputs" if shown[0].tensor == "output" else "weights"
     return f"Gradients of {what}{of if len(drawn) > len(shown) else ''}", figure
 

@@ -112,14 +112,14 @@ def test_a_check_up_has_a_folder_of_its_own(found: Diagnosis, tmp_path: Path) ->
 
 
 def test_the_page_says_what_was_found_and_what_to_do(found: Diagnosis) -> None:
-    found.islands = Islands(["1.wo"], cured=True, minimal=True, own=["*.ln"], time_ratio=1.03)
+    found.islands = Islands(["1.wo", "0.10"], cured=True, minimal=True, own=["*.ln"], time_ratio=1.03)
     first = replace(found.findings[0], cure=[found.islands.text(), "or precision=bf16, which is finite here"])
     found.findings = [first, *found.findings[1:]]
     below = page_of(found).below
     top = below["FOUND: overflow, forward"]
     for fact in ("step 1", "loss not finite", "1.wo", "larger than the format can hold", "> 65504", "+3% time"):
         assert fact in top
-    assert "precision.fp32_modules=[*.ln,1.wo]" in top
+    assert "precision.fp32_modules=[*.ln,1.wo,'0.10']" in top
     assert "or precision=bf16" in top
     assert re.findall(r"(\S+) +(ok|BREAKS|65536 BREAKS)\b", below["The ladder"])[-2:] == [
         ("fp16", "BREAKS"),
