@@ -59,12 +59,12 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], series: dict[str, Series]
         _verdict(diagnosis, record),
         f"<h2>The ladder</h2>{_ladder(diagnosis.ladder)}",
         f"<h2>Findings</h2>{_findings(diagnosis.findings)}",
+        f"<h2>Notes</h2>{items(diagnosis.notes) if diagnosis.notes else paragraphs(['None.'])}",
         f"<h2>Range of gradients</h2>{_range(diagnosis)}",
         f"<h2>Error by module</h2>{_errors(diagnosis)}",
         f"<h2>Further steps</h2>{_divergence(diagnosis)}",
         f"<h2>Updates</h2>{_updates(diagnosis, series)}",
         f"<h2>What ran in which format</h2>{_manifest(diagnosis)}",
-        f"<h2>Notes</h2>{items(diagnosis.notes) if diagnosis.notes else paragraphs(['None.'])}",
         f"<h2>What was left out</h2>{_left_out(diagnosis)}",
         f"<h2>How it was measured</h2>\n{paragraphs(_method(record))}<pre>{html.escape(record['command'])}</pre>",
     ]
