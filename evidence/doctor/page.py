@@ -212,7 +212,7 @@ def _updates(diagnosis: Diagnosis, series: dict[str, Series]) -> str:
         return plots([drawn])
     if diagnosis.replay.folder is None:
         return "<p>There is no run yet. Train with meters=numerics to see how many updates are lost by rounding.</p>"
-    return "<p>Lost updates were not measured: the run was trained without meters=numerics.</p>"
+    return "<p>The run has measured no lost updates; meters=numerics does that.</p>"
 
 
 def _manifest(diagnosis: Diagnosis) -> str:

@@ -150,7 +150,7 @@ def test_what_was_not_examined_is_a_sentence(found: Diagnosis) -> None:
     assert "svg" not in page.tags
     assert "Nothing was found" in page.below["HEALTHY"]
     assert page.below["The ladder"].split() == page.below["What ran in which format"].split() == ["Not", "examined."]
-    assert "trained without meters=numerics" in page.below["Updates"]
+    assert "The run has measured no lost updates" in page.below["Updates"]
 
 
 def test_a_failure_that_is_not_reproduced_has_its_advice(found: Diagnosis) -> None:
