@@ -217,8 +217,9 @@ class _Evaluation:
         rows = []
         for number, name in enumerate(self._call.target_names()):
             if not exact.passed[number]:
-                of = exact.targets[number], rounded.targets[number], low.targets[number]
-                rows.append(self._row(FORWARD, name, *of, counted.forward))
+                result = low.targets[number]
+                expected, other = (_within(each.targets[number], result.dtype) for each in (exact, rounded))
+                rows.append(self._row(FORWARD, name, expected, other, result, counted.forward))
         for name, tensor in exact.gradients.items():
             if name in low.gradients and name in rounded.gradients:
                 of = tensor, rounded.gradients[name], low.gradients[name]
@@ -290,10 +291,15 @@ def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     result = tensor.to(dtype)
-    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((result.isinf() & ~tensor.isinf()).any()):
-        largest = torch.finfo(dtype).max
-        result = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest)).to(dtype)
-    return result
+    return result if torch.equal(result.isinf(), tensor.isinf()) else _within(tensor, dtype).to(dtype)
+
+
+def _within(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Limit what is finite to the range of a narrower dtype: a mask of the lowest number is that of each format."""
+    if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+        return tensor
+    largest = torch.finfo(dtype).max
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
 
 
 def _finding(row: Row, call: Call, mode: str) -> Finding:
