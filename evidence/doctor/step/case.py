@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.checkpoint.generators import random_state, set_random_state
 from trainer.config.schema import Config, Plan
@@ -63,6 +64,9 @@ class Case:
         else:
             changed = dict(trainer.masters.named_parameters())
         names = {id(parameter): name for name, parameter in (trainer.masters or trainer.model).named_parameters()}
+        generators = random_state(trainer.device)
+        prototype = trainer.recipe.build_model(trainer.datasets)
+        set_random_state(generators, trainer.device)  # the trainer takes the step, too, with its own dropout
         moments = {
             names[id(parameter)]: {
                 key: _copy(each) if isinstance(each, Tensor) else each for key, each in state.items()
@@ -80,9 +84,9 @@ class Case:
             weights={name: _copy(tensor) for name, tensor in changed.items()},
             stored={name: _copy(tensor) for name, tensor in trainer.model.named_parameters()},
             buffers={name: _copy(tensor) for name, tensor in trainer.model.named_buffers()},
-            generators=random_state(trainer.device),
+            generators=generators,
             scale=trainer.loss_scale.scale.item(),
-            prototype=trainer.recipe.build_model(trainer.datasets),
+            prototype=prototype,
         )
 
     def few(self, samples: int) -> Case:
@@ -126,7 +130,11 @@ class CaseTrainer(Trainer):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Restore the weights, the buffers and the generators, and clear the gradients."""
+        """Restore the weights, the buffers and the generators, and clear the gradients; no tape sees it."""
+        with _disable_current_modes():
+            self._restore()
+
+    def _restore(self) -> None:
         for tensors, source in (
             (self.model.named_parameters(), self._weights),
             (self.model.named_buffers(), self.case.buffers),
