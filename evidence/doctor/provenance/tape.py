@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -64,7 +64,9 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.modules = modules
         self.count = 0
+        named = list(named)
         self._names = {_storage(tensor): name for name, tensor in named}
+        self._weights = {_storage(tensor) for _, tensor in named if isinstance(tensor, nn.Parameter)}
         self.computed: list[Node] = []
         """Operators that computed something not finite from finite inputs, harmful or not."""
         self._written: dict[int, list[Node]] = {}
@@ -98,7 +100,7 @@ class Tape(TorchDispatchMode):
     def _node(self, number: int, func: Any, result: Tensor, inputs: list[Tensor], arguments: Any) -> Node:
         sources: list[Node] = []
         outside: list[str] = []
-        nan_outside = False
+        wrong_outside = False
         for tensor in inputs:
             key = _storage(tensor)
             if tensor is result or finite(tensor):
@@ -107,11 +109,11 @@ class Tape(TorchDispatchMode):
                 sources += self._written[key]
             else:
                 outside.append(self._names.get(key, "the data"))
-                nan_outside |= bool(tensor.isnan().any())
+                wrong_outside |= key in self._weights or bool(tensor.isnan().any())  # a buffer may be a mask
         nan = bool(result.isnan().any())
         numbers = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, float)]
         asked = any(not math.isfinite(value) for value in numbers)
-        passed = bool(sources or outside) and all(source.given for source in sources) and not nan_outside
+        passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
         module, direction = self.modules.place()
         return Node(
             number,
