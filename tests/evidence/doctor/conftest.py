@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torchvision
+from torchvision.models import regnet
 
+from recipes import bert, t5
 from recipes.gpt2_model import SHAPES, Shape
 
 
@@ -17,9 +21,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def tiny_regnet(num_classes: int, **_: Any) -> regnet.RegNet:
+    """Two blocks of grouped convolutions and batch norm."""
+    blocks = regnet.BlockParams([1, 1], [16, 32], [8, 8], [1.0, 1.0], [2, 2])
+    return regnet.RegNet(blocks, num_classes, stem_width=16)
+
+
+tiny_regnet.__module__ = regnet.__name__  # recipe.arch takes what torchvision.models has
+
+
 @pytest.fixture(scope="package", autouse=True)
-def smallest_gpt2() -> Iterator[None]:
-    """recipe.size=tiny of gpt2: two blocks of width 32."""
+def smallest_models() -> Iterator[None]:
+    """recipe.size=tiny of gpt2, recipe.arch=tiny_regnet of resnet, and smaller nanos of bert and t5."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
+        patch.setitem(torchvision.models._api.BUILTIN_MODELS, "tiny_regnet", tiny_regnet)
+        patch.setitem(bert.SHAPES, "nano", bert.Shape(1, 32, 2, 64))
+        patch.setitem(t5.SHAPES, "nano", t5.Shape(1, 32, 2, 16, 64, 64))
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evidence.doctor.accuracy import FAULTS, examine, table
+from evidence.doctor.accuracy import FAULTS, examine
 from evidence.doctor.diagnosis import FOUND
 from evidence.doctor.faults.planted import Fault
 
@@ -15,7 +15,6 @@ def test_a_planted_fault_is_named(fault: Fault) -> None:
     diagnosis = outcome.diagnosis
     assert outcome.named, f"expected {fault.expected}; said: {outcome.text()}; ladder: {diagnosis.ladder}"
     assert (diagnosis.verdict, diagnosis.exit_code, diagnosis.budget.left_out) == (FOUND, 7, [])
-    assert table([outcome])[1] == (str(fault.number), fault.name, outcome.text(), "yes")
 
 
 def test_the_faults_are_numbered_without_repetition() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.models import regnet
 
 from evidence.doctor import healthy
 from evidence.doctor.diagnosis import CHECKS, HEALTHY
@@ -19,7 +16,6 @@ from evidence.doctor.provenance.origin import find
 from evidence.doctor.provenance.tape import tensors
 from evidence.doctor.step.case import Case, CaseTrainer, finite
 from evidence.doctor.step.finding import FORWARD, OVERFLOW
-from recipes import bert, t5
 from tests.helpers import trainer_of
 from trainer.precision.modes import Precision
 from trainer.trainer import Trainer
@@ -36,24 +32,6 @@ OTHER = {
 """What else than the precision is changed in every second combination."""
 TRAINED_ON = ("gpt2-bf16", "resnet-fp16_master")
 """Combinations that are compared over some steps, too."""
-
-
-def tiny_regnet(num_classes: int, **_: Any) -> regnet.RegNet:
-    """Two blocks of grouped convolutions and batch norm."""
-    blocks = regnet.BlockParams([1, 1], [16, 32], [8, 8], [1.0, 1.0], [2, 2])
-    return regnet.RegNet(blocks, num_classes, stem_width=16)
-
-
-tiny_regnet.__module__ = regnet.__name__  # recipe.arch takes what torchvision.models has
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(torchvision.models._api.BUILTIN_MODELS, "tiny_regnet", tiny_regnet)
-        patch.setitem(bert.SHAPES, "nano", bert.Shape(1, 32, 2, 64))
-        patch.setitem(t5.SHAPES, "nano", t5.Shape(1, 32, 2, 16, 64, 64))
-        yield
 
 
 SMALL = {

@@ -1,0 +1,198 @@
+"""The command: runs that failed and runs that did not, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from evidence.doctor import diagnosis
+from evidence.doctor.command import main
+from tests.helpers import compose
+from trainer.errors import NonFiniteError, UserError
+from trainer.files import read_object, write_json
+from trainer.run.start import train
+
+BIGNET = (
+    *("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "steps=4", "profiler=none", "device=cpu"),
+    *("tracking=local", "schedule=constant", "optimizer=sgd", "log_every=1"),
+)
+STATIC = ("precision=fp16", "scaler=static", "scaler.scale=1024", "scaler.max_consecutive_skips=1")
+"""The second overflow in a row ends the run."""
+
+
+def failed(folder: Path, *overrides: str) -> Path:
+    with pytest.raises(NonFiniteError):
+        train(compose(*BIGNET, *overrides, f"output_dir={folder}", "run_name=it"))
+    return folder / "it"
+
+
+@pytest.fixture(scope="module")
+def overflows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose gradients overflow in fp16 at steps 2 and 3; its only checkpoint is that of its failure."""
+    return failed(tmp_path_factory.mktemp("overflows"), *STATIC, "optimizer.lr=10", "checkpoint=none")
+
+
+@pytest.fixture(scope="module")
+def finishes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finishes")
+    train(compose(*BIGNET, "precision=bf16", "steps=2", f"output_dir={folder}", "run_name=it"))
+    return folder / "it"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[[Path], Path]:
+    """A copy of a run that a test may change."""
+    return lambda run: Path(shutil.copytree(run, tmp_path / "it"))
+
+
+def change(file: Path, **values: Any) -> None:
+    write_json(file, read_object(file) | values)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    """The exit code, and the lines."""
+    code = main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_failed_step_is_reproduced_and_its_cause_found(
+    overflows: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(overflows)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    code, lines = said(capsys, f"resume={run}", "check=ladder,manifest,islands")
+    assert code == 7
+    assert lines[0].startswith("step 3 reproduced (loss ")
+    assert lines[0].endswith(", skipped) from step-00000002")
+    assert "fp32 ok" in lines[1]
+    assert "fp16+scaler 1024 BREAKS" in lines[1]
+    assert any(line.startswith("FOUND overflow, ") for line in lines)
+    assert lines[-1] == f"report {run}/doctor/step-3/report.html"
+    assert read_object(run / "doctor" / "step-3" / "verdict.json")["verdict"] == "FOUND"
+    assert {file: file.read_bytes() for file in before} == before  # nothing of the run is changed
+
+
+def test_without_a_checkpoint_it_is_replayed_from_the_beginning(
+    overflows: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(overflows)
+    shutil.rmtree(run / "failure")
+    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    assert code == 7
+    assert lines[0] == "taking 2 steps again from the beginning …"
+    assert lines[1].startswith("step 3 reproduced")
+    assert lines[1].endswith("from the beginning")
+
+
+def test_weights_that_are_infinite_already_are_not_started_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = failed(tmp_path, "precision=fp32", "optimizer.lr=3e38", "checkpoint=none")
+    assert (read_object(run / "failure.json")["step"], (run / "failure" / "step-00000001").is_dir()) == (2, True)
+    capsys.readouterr()
+    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    assert code == 7
+    assert lines[0] == "taking 1 steps again from the beginning …"
+    assert any(line.startswith("FOUND input, forward: ") for line in lines), lines
+    assert any("is not finite before the step" in line for line in lines)
+
+
+def test_an_earlier_step_whose_loss_is_not_finite_is_examined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = failed(tmp_path, *STATIC, "optimizer.lr=1000", "checkpoint=none")
+    shutil.rmtree(run / "failure")
+    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    assert code == 7
+    assert any(line.startswith("step 2 reproduced") for line in lines)
+    assert "note: the loss is not finite at step 2 already: that step is examined, not step 3" in lines
+
+
+def test_a_run_that_finished_is_healthy_at_its_last_step(finishes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said(capsys, f"resume={finishes}", "check=ladder,manifest,range,pairs,updates")
+    assert code == 0
+    assert lines[0].startswith("the step after the last one, 2 taken from step-00000002 (loss ")
+    assert "HEALTHY at the last step, 2" in lines
+    code, lines = said(capsys, f"resume={finishes}", "check=ladder", "step=1")
+    assert code == 0
+    assert lines[0].startswith("step 1 taken from the beginning")
+    assert "HEALTHY at step 1" in lines
+
+
+def test_a_failure_that_does_not_come_again(
+    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(finishes)
+    write_json(run / "failure.json", {"step": 2, "loss_scale": 1.0})
+    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    assert code == 8
+    assert lines[1].startswith("step 2 taken again and finite")
+    assert "NOT REPRODUCED" in lines
+    assert any(line.startswith("note: ") and line.endswith("train with deterministic=true") for line in lines)
+
+
+def test_a_run_of_other_software_in_a_format_that_is_not_here(
+    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(finishes)
+    versions = read_object(run / "summary.json")["versions"]
+    change(run / "summary.json", versions=versions | {"torch": "2.1.0"}, git={"commit": "0123456789abcdef"})
+    config = json.loads((run / "config.json").read_text())
+    text = json.dumps(config).replace('"precision.mode": "bf16"', '"precision.mode": "tf32"')
+    (run / "config.json").write_text(text)
+    assert "tf32" in text
+    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    assert code == 0
+    assert "fp32 ok" in "".join(lines)
+    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+    assert notes[0] == "precision=tf32 is not available here: its rung is left out, and steps are taken in fp32"
+    assert notes[1].startswith("the run was made with torch 2.1.0, this is ")
+
+
+def test_what_there_is_no_time_for_is_named(
+    finishes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))  # a second a look
+    code, lines = said(capsys, f"resume={finishes}", "budget_s=1")
+    assert code == 0
+    assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
+    left_out = [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]
+    assert [each.partition(" (")[0] for each in left_out] == ["fp64", "manifest", "range", "pairs", "divergence"]
+    assert left_out[0] == "fp64 (no time left of budget_s=1)"
+
+
+def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said(capsys, *BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=ladder,manifest", "step=2")
+    assert code == 0
+    assert lines[0] == "taking 1 steps again from the beginning …"
+    assert "HEALTHY at step 2" in lines
+    assert [path.name for path in tmp_path.iterdir()] == ["doctor"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("resume=nowhere", "resume=nowhere: no such folder; give a run folder, such as outputs/gpt2-fp16-s0"),
+        ("recipe=bignet check=laddr", "check=laddr is not a check; did you mean 'ladder'?"),
+        ("resume=RUN step=9", "step=9: RUN has 2 steps; set step=2"),
+        ("resume=RUN precision=fp32", "precision=fp32: a run is examined as it was trained; to examine another one"),
+        ("recipe=bignet recipe.widht=8", "widht"),
+        ("recipe=bignet reference=fp23", "reference=fp23 is not a reference; did you mean 'fp32'?"),
+        ("recipe=bignet step=-1", "step=-1"),
+        ("recipe=bignet budget_s=0", "budget_s=0"),
+    ],
+)
+def test_mistakes(arguments: str, message: str, finishes: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        main(arguments.replace("RUN", str(finishes)).split())
+    text = str(raised.value)
+    assert message.replace("RUN", str(finishes)) in text
+    assert len(text.splitlines()) == 1
