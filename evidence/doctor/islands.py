@@ -31,6 +31,8 @@ class Islands:
     """Whether every module was tried to be left out."""
     own: list[str] = field(default_factory=list)
     """Of the run, which stay."""
+    stopped: bool = False
+    """Whether the search ended because the time was up, or after ``CALLS`` trials."""
     calls: int = 0
     time_ratio: float | None = None
     """Of a step with the islands to one without; None: not measured."""
@@ -55,6 +57,8 @@ class Islands:
 
     def text(self) -> str:
         """Return a line for the terminal."""
+        if not self.cured and self.stopped:
+            return f"islands: {len(self.modules)} fp32 modules do not cure this step yet, and the time was up"
         if not self.cured:
             return "islands: no fp32 modules cure this step"
         return f'islands: "{self.override}"' + (f"  ({self.cost})" if self.cost else "")
@@ -84,6 +88,7 @@ def search(
             result.cured = True
             break
         module = _outside(following, result.modules)
+    result.stopped = not result.cured and bool(module)
     if result.cured:
         result.minimal = _drop(case, result, healthy, time_left)
     return result
