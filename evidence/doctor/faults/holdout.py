@@ -59,7 +59,7 @@ def _changed(recipe: Recipe, fault: HeldOut) -> Recipe:
         name: ClassVar[str] = ""
 
         def __post_init__(self) -> None:
-            vars(self)["name"] = recipe.name
+            self.__dict__["name"] = recipe.name
             getattr(super(), "__post_init__", lambda: None)()
 
         def build_model(self, datasets: Any) -> nn.Module:
