@@ -233,7 +233,9 @@ class _Evaluation:
         parameter = dict(self._recording.low.model.get_submodule(self._call.module).named_parameters()).get(name)
         if parameter is None or parameter.dtype not in (torch.bfloat16, torch.float16):
             return 0
-        return max((gradient.numel() // parameter.shape[-1] for gradient in self._cotangents.values()), default=0)
+        return max(
+            (gradient.numel() // parameter.shape[-1:].numel() for gradient in self._cotangents.values()), default=0
+        )
 
     def _row(
         self,
