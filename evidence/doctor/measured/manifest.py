@@ -52,18 +52,22 @@ def manifest(trainer: CaseTrainer, rung: str) -> OperatorManifest:
     requested, and a sum of the loss that is not fp32. Everything else that is unusual is a note.
     """
     modules = ModuleTracer(trainer.model)
-    with modules, _Dtypes(modules) as seen:
+    with modules, _Dtypes(modules, _island_weights(trainer)) as seen:
         trainer.attempt()
     rows = [Row._make((*key, calls)) for key, calls in sorted(seen.calls.items())]
-    findings = [*_islands(trainer, rows, rung), *_operators(trainer, rows, rung)]
+    findings = [*_islands(trainer, rows, rung), *_bypassed(trainer, seen.casts, rung), *_operators(trainer, rows, rung)]
     findings += [*_weights(trainer, rung), *_loss(trainer, rung)]
     return OperatorManifest(rows, findings, _notes(trainer, rows))
 
 
 class _Dtypes(TorchDispatchMode):
-    def __init__(self, modules: ModuleTracer) -> None:
+    def __init__(self, modules: ModuleTracer, weights: dict[int, str]) -> None:
         super().__init__()
         self.modules = modules
+        self.weights = weights
+        """The module of each weight that is followed, by the weight's address."""
+        self.casts: dict[tuple[str, str], str] = {}
+        """Of its casts to 16 bits in the forward pass: the weight's module, the module that casts, and the dtype."""
         self.calls: Counter[tuple[str, str, str, str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,6 +78,10 @@ class _Dtypes(TorchDispatchMode):
                 name = str(func).rpartition(".")[0]
                 module, direction = self.modules.place()
                 self.calls[module, direction, name, _names(tensors((args, kwargs))), results] += 1
+                if self.weights and name == _CAST and direction == FORWARD and _is_half(results):
+                    owner = self.weights.get(args[0].data_ptr())
+                    if owner is not None:
+                        self.casts[owner, module] = results
         return output
 
 
@@ -88,6 +96,40 @@ def _is_half(dtypes: str) -> bool:
     return any(name in _HALF_NAMES for name in dtypes.split(", "))
 
 
+def _within(module: str, islands: list[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in islands)
+
+
+def _island_weights(trainer: CaseTrainer) -> dict[int, str]:
+    """Return the fp32 modules that have weights which no other module shares, by the weights' addresses."""
+    inside, outside = {}, set()
+    for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
+        module = name.rpartition(".")[0]
+        if _within(module, trainer.fp32_modules):
+            inside[parameter.data_ptr()] = module
+        else:
+            outside.add(parameter.data_ptr())
+    return {address: module for address, module in inside.items() if address not in outside}
+
+
+def _bypassed(trainer: CaseTrainer, casts: dict[tuple[str, str], str], rung: str) -> list[Finding]:
+    """Return the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
+    return [
+        Finding(
+            DTYPE,
+            FORWARD,
+            owner,
+            rung,
+            _CAST,
+            dtype,
+            detail=f"precision.fp32_modules has it, and {user or 'the model'} uses its weights without calling it",
+            cure=[f"call {owner} there" + (f", or add {user} to precision.fp32_modules" if user else "")],
+        )
+        for (owner, user), dtype in casts.items()
+        if not _within(user, trainer.fp32_modules)
+    ]
+
+
 def _islands(trainer: CaseTrainer, rows: list[Row], rung: str) -> list[Finding]:
     """Return the fp32 modules whose own operators ran in 16 bits in the forward pass.
 
@@ -97,8 +139,12 @@ def _islands(trainer: CaseTrainer, rows: list[Row], rung: str) -> list[Finding]:
     casts_back = trainer.config.precision.mode in WEIGHTS_DTYPE
     found: dict[str, list[Row]] = {}
     for row in rows:
-        inside = any(row.module == name or row.module.startswith(f"{name}.") for name in islands)
-        if inside and row.direction == FORWARD and _is_half(row.output) and not (casts_back and row.op == _CAST):
+        if (
+            _within(row.module, islands)
+            and row.direction == FORWARD
+            and _is_half(row.output)
+            and not (casts_back and row.op == _CAST)
+        ):
             found.setdefault(row.module, []).append(row)
     return [
         Finding(
@@ -146,8 +192,7 @@ def _weights(trainer: CaseTrainer, rung: str) -> list[Finding]:
     low: dict[str, list[tuple[str, torch.dtype]]] = {}
     for name, parameter in trainer.model.named_parameters():
         module = name.rpartition(".")[0]
-        island = any(module == each or module.startswith(f"{each}.") for each in trainer.fp32_modules)
-        wanted = torch.float32 if island else asked
+        wanted = torch.float32 if _within(module, trainer.fp32_modules) else asked
         if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize:
             low.setdefault(module, []).append((name, parameter.dtype))
     return [
