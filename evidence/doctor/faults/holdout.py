@@ -261,3 +261,6 @@ HOLDOUT = [
         change=large_last_norm,
     ),
 ]
+
+MISSED: dict[int, str] = {}
+"""The faults that are not named exactly, by number, and why."""
