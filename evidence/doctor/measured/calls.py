@@ -77,6 +77,8 @@ class Call:
     result_dtypes: list[torch.dtype] = field(default_factory=list)
     autocast: torch.dtype | None = None
     """The autocast dtype in the low precision; None: off."""
+    in_island: bool = False
+    """Whether it is inside of an fp32 island, whose outermost module alone casts its results back to 16 bits."""
     accumulated: float = math.nan
     """The relative error of its results in the low precision's own run, with all that came before it."""
     input_gradients: dict[int, Tensor] = field(default_factory=dict)

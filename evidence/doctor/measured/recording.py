@@ -32,6 +32,7 @@ from evidence.doctor.step.case import Case, CaseTrainer, Reference
 from trainer.data.loader import to_device
 from trainer.hardware import available_bytes
 from trainer.parallel.activation import ActivationCheckpointing
+from trainer.precision import islands
 
 SAMPLES = 4
 """Of the first microbatch, at most: rounding errors are alike in all of them."""
@@ -81,8 +82,12 @@ class Recording:
         """Evaluate a call in the run's precision."""
         device, on = self.low.device, call.autocast is not None
         dtype = call.autocast or torch.bfloat16
-        with self.low.config.precision.autocast(device), torch.autocast(device.type, dtype=dtype, enabled=on):
-            return self._evaluate(self.low, call, sources, cotangents)
+        islands.entered = call.in_island
+        try:
+            with self.low.config.precision.autocast(device), torch.autocast(device.type, dtype=dtype, enabled=on):
+                return self._evaluate(self.low, call, sources, cotangents)
+        finally:
+            islands.entered = False
 
     def _evaluate(
         self, trainer: CaseTrainer, call: Call, sources: list[Tensor], cotangents: dict[int, Tensor]
@@ -277,6 +282,7 @@ def _note_low(trainer: CaseTrainer, case: Case, calls: list[Call]) -> None:
         if call is not None:
             call.dtypes = [tensor.dtype for tensor in numbers_in((args, kwargs))]
             call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            call.in_island = islands.entered
 
     def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = stack.pop()

@@ -113,3 +113,8 @@ def test_numbers_are_rounded_as_in_the_format() -> None:
     tf32 = FORMATS["tf32"].rounded(x)
     assert tf32.tolist() == [1 + 2**-10, 1, 1 + 2**-9, 999936, -torch.inf]
     assert FORMATS["fp16"].rounded(x).tolist() == [1 + 2**-10, 1, 1 + 2**-9, 65504, -torch.inf]
+
+
+def test_a_module_inside_of_an_fp32_module_is_evaluated_in_fp32() -> None:
+    case = case_of(*TINY["bert"], "precision=bf16_master", "precision.fp32_modules=['*.self']")
+    assert measure(case).findings == []
