@@ -13,7 +13,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 from evidence.doctor.accuracy import examine
 from evidence.doctor.diagnosis import FOUND
 from evidence.doctor.faults.holdout import HOLDOUT, MISSED, HeldOut
-from recipes import bert, gpt2_model
+from recipes import bert, gpt2_model, t5
 
 
 def small_resnet(num_classes: int, **_: Any) -> ResNet:
@@ -30,6 +30,7 @@ def small() -> Iterator[None]:
         patch.setitem(torchvision.models._api.BUILTIN_MODELS, "resnet18", small_resnet)
         patch.setitem(gpt2_model.SHAPES, "nano", gpt2_model.Shape(3, 2, 32, 64))
         patch.setitem(bert.SHAPES, "nano", bert.Shape(2, 64, 2, 64))
+        patch.setitem(t5.SHAPES, "nano", t5.Shape(2, 32, 2, 16, 64, 64))
         yield
 
 
