@@ -23,7 +23,9 @@ from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.step.replay import Replay, following
 from trainer.errors import first_line, is_out_of_memory
+from trainer.hardware import available_bytes
 
+GIB = 2**30
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
 CHECKS = ("ladder", "manifest", "range", "pairs", "updates", "divergence", "islands")
@@ -32,8 +34,9 @@ CHECKS = ("ladder", "manifest", "range", "pairs", "updates", "divergence", "isla
 class Budget:
     """Seconds that may be spent; what does not fit is left out, and named."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, device: torch.device) -> None:
         self.seconds = seconds
+        self.device = device
         self.left_out: list[str] = []
         self.spent: dict[str, float] = {}
         self._began = time.monotonic()
@@ -43,8 +46,11 @@ class Budget:
         """Seconds that are left."""
         return self.seconds - (time.monotonic() - self._began)
 
-    def take(self, name: str, part: Callable[[], Any]) -> Any:
+    def take(self, name: str, part: Callable[[], Any], memory_bytes: int = 0) -> Any:
         """Run a part of the examination if there is time and memory for it, and return its result; else None."""
+        if memory_bytes > (free := available_bytes(self.device)):
+            self.left_out.append(f"{name} (it needs some {memory_bytes / GIB:.1f} GiB, {free / GIB:.1f} GiB are free)")
+            return None
         if self.left <= 0:
             self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")
             return None
@@ -65,6 +71,7 @@ class Diagnosis:
     """What was found in one step."""
 
     replay: Replay
+    budget: Budget
     verdict: str = HEALTHY
     ladder: list[Rung] = field(default_factory=list)
     own: Rung | None = None
@@ -77,7 +84,6 @@ class Diagnosis:
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Of the steps that ``divergence`` takes, by format."""
     notes: list[str] = field(default_factory=list)
-    budget: Budget = field(default_factory=lambda: Budget(60))
 
     @property
     def finite(self) -> bool:
@@ -110,7 +116,7 @@ def diagnose(
     Raises:
         UserError: that reference is not wider than the run's format.
     """
-    result = Diagnosis(replay, notes=list(replay.notes), budget=Budget(budget_s))
+    result = Diagnosis(replay, Budget(budget_s, replay.case.hardware.device), notes=list(replay.notes))
     if "ladder" in checks:
         _climb(result)
     if "manifest" in checks:
@@ -126,7 +132,7 @@ def diagnose(
             result.findings += [] if result.findings else result.range.findings
             result.notes += result.range.notes
     if "pairs" in checks and result.finite and not result.findings:
-        result.pairs = result.budget.take("pairs", lambda: _measure(replay.case, reference))
+        result.pairs = result.budget.take("pairs", lambda: _measure(replay.case, reference), 2 * replay.memory_bytes)
         if result.pairs is not None:
             result.findings += result.pairs.findings
             result.notes += result.pairs.notes
@@ -170,6 +176,8 @@ def _train_on(result: Diagnosis) -> None:
         result.findings += [finding] if finding else []
 
 
+_WIDER = {FP64: 2}
+"""The memory of a rung, relative to that of the run's own step."""
 _CURABLE = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR)
 _INEXACT = (FP32, FP64, TF32)
 
@@ -231,7 +239,8 @@ def _climb(result: Diagnosis) -> None:
         if rung.status:
             continue
         try:
-            trainer = rung.climb() if rung.name in needed else budget.take(rung.name, rung.climb)
+            memory = _WIDER.get(rung.name, 1) * result.replay.memory_bytes
+            trainer = rung.climb() if rung.name in needed else budget.take(rung.name, rung.climb, memory)
         except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
             if rung is own or is_out_of_memory(error):
                 raise

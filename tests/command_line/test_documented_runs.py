@@ -40,6 +40,9 @@ ELSEWHERE = {
     "python scripts/bench.py": ("tests/evidence/test_bench.py::test_speedups_are_measured", "takes half an hour"),
     "python scripts/certify.py": (f"{HERE}/test_certify.py::test_a_healthy_job_is_bitwise", "kills many processes"),
     "python scripts/compare.py": (COMPARISON, "starts many processes"),
+    "python scripts/doctor.py": (
+        f"{HERE}/test_doctor_stories.py::test_an_overflow_in_t5", "examines runs that fail",
+    ),
     "python scripts/max_batch.py": (
         f"{HERE}/test_memory_commands.py::test_max_batch_prints_what_to_paste", "fills memory",
     ),
@@ -55,6 +58,10 @@ ELSEWHERE = {
     ),
     f"{TRAIN} -m recipe=tumour": OWN,
     f"{TRAIN} recipe=tumour": OWN,
+    f"{TRAIN} recipe=t5 data=synthetic": (f"{HERE}/test_doctor_stories.py::test_an_overflow_in_t5", "fails on purpose"),
+    f"{TRAIN} recipe=llama recipe.size=nano": (
+        f"{HERE}/test_doctor_stories.py::test_norm_weights_that_never_move", "is the start of a story",
+    ),
     f"{TRAIN} recipe=gpt2 data=hub": (f"{HERE}/test_commands.py::test_every_choice_runs_two_steps", "downloads"),
     f"{TRAIN} resume=mlflow:RUN_ID": (
         f"{HERE}/tracking/test_mlflow_checkpoints.py::test_a_run_is_continued_on_an_empty_machine_bit_for_bit",

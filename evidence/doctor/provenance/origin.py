@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -23,11 +24,12 @@ _DEPTH = 12
 """Operators between a result that became 0 and the operator that divides by it, at most."""
 
 
-def find(trainer: CaseTrainer, rung: str) -> Finding | None:
+def find(trainer: CaseTrainer, rung: str, opened: bool = False) -> Finding | None:
     """Return the fault that makes this step of a trainer not finite; None: the step is finite, or not by an operator.
 
     The tape is sliced from the harmed sinks. Where the slice has several first operators, each is repaired alone (its
-    results that are not finite become ±1), and the one without which the sinks are finite is the cause.
+    results that are not finite become ±1), and the one without which the sinks are finite is the cause. Fused attention
+    is looked into with torch's MATH kernel; ``opened``: it is in use.
     """
     modules = ModuleTracer(trainer.model)
     named = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
@@ -44,6 +46,12 @@ def find(trainer: CaseTrainer, rung: str) -> Finding | None:
     if cause.outside:
         detail = f"{', '.join(dict.fromkeys(cause.outside))} is not finite before the step"
         return Finding(INPUT, cause.direction, cause.module, rung, cause.op, cause.dtype, cause.shape, detail, path)
+    if "scaled_dot_product" in cause.op and not opened:
+        with sdpa_kernel(SDPBackend.MATH):
+            inside = find(trainer, rung, opened=True)
+        if inside is not None:
+            inside.detail += f"; inside {cause.op}, opened (fused kernels keep the scores in fp32)"
+            return inside
     capture = Capture(cause.number)
     with modules, capture:
         trainer.attempt()

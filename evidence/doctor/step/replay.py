@@ -22,7 +22,7 @@ from trainer.data.contract import Batch
 from trainer.data.loader import DataOrder
 from trainer.errors import UserError
 from trainer.files import read_object
-from trainer.hardware import UNAVAILABLE, detect
+from trainer.hardware import UNAVAILABLE, detect, peak_memory_bytes, reset_peak_memory
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
@@ -51,6 +51,8 @@ class Replay:
     skipped: bool
     seconds: float
     """That the step took."""
+    memory_bytes: int
+    """At the step's peak, with the trainer's."""
     began: str
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
     updates: list[ParameterUpdate] = field(default_factory=list)
@@ -196,6 +198,7 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     microbatches = next(batches)
     case = Case.of(trainer, microbatches)
     case.others = [step[0] for step in following(case, 1 + OTHERS)[1:]]
+    reset_peak_memory(hardware.device)
     clock = time.monotonic()
     options = config.optimizer
     metered = elementwise(getattr(torch.optim, options.name), options.options)
@@ -207,7 +210,8 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     seconds = time.monotonic() - clock
     updates = meter.results() if meter is not None and not skipped else []
     notes = [] if metered else [f"updates: not measured with optimizer.name={options.name}"]
-    return Replay(case, loss, norm, skipped, seconds, began, updates=updates, notes=notes)
+    peak = peak_memory_bytes(hardware.device)
+    return Replay(case, loss, norm, skipped, seconds, peak, began, updates=updates, notes=notes)
 
 
 def following(case: Case, count: int) -> list[list[Batch]]:

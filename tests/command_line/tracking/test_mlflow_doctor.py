@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from evidence.doctor.diagnosis import FOUND, HEALTHY, Diagnosis
+from evidence.doctor.diagnosis import FOUND, HEALTHY, Budget, Diagnosis
 from evidence.doctor.mlflow import publish
 from evidence.doctor.step.finding import FORWARD, OVERFLOW, Finding
 from trainer.files import write_json
@@ -41,7 +42,7 @@ def run(tmp_path: Path) -> Path:
 
 def diagnosis(folder: Path | None, verdict: str, *findings: Finding) -> Diagnosis:
     replay: Any = SimpleNamespace(folder=folder, case=SimpleNamespace(step=3))
-    return Diagnosis(replay, verdict, findings=list(findings))
+    return Diagnosis(replay, Budget(60, torch.device("cpu")), verdict, findings=list(findings))
 
 
 def files(run: Path) -> list[Path]:

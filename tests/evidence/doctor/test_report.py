@@ -38,7 +38,9 @@ def overflow() -> Diagnosis:
 @pytest.fixture
 def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     """A copy that a test may change, of a run in tmp_path."""
-    return replace(overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=Budget(1))
+    return replace(
+        overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=Budget(1, torch.device("cpu"))
+    )
 
 
 class Page(HTMLParser):
