@@ -15,7 +15,7 @@ from evidence.doctor.faults.planted import Expected, Fault, around
 from evidence.doctor.provenance.origin import find
 from evidence.doctor.provenance.tape import tensors
 from evidence.doctor.step.case import Case, CaseTrainer, finite
-from evidence.doctor.step.finding import FORWARD, OVERFLOW
+from evidence.doctor.step.finding import BACKWARD, FORWARD, OVERFLOW
 from tests.helpers import trainer_of
 from trainer.precision.modes import Precision
 from trainer.trainer import Trainer
@@ -61,8 +61,18 @@ def test_nothing_is_found(recipe: str, mode: str) -> None:
     assert healthy.wrong(diagnosis) == []
     assert diagnosis.budget.left_out == []
     if diagnosis.verdict == HEALTHY:
-        assert diagnosis.pairs is not None
-        assert max(row.ratio for row in diagnosis.pairs.rows) < 1
+        pairs, gradients = diagnosis.pairs, diagnosis.range
+        assert pairs is not None
+        assert pairs.notes == []
+        assert max(row.ratio for row in pairs.rows) < 0.8
+        assert {row.direction for row in pairs.rows} == {FORWARD, BACKWARD}
+        assert gradients is not None
+        if mode.startswith("fp16"):
+            assert gradients.notes == []
+            assert gradients.lowest is not None
+            assert gradients.highest is not None
+            assert gradients.lowest <= gradients.highest
+            assert gradients.text() == f"scale: 2^{gradients.lowest} … 2^{gradients.highest} holds all gradients"
 
 
 class NotFinite(TorchDispatchMode):

@@ -24,17 +24,6 @@ def test_layers_that_lose_their_gradients_are_listed_and_no_error_is_found(fault
     assert pairs.measure(case).findings == []
 
 
-@pytest.mark.parametrize("mode", ["fp16", "fp16_master"])
-@pytest.mark.parametrize("recipe", TINY)
-def test_a_healthy_first_step_loses_nothing(recipe: str, mode: str) -> None:
-    found = measure(case_of(*TINY[recipe], f"precision={mode}"))
-    assert (found.findings, found.notes) == ([], [])
-    assert found.lowest is not None
-    assert found.highest is not None
-    assert found.lowest <= found.highest
-    assert found.text() == f"scale: 2^{found.lowest} … 2^{found.highest} holds all gradients"
-
-
 def test_what_a_scale_loses_is_what_fp16_rounds_to_0() -> None:
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(4000, generator=generator) * 2.0 ** torch.randint(-40, -5, (4000,), generator=generator)
