@@ -199,12 +199,10 @@ def _cure(result: Diagnosis) -> None:
     result.islands = islands
     if islands.cured:
         budget.take("price of the islands", lambda: price(case, islands))
-        finding.cure.append(islands.text())
+    finding.cure.append(islands.text())
     bf16 = next((rung for rung in result.ladder if rung.name == "bf16"), None)
     if bf16 is not None and bf16.status == OK and case.config.precision.mode != "bf16":
         finding.cure.append("or precision=bf16, which is finite here")
-    if not finding.cure:
-        finding.cure.append(islands.text())
 
 
 def _measure(case: Case, reference: torch.dtype | None) -> Pairs:
