@@ -57,13 +57,9 @@ def find(trainer: CaseTrainer, rung: str, opened: bool = False) -> Finding | Non
         trainer.attempt()
     kind, detail = capture.kind()
     if kind == DOMAIN and rung not in ("fp32", "fp64") and (flushed := _flushed(trainer, modules, cause.number)):
-        source = Node(
-            flushed.number, flushed.op, flushed.module, flushed.direction, flushed.dtype, flushed.shape, *(False,) * 2
-        )
         why = f"{flushed.detail}; {cause.op} then divides by 0 or takes a logarithm of it"
-        return Finding(
-            UNDERFLOW, source.direction, source.module, rung, source.op, source.dtype, source.shape, why, path
-        )
+        place = flushed.direction, flushed.module
+        return Finding(UNDERFLOW, *place, rung, flushed.op, flushed.dtype, flushed.shape, why, path)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
     return Finding(kind, cause.direction, cause.module, rung, cause.op, cause.dtype, cause.shape, detail, path)
