@@ -100,4 +100,5 @@ def _healthy(overrides: tuple[str, ...], seed: int) -> tuple[bool, str]:
     checks = tuple(name for name in CHECKS if name != "islands")
     diagnosis = healthy.examine((*overrides, f"seed={seed}"), checks)
     wrong = healthy.wrong(diagnosis)
-    return not wrong, "; ".join(wrong) or diagnosis.verdict
+    left_out = "".join(f", left out: {item}" for item in diagnosis.budget.left_out)
+    return not wrong, "; ".join(wrong) or diagnosis.verdict + left_out
