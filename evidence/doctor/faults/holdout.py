@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evidence.doctor.faults.planted import Expected, Fault
-from evidence.doctor.healthy import TINY
 from evidence.doctor.step.finding import (
     BACKWARD,
     DOMAIN,
@@ -32,6 +31,17 @@ from trainer.data.contract import Batch
 from trainer.precision.modes import Precision
 from trainer.recipe import LossOutput, Recipe
 from trainer.trainer import Trainer
+
+_TOKENS = ("data=synthetic", "data.vocab_size=90", "batch_size=4")
+RECIPES = {
+    "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", *_TOKENS),
+    "llama": ("recipe=llama", "recipe.size=nano", "recipe.context=16", *_TOKENS),
+    "bert": ("recipe=bert", "recipe.context=24", *_TOKENS),
+    "t5": ("recipe=t5", "recipe.context=24", *_TOKENS),
+    "resnet": ("recipe=resnet", "recipe.arch=resnet18", "data=digits", "batch_size=4"),
+    "bignet": ("recipe=bignet", "recipe.layers=8", "recipe.width=64", "batch_size=16"),
+}
+"""Kept apart from those of the healthy models, so that these faults stay what they were when they were planted."""
 
 
 @dataclass(frozen=True)
@@ -194,70 +204,70 @@ HOLDOUT = [
         1,
         "x³ in a hand-written GELU, inputs beyond 256: 0 times inf",
         Expected(OVERFLOW, BACKWARD, "gpt2.transformer.h.2.mlp.act", "fp16"),
-        overrides=(*TINY["gpt2"], "precision=fp16_master"),
+        overrides=(*RECIPES["gpt2"], "precision=fp16_master"),
         change=large_gelu,
     ),
     HeldOut(
         2,
         "gate times up in one SwiGLU",
         Expected(OVERFLOW, FORWARD, "llama.model.layers.2.mlp", "fp16"),
-        overrides=(*TINY["llama"], "precision=fp16"),
+        overrides=(*RECIPES["llama"], "precision=fp16"),
         change=large_gate,
     ),
     HeldOut(
         3,
         "softplus as log(1 + exp(x))",
         Expected(ERROR, FORWARD, "encoder.block.1.layer.1.DenseReluDense.act", "bf16"),
-        overrides=(*TINY["t5"], "precision=bf16"),
+        overrides=(*RECIPES["t5"], "precision=bf16"),
         change=naive_softplus,
     ),
     HeldOut(
         4,
         "the length of a zero embedding, clamped after the square root",
         Expected(DOMAIN, BACKWARD, "encoder.embed_tokens", "fp32"),
-        overrides=(*TINY["t5"], "precision=fp32"),
+        overrides=(*RECIPES["t5"], "precision=fp32"),
         change=unit_embedding,
     ),
     HeldOut(
         5,
         "label smoothing by log(softmax) at temperature 0.02",
         Expected(UNDERFLOW, FORWARD, "", "fp16"),
-        overrides=(*TINY["bert"], "precision=fp16_master"),
+        overrides=(*RECIPES["bert"], "precision=fp16_master"),
         own_loss=smoothed_loss,
     ),
     HeldOut(
         6,
         "the derivative of a saturated tanh",
         Expected(ERROR, BACKWARD, "bert.encoder.layer.1.intermediate.intermediate_act_fn", "bf16"),
-        overrides=(*TINY["bert"], "precision=bf16"),
+        overrides=(*RECIPES["bert"], "precision=bf16"),
         change=saturated_tanh,
     ),
     HeldOut(
         7,
         "an fp32 module whose parent uses its weights directly",
         Expected(DTYPE, FORWARD, "fc.linear", "bf16"),
-        overrides=(*TINY["resnet"], "precision=bf16", "precision.fp32_modules=[fc.linear]"),
+        overrides=(*RECIPES["resnet"], "precision=bf16", "precision.fp32_modules=[fc.linear]"),
         change=handmade_head,
     ),
     HeldOut(
         8,
         "a loss computed and summed in bf16",
         Expected(DTYPE, FORWARD, "", "bf16_master"),
-        overrides=(*TINY["resnet"], "precision=bf16_master"),
+        overrides=(*RECIPES["resnet"], "precision=bf16_master"),
         own_loss=loss_in_16_bits,
     ),
     HeldOut(
         9,
         "a learned temperature of 100 in bf16, lr 4e-3",
         Expected(LOST, UPDATE, "1.1", "bf16_pure"),
-        overrides=(*TINY["bignet"], "precision=bf16_pure", "optimizer.lr=4e-3", "schedule.warmup_steps=0"),
+        overrides=(*RECIPES["bignet"], "precision=bf16_pure", "optimizer.lr=4e-3", "schedule.warmup_steps=0"),
         change=logit_scale,
     ),
     HeldOut(
         10,
         "a static scale of 65536 and a last norm of 300: the output layer's weight gradient",
         Expected(OVERFLOW, BACKWARD, "gpt2.lm_head", "fp16+scaler"),
-        overrides=(*TINY["gpt2"], "precision=fp16", "scaler=static", "scaler.scale=65536"),
+        overrides=(*RECIPES["gpt2"], "precision=fp16", "scaler=static", "scaler.scale=65536"),
         change=large_last_norm,
     ),
 ]
