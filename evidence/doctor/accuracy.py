@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from evidence.doctor import healthy
 from evidence.doctor.diagnosis import CHECKS, Diagnosis, diagnose
 from evidence.doctor.faults import backward, errors, formats, infinite, scales, updates
+from evidence.doctor.faults.holdout import HOLDOUT
 from evidence.doctor.faults.planted import Fault
 
 FAULTS = sorted(
@@ -77,14 +78,14 @@ def measure(parts: Sequence[str], seeds: int) -> int:
     return 0 if good else 1
 
 
-PARTS = {"faults": "named exactly", "healthy": "without a finding"}
+PARTS = {"faults": "named exactly", "holdout": "named exactly", "healthy": "without a finding"}
 """What can be measured, and what counts as right."""
 
 
 def _runs(part: str) -> Iterator[tuple[str, Callable[[int], tuple[bool, str]]]]:
     """Yield every case of a part by name, and the function from a seed to whether it is right and what was said."""
-    if part == "faults":
-        for fault in FAULTS:
+    if part != "healthy":
+        for fault in FAULTS if part == "faults" else HOLDOUT:
             yield f"{fault.number:2} {fault.name}", functools.partial(_fault, fault)
     else:
         for overrides in healthy.combinations():
