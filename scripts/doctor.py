@@ -3,7 +3,7 @@
   resume=FOLDER         the run: the step that failed is taken again and examined; or mlflow:RUN_ID
   step=0                the step to examine, counted from 1 (default: of a run the one that failed, else the next one;
                         without resume= the first one, as in: python scripts/doctor.py recipe=gpt2 precision=fp16)
-  check=all             or some of ladder,manifest,range,pairs,updates,islands
+  check=all             or some of ladder,manifest,range,pairs,updates,divergence,islands
   reference=auto        what 16 bits are compared with: fp32, or fp64 (auto: fp32; fp64 for fp32 and tf32)
   budget_s=60           seconds; what does not fit is left out and named
   accuracy=all          examine planted faults and healthy models instead (faults,holdout,healthy); seeds=5

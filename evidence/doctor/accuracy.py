@@ -34,7 +34,8 @@ class Outcome:
         modules = [wanted.module] if isinstance(wanted.module, str) else wanted.module
         found = [(each.kind, each.direction, each.module, each.rung) for each in self.diagnosis.findings]
         expected = [(wanted.kind, wanted.direction, module, wanted.rung) for module in modules]
-        return sorted(found[: len(expected)]) == sorted(expected)
+        further = [kind for kind, *_ in found[len(expected) :] if kind not in wanted.also]
+        return sorted(found[: len(expected)]) == sorted(expected) and not further
 
     def text(self) -> str:
         """Return what was found, in a line."""

@@ -43,6 +43,12 @@ def main(arguments: list[str]) -> int:
     if options.reference not in REFERENCES:
         hint = nearest(options.reference, REFERENCES)
         raise UserError(f"reference={options.reference} is not a reference{hint} ({', '.join(REFERENCES)})")
+    if options.reference != "auto" and "pairs" not in checks:
+        raise UserError(f"reference={options.reference} is for check=pairs, which is not asked for; leave it out")
+    if checks == ("islands",):
+        raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
+    if options.seeds != 1:
+        raise UserError(f"seeds={options.seeds} is for accuracy=; to examine another seed, set seed={options.seeds}")
     if options.resume:
         replay = of_run(options.resume, overrides, options.step)
     else:
@@ -83,8 +89,8 @@ def opening(replay: Replay) -> str:
     if replay.failed:
         outcome = "taken again and finite" if replay.finite else "reproduced"
         return f"step {step} {outcome} ({how}) from {replay.began}"
-    place = f"the step after the last one, {step - 1}" if replay.finished else f"step {step}"
-    return f"{place} taken from {replay.began} ({how})"
+    place = f"one more step ({step}) after the last, taken" if replay.finished else f"step {step} taken"
+    return f"{place} from {replay.began} ({how})"
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
@@ -99,7 +105,9 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     text += [f"left out: {item}" for item in diagnosis.budget.left_out]
     if diagnosis.verdict == HEALTHY:
         step = diagnosis.replay.case.step
-        text.append(f"HEALTHY at the last step, {step - 1}" if diagnosis.replay.finished else f"HEALTHY at step {step}")
+        place = f"the last step, {step - 1}" if diagnosis.replay.finished else f"step {step}"
+        missing = diagnosis.replay.missing
+        text.append(f"HEALTHY at {place}" + (f"; precision={missing} was not examined" if missing else ""))
     elif diagnosis.verdict != FOUND:
         text.append(diagnosis.verdict)
     return text

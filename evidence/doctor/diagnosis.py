@@ -16,11 +16,11 @@ from evidence.doctor.ladder.exchange import overflow_of_sum
 from evidence.doctor.ladder.rungs import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
 from evidence.doctor.measured import range as gradients
 from evidence.doctor.measured.manifest import OperatorManifest, manifest
-from evidence.doctor.measured.pairs import Pairs, measure
+from evidence.doctor.measured.pairs import Pairs, check_reference, measure
 from evidence.doctor.measured.updates import judge
 from evidence.doctor.provenance.origin import absorbed, find
 from evidence.doctor.step.case import Case, CaseTrainer
-from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, OVERFLOW, UNDERFLOW, Finding
+from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.step.replay import Replay, following
 from trainer.errors import first_line, is_out_of_memory
 from trainer.hardware import available_bytes
@@ -116,8 +116,9 @@ def diagnose(
     Raises:
         UserError: that reference is not wider than the run's format.
     """
+    check_reference(replay.precision, reference)
     result = Diagnosis(replay, Budget(budget_s, replay.case.hardware.device), notes=list(replay.notes))
-    if "ladder" in checks:
+    if "ladder" in checks or not replay.finite:
         _climb(result)
     if "manifest" in checks:
         # The formats do not depend on the number of samples; batch norm needs two.
@@ -149,7 +150,19 @@ def diagnose(
     elif replay.failed and replay.finite:
         result.verdict = NOT_REPRODUCED
         result.notes.append("the run failed at this step, and taken again it is finite; train with deterministic=true")
+    elif not replay.finite and result.own is not None and result.own.scale == result.own.scales[0]:
+        result.verdict = NOT_REPRODUCED
+        result.notes.append("the step is not finite as the run takes it, and finite in every rung that was examined")
     return result
+
+
+def _unlocated(rung: Rung) -> Finding:
+    """Return the finding of a step that no operator makes infinite."""
+    harmed = rung.harmed or []
+    gradient = next((name for name in harmed if name != "loss"), "")
+    direction, module = (FORWARD, "") if "loss" in harmed else (BACKWARD, gradient.rpartition(".")[0])
+    shown = ", ".join(harmed[:3]) + (", …" if len(harmed) > 3 else "")
+    return Finding(NOT_FINITE, direction, module, rung.name, detail=f"{shown}: no operator of torch made it so")
 
 
 def _own(case: Case) -> CaseTrainer:
@@ -161,6 +174,8 @@ def _train_on(result: Diagnosis) -> None:
     """Train some steps in the run's format and in fp32, where nothing was found and there is time."""
     replay, budget = result.replay, result.budget
     case = replay.case
+    if case.config.precision.half is None:
+        result.notes.append("divergence: only formats of 16 bits are compared with fp32")
     if result.findings or not result.finite or case.config.precision.half is None:
         return
     fp32 = next((rung.seconds for rung in result.ladder if rung.name == FP32), replay.seconds)
@@ -249,8 +264,7 @@ def _climb(result: Diagnosis) -> None:
             continue
         if rung.status == BREAKS and rung.name != FP64 and broken is None:
             broken = rung
-            if (finding := find(trainer, rung.name)) is not None:
-                result.findings.append(finding)
+            result.findings.append(find(trainer, rung.name) or _unlocated(rung))
         elif rung is own and result.replay.failed and rung.scale != rung.scales[0]:
             result.findings += _too_large_a_scale(trainer, rung)
         del trainer
@@ -260,7 +274,7 @@ def _climb(result: Diagnosis) -> None:
         found = budget.take("sum of ranks", lambda: overflow_of_sum(_own(case), case.ranks))
         result.findings += found or []
     if broken is None and case.config.compile.mode != "off":
-        compiled = budget.take("compiled rungs", lambda: compiled_rungs(case))
+        compiled = budget.take("compiled rungs", lambda: compiled_rungs(case, lambda: budget.left))
         result.ladder += compiled[0] if compiled else []
         result.findings += compiled[1] if compiled else []
     if broken is not None and broken.name == FP32:

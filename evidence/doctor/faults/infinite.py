@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around, noise
-from evidence.doctor.step.finding import DOMAIN, FORWARD, OVERFLOW, UNDERFLOW
+from evidence.doctor.step.finding import DOMAIN, DTYPE, FORWARD, OVERFLOW, UNDERFLOW
 from trainer.data.contract import Batch
 from trainer.precision.modes import Precision
 
@@ -195,7 +195,7 @@ FAULTS = [
     Fault(
         7,
         "loss summed in fp16",
-        _expected(OVERFLOW, "", "fp16_master"),
+        Expected(OVERFLOW, FORWARD, "", "fp16_master", (DTYPE,)),
         lambda: around(nn.Identity()),
         FP16_MASTER,
         loss=half_sum,

@@ -36,6 +36,8 @@ class Expected:
     module: str | tuple[str, ...]
     """Of several, each is found."""
     rung: str
+    also: tuple[str, ...] = ()
+    """Kinds of further findings that are true, too."""
 
 
 @dataclass(frozen=True)

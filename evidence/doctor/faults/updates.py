@@ -38,7 +38,7 @@ FAULTS = [
     Fault(
         25,
         "Adam's second moment in fp16",
-        Expected(MOMENT, UPDATE, ("0.down", "0.up"), "fp16_pure"),
+        Expected(MOMENT, UPDATE, ("0.down", "0.up"), "fp16_pure", (LOST,)),
         lambda: nn.Sequential(Block()),
         Precision(mode="fp16_pure"),
         loss=faint,

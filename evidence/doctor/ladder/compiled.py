@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from evidence.doctor.ladder.rungs import BREAKS, DIFFERS, OK, Rung
+from evidence.doctor.ladder.rungs import BREAKS, DIFFERS, LEFT_OUT, OK, Rung
 from evidence.doctor.step.case import Case, CaseTrainer, Reference
 from evidence.doctor.step.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
 
@@ -19,7 +19,7 @@ _EMULATED = "inductor, rounding as eager"
 _BACKENDS = ("aot_eager", "inductor", _EMULATED)
 
 
-def compiled_rungs(case: Case) -> tuple[list[Rung], list[Finding]]:
+def compiled_rungs(case: Case, time_left: Callable[[], float]) -> tuple[list[Rung], list[Finding]]:
     """Take the step compiled, in stages, and compare its gradients with those of the eager model.
 
     Stages: ``aot_eager`` traces and runs torch's own kernels; ``inductor`` makes kernels, which keep in fp32 what eager
@@ -33,16 +33,19 @@ def compiled_rungs(case: Case) -> tuple[list[Rung], list[Finding]]:
     for backend in _BACKENDS:
         if backend == _EMULATED and (case.config.precision.half is None or result[-1].status == OK):
             continue
+        if time_left() <= 0:
+            result.append(Rung(backend, lambda: _own(case), status=LEFT_OUT, why="left out: no time"))
+            continue
         found = _difference(_compiled(case, backend), eager)
         rung = Rung(backend, lambda: _own(case), status=OK if found <= ALLOWED * noise else DIFFERS)
         if found != found or found == float("inf"):
             rung.status = BREAKS
         result.append(rung)
         rung.why = f"gradients differ from eager by {found:.2g}, eager from {wide} by {noise:.2g}"
-    broken = next((rung for rung in result if rung.status != OK), None)
+    broken = next((rung for rung in result if rung.status in (BREAKS, DIFFERS)), None)
     if broken is None:
         return result, []
-    module = _block(case, broken.name, eager, ALLOWED * noise)
+    module = _block(case, broken.name, eager, ALLOWED * noise, time_left)
     kind = DIFFERENCE if broken.status == DIFFERS else OVERFLOW
     cure = ["compile=off", f"report it to PyTorch: {broken.name} computes other numbers than eager"]
     return result, [Finding(kind, FORWARD, module, broken.name, detail=broken.why, cure=cure)]
@@ -63,8 +66,8 @@ def _gradients(trainer: CaseTrainer) -> list[Tensor]:
     """Return the true gradients of the step, in fp64."""
     scale = trainer.case.scale if not isinstance(trainer, Reference) else 1.0
     found = trainer.attempt(scale)
-    named = trainer.sinks(found)
-    return [tensor.double() / scale for name, tensor in named.items() if name in trainer.case.weights]
+    named, factor = trainer.sinks(found), found.correction / scale
+    return [tensor.double() * factor for name, tensor in named.items() if name in trainer.case.weights]
 
 
 def _difference(one: list[Tensor], other: list[Tensor]) -> float:
@@ -96,11 +99,11 @@ def _compiled(case: Case, backend: str, number: int | None = None) -> list[Tenso
         return _gradients(trainer)
 
 
-def _block(case: Case, backend: str, eager: list[Tensor], allowed: float) -> str:
-    """Return the name of the first block that differs when it is compiled alone; an empty string: none does."""
+def _block(case: Case, backend: str, eager: list[Tensor], allowed: float, time_left: Callable[[], float]) -> str:
+    """Return the name of the first block that differs when it is compiled alone; an empty string: none was found."""
     trainer = _own(case)
     names = {id(module): name for name, module in trainer.model.named_modules()}
     for number, block in enumerate(trainer.recipe.blocks(trainer.model)):
-        if not _difference(_compiled(case, backend, number=number), eager) <= allowed:
+        if time_left() > 0 and not _difference(_compiled(case, backend, number=number), eager) <= allowed:
             return names[id(block)]
     return ""

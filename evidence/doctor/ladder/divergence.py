@@ -15,6 +15,8 @@ STEPS = 20
 REPLAYS = 3
 TIMES = 4.0
 _IN_A_ROW = 3
+_LEAST = 2.0**-10
+"""The smallest loss scale that is tried."""
 _FORMS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
 
 
@@ -62,5 +64,10 @@ def _losses(trainer: CaseTrainer, batches: list[list[Batch]], unit: float = 0.0,
     found = []
     for microbatches in batches:
         trainer.case = replace(trainer.case, microbatches=microbatches)  # whose targets are counted
-        found.append(trainer.train_step(microbatches).loss.item())
+        record = trainer.train_step(microbatches)
+        while bool(record.skipped) and trainer.loss_scale.scale.item() > _LEAST:  # as a dynamic scaler would
+            trainer.loss_scale.scale.mul_(0.5)
+            trainer.step -= 1
+            record = trainer.train_step(microbatches)
+        found.append(record.loss.item())
     return found

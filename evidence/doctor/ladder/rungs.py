@@ -39,8 +39,8 @@ class Rung:
 
     def climb(self) -> CaseTrainer:
         """Take the step, and return the trainer that did; sets ``status``."""
-        began = time.monotonic()
         trainer = self.build()
+        began = time.monotonic()
         self.scale, self.harmed, found = attempt(trainer, self.scales)
         self.loss = found.loss.item()
         self.status = BREAKS if self.harmed else OK
@@ -75,7 +75,7 @@ def rungs(case: Case) -> list[Rung]:
     own = case.config.precision
     half = family(own.mode)
     result = [Rung(FP64, lambda: Reference(case, torch.float64)), Rung(FP32, lambda: case.trainer(Precision()))]
-    if case.hardware.support(TF32) != UNAVAILABLE:
+    if case.hardware.support(TF32) != UNAVAILABLE and own.mode != FP32:
         result.append(Rung(TF32, lambda: case.trainer(Precision(mode=TF32))))
     if half in (FP32, TF32):
         return result

@@ -113,7 +113,8 @@ def measure(case: Case) -> Range:
     layers = _exponents(reference, case, case)
     _mark_half(case.trainer(case.config.precision, own=True), few, layers)
     result = Range(layers)
-    held = [layer for layer in layers if layer.half and layer.amax]
+    # Smaller gradients, such as those of an attention that is saturated, are 0 for any optimizer.
+    held = [layer for layer in layers if layer.half and layer.amax > 2.0**LOWEST]
     if not held:
         return result
     largest = max(held, key=lambda layer: layer.amax)

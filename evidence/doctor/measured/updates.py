@@ -45,7 +45,8 @@ def judge(updates: list[ParameterUpdate], precision: Precision) -> tuple[list[Fi
         )
         for each in lost
     ]
-    notes = [f"{len(found)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
+    modules = {each.module for each in found}
+    notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
     return found[:_SHOWN], notes
 
 

@@ -57,6 +57,8 @@ class Replay:
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
     updates: list[ParameterUpdate] = field(default_factory=list)
     """What rounding did to the step's update; empty where it was skipped, or cannot be measured."""
+    missing: str = ""
+    """The run's precision where this machine has not got it, and another one was examined."""
     folder: Path | None = None
     """Of the run; None: a check-up before a run."""
     failed: bool = False
@@ -80,8 +82,19 @@ def of_overrides(overrides: Sequence[str], step: int, say: Callable[[str], None]
     """Train a new run up to a step, counted from 1, and take it; nothing is written."""
     config = compose(overrides)
     trainer, notes = _trainer(config)
-    replay = take(trainer, max(1, step), "the beginning", say)
+    wanted = max(1, step)
+    if wanted > trainer.plan.steps:
+        raise UserError(
+            f"step={wanted}: the run has {trainer.plan.steps} steps; set steps={wanted}, or a smaller step="
+        )
+    try:
+        replay = take(trainer, wanted, "the beginning", say)
+    except NotFinite as earlier:
+        notes.append(earlier.note(wanted))
+        trainer, _ = _trainer(config)
+        replay = take(trainer, earlier.step, "the beginning", say)
     replay.notes += notes
+    replay.missing = _missing(config, trainer)
     return replay
 
 
@@ -111,13 +124,14 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
         raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
     try:
         replay = take(trainer, wanted, _restore(trainer, folder, wanted), say)
-    except NotFinite as earlier:  # weights that are not finite yet lead to it, so the cause is there
-        notes.append(f"the loss is not finite at step {earlier.step} already: that step is examined, not step {wanted}")
+    except NotFinite as earlier:  # the cause is there: what comes after it has weights that it harmed
+        notes.append(earlier.note(wanted))
         failed = wanted = earlier.step
         trainer, _ = _trainer(config)
         replay = take(trainer, wanted, _restore(trainer, folder, wanted), say)
     replay.folder, replay.finished, replay.notes = folder.path, finished, notes + replay.notes
     replay.failed = wanted == failed
+    replay.missing = _missing(config, trainer)
     if replay.failed and failure.get("loss_scale") and replay.case.scale != failure["loss_scale"]:
         replay.case.scale = float(failure["loss_scale"])
     replay.case.ranks = max(1, int(failure.get("processes", summary.get("processes", 1)) or 1))
@@ -144,6 +158,11 @@ def _trainer(config: Config) -> tuple[Trainer, list[str]]:
         notes.append(f"precision={mode} is not available here: its rung is left out, and steps are taken in {nearest}")
         config = replace(config, precision=_without(config.precision, nearest), scaler=AutoScaler())
     return Trainer.from_config(config, hardware, World()), notes
+
+
+def _missing(config: Config, trainer: Trainer) -> str:
+    """Return the precision that was asked for, if it is not the trainer's."""
+    return config.precision.mode if config.precision.mode != trainer.config.precision.mode else ""
 
 
 def _without(precision: Precision, mode: str) -> Precision:
@@ -177,6 +196,10 @@ class NotFinite(Exception):
         super().__init__(f"the loss of step {step} is not finite")
         self.step = step
 
+    def note(self, wanted: int) -> str:
+        """Return what the user reads, who wanted another step."""
+        return f"the loss is not finite at step {self.step} already: that step is examined, not step {wanted}"
+
 
 def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = print) -> Replay:
     """Take plain steps up to the one before ``step``; keep what it starts from, and take it.
@@ -193,7 +216,8 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
         say(f"taking {left - 1} steps again from {began} …")
     for _ in range(left - 1):
         record = trainer.train_step(next(batches))
-        if not math.isfinite(record.loss.item()):
+        passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it
+        if not math.isfinite(record.loss.item()) and not passed_over:
             raise NotFinite(record.step)
     microbatches = next(batches)
     case = Case.of(trainer, microbatches)
