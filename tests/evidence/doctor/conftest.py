@@ -12,7 +12,7 @@ from recipes import bert, t5
 from recipes.gpt2_model import SHAPES, Shape
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """The models are tiny: more threads would only wait for each other."""
     threads = torch.get_num_threads()
@@ -30,12 +30,10 @@ def tiny_regnet(num_classes: int, **_: Any) -> regnet.RegNet:
 tiny_regnet.__module__ = regnet.__name__  # recipe.arch takes what torchvision.models has
 
 
-@pytest.fixture(scope="package", autouse=True)
-def smallest_models() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def smallest_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """recipe.size=tiny of gpt2, recipe.arch=tiny_regnet of resnet, and smaller nanos of bert and t5."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
-        patch.setitem(torchvision.models._api.BUILTIN_MODELS, "tiny_regnet", tiny_regnet)
-        patch.setitem(bert.SHAPES, "nano", bert.Shape(1, 32, 2, 64))
-        patch.setitem(t5.SHAPES, "nano", t5.Shape(1, 32, 2, 16, 64, 64))
-        yield
+    monkeypatch.setitem(SHAPES, "tiny", Shape(2, 2, 32, 16))
+    monkeypatch.setitem(torchvision.models._api.BUILTIN_MODELS, "tiny_regnet", tiny_regnet)
+    monkeypatch.setitem(bert.SHAPES, "nano", bert.Shape(1, 32, 2, 64))
+    monkeypatch.setitem(t5.SHAPES, "nano", t5.Shape(1, 32, 2, 16, 64, 64))
