@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-from evidence.doctor.provenance.tape import Node, Tape, behind, chain, tensors
+from evidence.doctor.provenance.flushes import flushed, in_fp64
+from evidence.doctor.provenance.tape import Node, Operator, Tape, behind, chain, tensors
 from evidence.doctor.step.case import CaseTrainer
 from evidence.doctor.step.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.step.modules import ModuleTracer
-from trainer.formats import dtype_name
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
-_DEPTH = 12
-"""Operators between a result that became 0 and the operator that divides by it, at most."""
 
 
 def find(trainer: CaseTrainer, rung: str, opened: bool = False) -> Finding | None:
@@ -45,7 +41,7 @@ def find(trainer: CaseTrainer, rung: str, opened: bool = False) -> Finding | Non
     path = _path(cause, slice_, harmed)
     if cause.outside:
         detail = f"{', '.join(dict.fromkeys(cause.outside))} is not finite before the step"
-        return Finding(INPUT, cause.direction, cause.module, rung, cause.op, cause.dtype, cause.shape, detail, path)
+        return Finding(INPUT, *_place(cause), rung, cause.op, cause.dtype, cause.shape, detail, path)
     if "scaled_dot_product" in cause.op and not opened:
         with sdpa_kernel(SDPBackend.MATH):
             inside = find(trainer, rung, opened=True)
@@ -56,13 +52,18 @@ def find(trainer: CaseTrainer, rung: str, opened: bool = False) -> Finding | Non
     with modules, capture:
         trainer.attempt()
     kind, detail = capture.kind()
-    if kind == DOMAIN and rung not in ("fp32", "fp64") and (flushed := _flushed(trainer, modules, cause.number)):
-        why = f"{flushed.detail}; {cause.op} then divides by 0 or takes a logarithm of it"
-        place = flushed.direction, flushed.module
-        return Finding(UNDERFLOW, *place, rung, flushed.op, flushed.dtype, flushed.shape, why, path)
+    if kind == DOMAIN and rung not in ("fp32", "fp64") and (source := flushed(trainer, modules, cause.number)):
+        why = f"{source.detail}; {cause.op} then divides by 0 or takes a logarithm of it"
+        return Finding(UNDERFLOW, *_place(source), rung, source.op, source.dtype, source.shape, why, path)
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
-    return Finding(kind, cause.direction, cause.module, rung, cause.op, cause.dtype, cause.shape, detail, path)
+    return Finding(kind, *_place(cause), rung, cause.op, cause.dtype, cause.shape, detail, path)
+
+
+def _place(operator: Operator) -> tuple[str, str]:
+    """Return the direction and the module of an operator, in the order of a finding's fields."""
+    module, direction = operator.place
+    return direction, module
 
 
 def absorbed(trainer: CaseTrainer, errors: list[Finding]) -> list[Finding]:
@@ -78,7 +79,7 @@ def absorbed(trainer: CaseTrainer, errors: list[Finding]) -> list[Finding]:
     result = []
     for error in errors:
         place = error.module, error.direction
-        node = next((node for node in tape.computed if (node.module, node.direction) == place), None)
+        node = next((node for node in tape.computed if node.place == place), None)
         if node is not None:
             capture = Capture(node.number)
             with modules, capture:
@@ -168,90 +169,3 @@ class Capture(TorchDispatchMode):
             shown = sorted({f"{value:g}" for value in reference[~reference.isfinite()].tolist()})
             return DOMAIN, f"the reference is {', '.join(shown)} too, {count}"
         return DOMAIN, "the operator could not be computed again in fp64"
-
-
-def in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the floating-point results of an operator, computed in fp64 from the same inputs; none if it cannot be."""
-
-    def wide(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().double() if value.is_floating_point() else value.detach().clone()
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    try:
-        output = func(*tree_map(wide, args), **tree_map(wide, kwargs))
-    except (RuntimeError, NotImplementedError):
-        return []
-    return [tensor for tensor in tensors(output) if tensor.is_floating_point()]
-
-
-@dataclass
-class _Step:
-    number: int
-    op: str
-    module: str
-    direction: str
-    dtype: str
-    shape: tuple[int, ...]
-    sources: list[_Step] = field(default_factory=list)
-    detail: str = ""
-    """What became 0 here; empty: nothing."""
-
-
-class _Flushes(TorchDispatchMode):
-    """Follows all operators up to one, and notes where results became 0 that are not 0 in fp64."""
-
-    def __init__(self, modules: ModuleTracer, last: int) -> None:
-        super().__init__()
-        self.modules = modules
-        self.last = last
-        self.count = 0
-        self.end: _Step | None = None
-        self._written: dict[int, _Step] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        number, self.count = self.count, self.count + 1
-        near = self.last - 8 * _DEPTH <= number < self.last and not func._schema.is_mutable
-        wide = in_fp64(func, args, kwargs) if near else []
-        inputs = tensors((args, kwargs))
-        keys = [int(tensor.untyped_storage()._cdata) for tensor in inputs]
-        output = func(*args, **kwargs)
-        if number > self.last:
-            return output
-        results = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
-        module, direction = self.modules.place()
-        for position, result in enumerate(results):
-            key = int(result.untyped_storage()._cdata)
-            if key in keys and not func._schema.is_mutable:
-                continue
-            sources = list({id(s): s for k in keys if (s := self._written.get(k)) is not None}.values())
-            step = _Step(
-                number, str(func).rpartition(".")[0], module, direction, dtype_name(result.dtype), tuple(result.shape)
-            )
-            step.sources = sources
-            if position < len(wide) and wide[position].shape == result.shape:
-                lost = (result == 0) & (wide[position] != 0)
-                if bool(lost.any()):
-                    amax = wide[position][lost].abs().max().item()
-                    step.detail = f"{int(lost.sum()):,} of {lost.numel():,} up to {amax:.3g} became 0"
-            self._written[key] = step
-            if number == self.last:
-                self.end = step
-        return output
-
-
-def _flushed(trainer: CaseTrainer, modules: ModuleTracer, number: int) -> _Step | None:
-    """Return the nearest operator before this one whose result became 0, where the reference is not 0."""
-    with modules, _Flushes(modules, number) as flushes:
-        trainer.attempt()
-    left = deque([(flushes.end, 0)] if flushes.end is not None else [])
-    seen: set[int] = set()
-    while left:
-        step, depth = left.popleft()
-        if depth and step.detail:
-            return step
-        if id(step) not in seen and depth < _DEPTH:
-            seen.add(id(step))
-            left += [(source, depth + 1) for source in step.sources]
-    return None

@@ -25,16 +25,29 @@ _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 
 
 @dataclass
-class Node:
-    """One operator whose result was not finite."""
+class Operator:
+    """One operator that ran."""
 
     number: int
     """Among all operators of the passes, from 0: the same in every repetition."""
     op: str
-    module: str
-    direction: str
+    place: tuple[str, str]
+    """The module and the direction."""
     dtype: str
     shape: tuple[int, ...]
+
+
+def described(
+    number: int, func: Any, result: Tensor, modules: ModuleTracer
+) -> tuple[int, str, tuple[str, str], str, tuple[int, ...]]:
+    """Return the fields of an ``Operator`` with this result, while it runs."""
+    return number, str(func).rpartition(".")[0], modules.place(), dtype_name(result.dtype), tuple(result.shape)
+
+
+@dataclass
+class Node(Operator):
+    """An operator whose result was not finite."""
+
     nan: bool
     """Whether the result has NaN; else it has infinities only."""
     given: bool
@@ -43,6 +56,11 @@ class Node:
     """What made its inputs that are not finite."""
     outside: list[str] = field(default_factory=list)
     """Inputs that are not finite and come from outside: weights, buffers, data."""
+
+    @property
+    def module(self) -> str:
+        """Which ran it; an empty string: the model itself, or the loss."""
+        return self.place[0]
 
     @property
     def computes(self) -> bool:
@@ -114,14 +132,8 @@ class Tape(TorchDispatchMode):
         numbers = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, float)]
         asked = any(not math.isfinite(value) for value in numbers)
         passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
-        module, direction = self.modules.place()
         return Node(
-            number,
-            str(func).rpartition(".")[0],
-            module,
-            direction,
-            dtype_name(result.dtype),
-            tuple(result.shape),
+            *described(number, func, result, self.modules),
             nan,
             given=not nan and (asked or passed),
             sources=sources,
