@@ -23,9 +23,9 @@ from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.step.replay import Replay, following
 from trainer.errors import first_line, is_out_of_memory
+from trainer.formats import size
 from trainer.hardware import available_bytes
 
-GIB = 2**30
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
 CHECKS = ("ladder", "manifest", "range", "pairs", "updates", "divergence", "islands")
@@ -49,7 +49,7 @@ class Budget:
     def take(self, name: str, part: Callable[[], Any], memory_bytes: int = 0) -> Any:
         """Run a part of the examination if there is time and memory for it, and return its result; else None."""
         if memory_bytes > (free := available_bytes(self.device)):
-            self.left_out.append(f"{name} (it needs some {memory_bytes / GIB:.1f} GiB, {free / GIB:.1f} GiB are free)")
+            self.left_out.append(f"{name} (it needs about {size(memory_bytes)}, {size(free)} are free)")
             return None
         if self.left <= 0:
             self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")

@@ -75,7 +75,7 @@ def search(
     Args:
         case: the step.
         finding: in a module of it.
-        healthy: tells whether a trainer's step is without fault, besides being finite here and for other batches.
+        healthy: returns whether a trainer's step has no other fault. (That it is finite is checked here.)
         time_left: seconds.
     """
     result = Islands(own=list(case.config.precision.fp32_modules))

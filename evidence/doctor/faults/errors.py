@@ -1,4 +1,4 @@
-"""Planted faults of excess rounding error: finite numbers, of which 16 bits hold little."""
+"""Planted faults of rounding: the results are finite, and have more error than 16 bits make necessary."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class ByNorm(nn.Module):
 
 
 def with_zero_rows() -> dict[str, Tensor]:
-    """Return samples of which every second is 0."""
+    """Return samples; every second one is all zeros."""
     x = noise()["x"]
     x[::2] = 0
     return {"x": x}
@@ -163,7 +163,7 @@ def half_sum(output: Tensor, batch: Batch) -> Tensor:
 
 
 def log_of_zero(output: Tensor, batch: Batch) -> Tensor:
-    """Return the sum of minus the logarithms of numbers some of which are 0."""
+    """Return a sum of negative logarithms. Some of the numbers are 0."""
     return -torch.relu(output.float()).log().sum()
 
 

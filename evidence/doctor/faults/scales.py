@@ -40,7 +40,7 @@ class Faint(nn.Module):
 
 
 class TwoBranches(nn.Module):
-    """The sum of two branches, the gradients of which are 2**46 apart."""
+    """The sum of two branches. The gradients of one are 2**46 times as large as those of the other."""
 
     def __init__(self) -> None:
         super().__init__()

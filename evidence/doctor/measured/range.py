@@ -20,7 +20,7 @@ from trainer.data.loader import to_device
 from trainer.precision.modes import family
 
 LOWEST, HIGHEST = -75, 30
-"""Exponents that are told apart: floor(log2(|g|)); smaller and larger ones are counted with these."""
+"""The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
 _HALF_OF_LEAST = -25
 """Numbers below 2 to that power are rounded to 0 in fp16, whose least number is 2**-24."""
 _LARGEST = 65504.0

@@ -32,7 +32,7 @@ def store(tmp_path: Path, empty_store: Path) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that failed, of which MLflow has nothing yet."""
+    """A run that failed and was not sent to MLflow yet."""
     folder = tmp_path / "run"
     (folder / "doctor" / "step-3").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "loss": 2.0}\n')

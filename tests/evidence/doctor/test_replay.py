@@ -121,7 +121,7 @@ def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: 
 
 
 def overflowing_twice() -> nn.Module:
-    """Two layers, each of which overflows in fp16 on its own."""
+    """Two layers. Each overflows in fp16, also without the other."""
     return nn.Sequential(Block(), LargeFFN(), nn.LayerNorm(WIDTH), LargeFFN(), Block())
 
 
