@@ -17,7 +17,7 @@ from evidence.doctor.ladder.rungs import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32,
 from evidence.doctor.measured import range as gradients
 from evidence.doctor.measured.manifest import OperatorManifest, manifest
 from evidence.doctor.measured.pairs import Pairs, check_reference, measure
-from evidence.doctor.measured.updates import judge
+from evidence.doctor.measured.updates import judge, keeps_16_bits
 from evidence.doctor.provenance.origin import absorbed, find
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
@@ -179,7 +179,8 @@ def _train_on(result: Diagnosis) -> None:
     if result.findings or not result.finite or case.config.precision.half is None:
         return
     fp32 = next((rung.seconds for rung in result.ladder if rung.name == FP32), replay.seconds)
-    seconds = STEPS * (REPLAYS * fp32 + replay.seconds)
+    as_the_run = 2 if keeps_16_bits(case.config.precision) else 1  # and once more with masters
+    seconds = STEPS * (REPLAYS * fp32 + as_the_run * replay.seconds)
     if seconds > budget.left:
         budget.left_out.append(
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
@@ -187,8 +188,8 @@ def _train_on(result: Diagnosis) -> None:
         return
     found = budget.take("divergence", lambda: divergence(case, following(case, STEPS)))
     if found is not None:
-        finding, result.losses = found
-        result.findings += [finding] if finding else []
+        findings, result.losses = found
+        result.findings += findings
 
 
 _WIDER = {FP64: 2}

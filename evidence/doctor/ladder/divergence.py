@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from evidence.doctor.step.case import Case, CaseTrainer
+from evidence.doctor.measured.updates import keeps_16_bits, suspects
+from evidence.doctor.step.case import Case, CaseTrainer, update_meter
 from evidence.doctor.step.finding import DIVERGENCE, UPDATE, Finding
 from trainer.data.contract import Batch
-from trainer.precision.modes import Precision
+from trainer.precision.modes import Precision, family
+from trainer.profiling.updates import ParameterUpdate
 
 STEPS = 20
 REPLAYS = 3
@@ -20,48 +26,105 @@ _LEAST = 2.0**-10
 _FORMS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
 
 
-def divergence(case: Case, batches: list[list[Batch]]) -> tuple[Finding | None, dict[str, list[float]]]:
+def divergence(case: Case, batches: list[list[Batch]]) -> tuple[list[Finding], dict[str, list[float]]]:
     """Train some steps as the run does, and in fp32 from weights that are changed by the format's rounding error.
 
     The run's format is at fault where its loss leaves ``4 x`` the spread of the fp32 losses for three steps in a row.
+    If the weights are kept in 16 bits, the same steps are taken with fp32 masters, too: where their loss does not
+    leave, the updates are the cause, and their modules are named.
 
     Args:
         case: the first step.
         batches: the microbatches of each step.
 
     Returns:
-        The finding, if there is one, and the losses by name.
+        What was found, and the losses by name.
     """
     own = case.config.precision
     unit = _FORMS[own.mode.partition("_")[0]]
-    losses = {own.mode: _losses(case.trainer(own, own=True, scale=case.scale), batches)}
-    for number in range(REPLAYS):
-        trainer = case.trainer(Precision())
-        losses[f"fp32, changed {number + 1}"] = _losses(trainer, batches, unit, number)
-    references = torch.tensor([values for name, values in losses.items() if name != own.mode], dtype=torch.float64)
-    middle = references.mean(0)
-    spread = (references.max(0).values - references.min(0).values).cummax(0).values
-    away = (torch.tensor(losses[own.mode], dtype=torch.float64) - middle).abs()
-    outside = ~(away <= TIMES * spread.clamp(min=unit * unit))
-    for first in range(len(batches) - _IN_A_ROW + 1):
-        if bool(outside[first : first + _IN_A_ROW].all()):
-            detail = (
-                f"from step {case.step + first} on the loss is {away[first]:.3g} away from that of fp32, "
-                f"whose own spread is {spread[first]:.3g}"
-            )
-            return Finding(DIVERGENCE, UPDATE, "", own.mode, detail=detail), losses
-    return None, losses
+    taken = _as_the_run(case, own, batches)
+    losses = taken.losses
+    references = {
+        f"fp32, changed {number + 1}": _changed(case.trainer(Precision()), batches, unit, number)
+        for number in range(REPLAYS)
+    }
+    middle, most = _spread(references, unit)
+    first = _leaves(losses, middle, most)
+    named = {own.mode: losses} | references
+    if first is None:
+        return [], named
+    away = torch.tensor(losses, dtype=torch.float64) - middle
+    effect = f"is {away[first]:.3g} away from that of fp32" if away[first].isfinite() else "is not finite"
+    detail = f"from step {case.step + first} on the loss {effect}"
+    if keeps_16_bits(own):
+        masters = f"{family(own.mode)}_master"
+        cured = _as_the_run(case, replace(own, mode=masters), batches)
+        if _leaves(cured.losses, middle, most) is None:
+            before = [each for step in taken.updates[:first] for each in step]
+            causes = suspects(before, own, too_large=taken.distances[first - 1] > cured.distances[first - 1])
+            for cause in causes:
+                cause.detail += f"; {detail}, and with precision={masters} it stays near"
+            if causes:
+                return causes, named
+    detail += f"; rounding explains {most[first]:.3g}"
+    return [Finding(DIVERGENCE, UPDATE, "", own.mode, detail=detail)], named
 
 
-def _losses(trainer: CaseTrainer, batches: list[list[Batch]], unit: float = 0.0, seed: int = 0) -> list[float]:
+def _spread(references: dict[str, list[float]], unit: float) -> tuple[Tensor, Tensor]:
+    """Return the mean of the losses of each step, and the largest distance from it that rounding explains, fp64."""
+    values = torch.tensor(list(references.values()), dtype=torch.float64)
+    spread = (values.max(0).values - values.min(0).values).cummax(0).values
+    return values.mean(0), TIMES * spread.clamp(min=unit * unit)
+
+
+def _leaves(losses: list[float], middle: Tensor, most: Tensor) -> int | None:
+    """Return the index of the first of three losses in a row that are farther away; None: there is none."""
+    outside = ~((torch.tensor(losses, dtype=torch.float64) - middle).abs() <= most)
+    starts = outside.unfold(0, _IN_A_ROW, 1).all(1).nonzero()
+    return int(starts[0]) if len(starts) else None
+
+
+class _Steps(NamedTuple):
+    """Steps that were taken from the run's own weights, with a value for each."""
+
+    losses: list[float]
+    updates: list[list[ParameterUpdate]]
+    """What rounding did to them."""
+    distances: list[float]
+    """The norm of all that the weights have changed since the first step."""
+
+
+def _as_the_run(case: Case, precision: Precision, batches: list[list[Batch]]) -> _Steps:
+    trainer = case.trainer(precision, own=True, scale=case.scale)
     trainer.continue_training()
-    if unit:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
-                parameter.mul_(1 + unit * sign)
-    found = []
+    start = [parameter.detach().clone() for parameter in trainer.update.parameters]
+    steps = _Steps([], [], [])
+    meter = update_meter(trainer)
+    with meter or nullcontext():
+        for loss in _losses(trainer, batches):
+            steps.losses.append(loss)
+            steps.updates.append(meter.results() if meter is not None else [])
+            with torch.no_grad():
+                changes = [
+                    (now.double() - before).norm() for now, before in zip(trainer.update.parameters, start, strict=True)
+                ]
+            steps.distances.append(torch.stack(changes).norm().item())
+    return steps
+
+
+def _changed(trainer: CaseTrainer, batches: list[list[Batch]], unit: float, seed: int) -> list[float]:
+    """Return the losses from weights that are changed by ±``unit``, relative to their size."""
+    trainer.continue_training()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+            parameter.mul_(1 + unit * sign)
+    return list(_losses(trainer, batches))
+
+
+def _losses(trainer: CaseTrainer, batches: list[list[Batch]]) -> Iterator[float]:
+    """Train some steps, and yield the loss of each."""
     for microbatches in batches:
         trainer.case = replace(trainer.case, microbatches=microbatches)  # whose targets are counted
         record = trainer.train_step(microbatches)
@@ -69,5 +132,4 @@ def _losses(trainer: CaseTrainer, batches: list[list[Batch]], unit: float = 0.0,
             trainer.loss_scale.scale.mul_(0.5)
             trainer.step -= 1
             record = trainer.train_step(microbatches)
-        found.append(record.loss.item())
-    return found
+        yield record.loss.item()

@@ -19,43 +19,64 @@ def judge(updates: list[ParameterUpdate], precision: Precision) -> tuple[list[Fi
     Only weights that are kept in 16 bits between steps are judged: masters hold what their copies lose, and stochastic
     rounding loses single updates on purpose.
     """
-    mode = precision.mode
-    if mode not in WEIGHTS_DTYPE or not mode.endswith("_pure"):
+    if not keeps_16_bits(precision):
         return [], []
-    name = family(mode)
-    moments = _worst(updates, lambda each: each.second_moment_zero)
-    found = [
-        _finding(
-            MOMENT,
-            each,
-            mode,
-            f"the second moment of {each.second_moment_zero:.0%} of the elements is 0 in {name}, their gradient is not",
-            f"precision={name}_master",
-        )
-        for each in moments
-    ]
-    lost = _worst([each for each in updates if not each.edq >= _QUALITY], lambda each: each.lost)
-    found += [
-        _finding(
-            LOST,
-            each,
-            mode,
-            f"{each.lost:.0%} of the updates are rounded away, effective descent quality {each.edq:.2f}",
-            f"precision={name}_master" + (", or precision=bf16_sr" if name == "bf16" else ""),
-        )
-        for each in lost
-    ]
+    found = _moments(updates, precision, _MOST)
+    found += _lost([each for each in updates if not each.edq >= _QUALITY], precision, _MOST)
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
     return found[:_SHOWN], notes
 
 
-def _worst(updates: list[ParameterUpdate], share: Callable[[ParameterUpdate], float]) -> list[ParameterUpdate]:
-    """Return of each module the parameter with the largest share, of those with most of it, the largest first."""
+def suspects(updates: list[ParameterUpdate], precision: Precision, too_large: bool) -> list[Finding]:
+    """Return what can have made the updates of 16-bit weights too large, or too small, the worst modules first.
+
+    A second moment of 0 is a denominator that is too small. Lost updates are too small ones. Any share of them counts,
+    so this is for a run whose loss is known to be wrong.
+    """
+    return (_moments if too_large else _lost)(updates, precision, 0.0)[:_SHOWN]
+
+
+def keeps_16_bits(precision: Precision) -> bool:
+    """Return whether the optimizer changes 16-bit weights, and neither masters nor random rounding hold the rest."""
+    return precision.mode in WEIGHTS_DTYPE and precision.mode.endswith("_pure")
+
+
+def _moments(updates: list[ParameterUpdate], precision: Precision, most: float) -> list[Finding]:
+    name = family(precision.mode)
+    return [
+        _finding(
+            MOMENT,
+            each,
+            precision.mode,
+            f"the second moment of {each.second_moment_zero:.0%} of the elements is 0 in {name}, their gradient is not",
+            f"precision={name}_master",
+        )
+        for each in _worst(updates, lambda each: each.second_moment_zero, most)
+    ]
+
+
+def _lost(updates: list[ParameterUpdate], precision: Precision, most: float) -> list[Finding]:
+    name = family(precision.mode)
+    return [
+        _finding(
+            LOST,
+            each,
+            precision.mode,
+            f"{each.lost:.0%} of the updates are rounded away, effective descent quality {each.edq:.2f}",
+            f"precision={name}_master" + (", or precision=bf16_sr" if name == "bf16" else ""),
+        )
+        for each in _worst(updates, lambda each: each.lost, most)
+    ]
+
+
+def _worst(
+    updates: list[ParameterUpdate], share: Callable[[ParameterUpdate], float], most: float
+) -> list[ParameterUpdate]:
+    """Return of each module the parameter with the largest share, of those with more than ``most``, largest first."""
     found: dict[str, ParameterUpdate] = {}
-    for each in sorted(updates, key=share, reverse=True):
-        if share(each) > _MOST:
-            found.setdefault(each.name.rpartition(".")[0], each)
+    for each in sorted((each for each in updates if share(each) > most), key=share, reverse=True):
+        found.setdefault(each.name.rpartition(".")[0], each)
     return list(found.values())
 
 

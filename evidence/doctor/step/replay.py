@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from evidence.doctor.step.case import Case
+from evidence.doctor.step.case import Case, update_meter
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
@@ -27,7 +25,7 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.profiling.updates import ParameterUpdate, UpdateMeter, elementwise
+from trainer.profiling.updates import ParameterUpdate
 from trainer.run.folder import RunFolder, local_folder
 from trainer.run.provenance import git_facts, versions
 from trainer.run.resume import check_same, recorded_overrides
@@ -224,16 +222,14 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     case.others = [step[0] for step in following(case, 1 + OTHERS)[1:]]
     reset_peak_memory(hardware.device)
     clock = time.monotonic()
-    options = config.optimizer
-    metered = elementwise(getattr(torch.optim, options.name), options.options)
-    meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
+    meter = update_meter(trainer)
     with meter or nullcontext():
         record = trainer.train_step(microbatches)
     loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     trainer.close()
     seconds = time.monotonic() - clock
     updates = meter.results() if meter is not None and not skipped else []
-    notes = [] if metered else [f"updates: not measured with optimizer.name={options.name}"]
+    notes = [] if meter is not None else [f"updates: not measured with optimizer.name={config.optimizer.name}"]
     peak = peak_memory_bytes(hardware.device)
     return Replay(case, loss, norm, skipped, seconds, peak, began, updates=updates, notes=notes)
 
