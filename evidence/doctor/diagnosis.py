@@ -54,14 +54,19 @@ class Budget:
         if self.left <= 0:
             self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")
             return None
-        began = time.monotonic()
         try:
-            return part()
+            return self.measure(name, part)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.left_out.append(f"{name} (out of memory)")
             return None
+
+    def measure(self, name: str, part: Callable[[], Any]) -> Any:
+        """Run a part that is never left out, and return its result."""
+        began = time.monotonic()
+        try:
+            return part()
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - began
 
@@ -254,7 +259,10 @@ def _climb(result: Diagnosis) -> None:
             continue
         try:
             memory = _WIDER.get(rung.name, 1) * result.replay.memory_bytes
-            trainer = rung.climb() if rung.name in needed else budget.take(rung.name, rung.climb, memory)
+            if rung.name in needed:
+                trainer = budget.measure(rung.name, rung.climb)
+            else:
+                trainer = budget.take(rung.name, rung.climb, memory)
         except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
             if rung is own or is_out_of_memory(error):
                 raise

@@ -30,7 +30,8 @@ def folder_of(diagnosis: Diagnosis) -> Path:
     if replay.folder is not None:
         return replay.folder / "doctor" / step
     config = replay.case.config
-    return Path(config.output_dir).expanduser() / "doctor" / f"{config.recipe.name}-{replay.precision}-{step}"
+    asked_for = replay.missing or replay.precision
+    return Path(config.output_dir).expanduser() / "doctor" / f"{config.recipe.name}-{asked_for}-{step}"
 
 
 def write(diagnosis: Diagnosis, command: list[str]) -> list[Path]:

@@ -80,7 +80,8 @@ def page_of(diagnosis: Diagnosis) -> Page:
     return Page(write(diagnosis, COMMAND)[0].read_text())
 
 
-def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
+def test_the_files(found: Diagnosis, overflow: Diagnosis, tmp_path: Path) -> None:
+    found.budget.spent = overflow.budget.spent
     files = write(found, COMMAND)
     assert {file.parent for file in files} == {tmp_path / "run" / "doctor" / "step-1"}
     assert files[0].name == "report.html"
@@ -88,6 +89,7 @@ def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     verdict = json.loads((files[0].parent / "verdict.json").read_text(), parse_constant=pytest.fail)
     assert (verdict["verdict"], verdict["exit_code"], verdict["step"], verdict["loss"]) == ("FOUND", 7, 1, None)
     assert [rung["status"] for rung in verdict["ladder"]] == ["ok", "ok", "ok", "BREAKS", "BREAKS"]
+    assert {rung["name"] for rung in verdict["ladder"]} < set(verdict["seconds"])
     assert verdict["findings"][0]["module"] == "1.wo"
     assert verdict["command"] == "python scripts/doctor.py 'resume=a run'"
     assert verdict["versions"]["torch"]
@@ -110,6 +112,8 @@ def test_a_check_up_has_a_folder_of_its_own(found: Diagnosis, tmp_path: Path) ->
     case = replace(found.replay.case, config=replace(found.replay.case.config, output_dir=str(tmp_path / "out")))
     found.replay.folder, found.replay.case = None, case
     assert folder_of(found).parent == tmp_path / "out" / "doctor"
+    found.replay.missing = "fp8"
+    assert folder_of(found).name.endswith("-fp8-step-1")
     assert "A check-up before a run." in page_of(found).below["How it was measured"]
 
 
