@@ -13,7 +13,8 @@ from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import Finding
 from trainer.config.compose import quoted
 from trainer.errors import UserError
-from trainer.profiling.ledger import MIB, MemoryLedger
+from trainer.formats import size
+from trainer.profiling.ledger import MemoryLedger
 
 CALLS = 40
 """Trials, at most."""
@@ -52,7 +53,7 @@ class Islands:
         if self.time_ratio is not None:
             price.append(f"{self.time_ratio - 1:+.0%} time")
         if self.memory_bytes is not None:
-            price.append(f"{self.memory_bytes / MIB:+.1f} MiB")
+            price.append(f"{'-' if self.memory_bytes < 0 else '+'}{size(abs(self.memory_bytes))}")
         return ", ".join(price + ([] if self.minimal else ["not minimal: the time was up"]))
 
     def text(self) -> str:
