@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hydra._internal import defaults_list
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
+FILES = ("file", "pkg")
+"""Schemes of the sources that read YAML."""
 
 
 def compose_quickly() -> None:
     """From now on, read Hydra's own configs and the project's conf/ once, and compose once to start a run."""
-    for source in (FileConfigSource, ImportlibResourcesConfigSource):
-        for name in ("is_config", "is_group", "load_config"):
-            setattr(source, name, _remembered(getattr(source, name)))
+    # Hydra runs the modules of its plugins a second time, so the classes that an import gives are not those it uses.
+    for source in Plugins.instance().discover(ConfigSource):
+        if source.scheme() in FILES:
+            for name in ("is_config", "is_group", "load_config"):
+                setattr(source, name, _remembered(getattr(source, name)))
+    ConfigRepository.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]  # nothing changes it
     Hydra.get_mode = _mode(Hydra.get_mode)  # type: ignore[method-assign]
     defaults_list._create_interpolation_map = _where_used(defaults_list._create_interpolation_map)
 
 
 def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[tuple[str, str], Any] = {}
+    known: dict[tuple[str, str], bytes] = {}
 
     def remembering(source: Any, config_path: str) -> Any:
-        if isinstance(source, FileConfigSource) and source.path != CONF:
+        if source.scheme() == "file" and source.path != CONF:
             return method(source, config_path)
         key = source.path, config_path
         if key not in known:
-            known[key] = method(source, config_path)
-        return copy.deepcopy(known[key])
+            known[key] = pickle.dumps(method(source, config_path))
+        return pickle.loads(known[key])  # a copy, faster than copy.deepcopy
 
     return remembering
 

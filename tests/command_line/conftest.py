@@ -80,15 +80,6 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_objects_to_search() -> Iterator[None]:
-    """Every run ends with a garbage collection, which takes the longer the more was imported before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that do not look at the curves: drawing them takes longer than such small runs do."""
@@ -119,11 +110,13 @@ def _command(*overrides: str) -> Result:
 
     out, err = io.StringIO(), io.StringIO()
     argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]
+    gc.freeze()  # the command collects garbage: its own, not all that earlier tests have imported
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             _bear_with_mlflow()
             code = main(out_of_memory)
     finally:
+        gc.unfreeze()
         sys.argv = argv
     return Result(code, out.getvalue(), err.getvalue())
 

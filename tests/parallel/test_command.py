@@ -22,10 +22,11 @@ from tests.parallel.conftest import FORKED_TORCHRUN, PROJECT, TORCHRUN, environm
 from trainer.checkpoint.reader import load
 
 SCRIPT = str(PROJECT / "scripts" / "train.py")
-GPT2 = (
-    "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=8",
-    "micro_batch_size=2", "eval_every=3", "eval_samples=6", "log_every=1", "schedule=constant", "tracking=local",
-    "schedule.warmup_steps=0", "device=cpu", "run_name=run",
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
+BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "profiler=none")
+SMALL = (
+    "batch_size=8", "micro_batch_size=2", "eval_every=3", "eval_samples=6", "log_every=1", "schedule=constant",
+    "tracking=local", "schedule.warmup_steps=0", "device=cpu", "run_name=run",
 )  # fmt: skip
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -34,7 +35,8 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """``start(2, "parallel=ddp", launcher=[…])``: scripts/train.py under torchrun; 0 processes: under python alone.
 
-    All are forks of one process that has imported everything, save where they are to be ``fresh``.
+    All are forks of one process that has imported everything, save where they are to be ``fresh``; these train a model
+    that takes no seconds to import.
     """
     begun: list[subprocess.Popen[str]] = []
 
@@ -43,10 +45,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ) -> Any:
         if not any(option.startswith("--rdzv") for option in launcher):
             launcher = ("--standalone", *launcher)  # a port of its own: torch 2.11's default is the same for all
-        torchrun = TORCHRUN if fresh else FORKED_TORCHRUN
+        torchrun, model = (TORCHRUN, BIGNET) if fresh else (FORKED_TORCHRUN, GPT2)
         command = [*torchrun, f"--nproc-per-node={processes}", *launcher] if processes else [sys.executable]
         process = (subprocess.Popen if fresh else forks.Popen)(
-            [*command, script, *GPT2, *overrides],
+            [*command, script, *model, *SMALL, *overrides],
             cwd=tmp_path,
             env=environment() if fresh else forked_environment(),
             stdout=subprocess.PIPE,
