@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal import defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra.core.plugins import Plugins
@@ -27,6 +28,9 @@ def compose_quickly() -> None:
             for name in ("is_config", "is_group", "load_config"):
                 setattr(source, name, _remembered(getattr(source, name)))
     ConfigRepository.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]  # nothing changes it
+    ConfigLoaderImpl._compose_config_from_defaults_list = _merged_once(  # type: ignore[method-assign]
+        ConfigLoaderImpl._compose_config_from_defaults_list
+    )
     Hydra.get_mode = _mode(Hydra.get_mode)  # type: ignore[method-assign]
     defaults_list._create_interpolation_map = _where_used(defaults_list._create_interpolation_map)
 
@@ -43,6 +47,22 @@ def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
         return pickle.loads(known[key])  # a copy, faster than copy.deepcopy
 
     return remembering
+
+
+def _merged_once(merge: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
+    known: dict[str, bytes] = {}
+
+    def merged_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
+        # Overrides of values come later; until then, the same files give the same config.
+        sources = [(source.scheme(), source.path) for source in repo.get_sources()]
+        if any(scheme == "file" and path != CONF for scheme, path in sources):
+            return merge(loader, defaults, repo)
+        key = repr((sources, defaults))
+        if key not in known:
+            known[key] = pickle.dumps(merge(loader, defaults, repo))
+        return pickle.loads(known[key])
+
+    return merged_once
 
 
 def _mode(get_mode: Callable[..., Any]) -> Callable[..., Any]:
