@@ -42,11 +42,12 @@ def divergence(case: Case, batches: list[list[Batch]]) -> tuple[list[Finding], d
     """
     own = case.config.precision
     unit = _FORMS[own.mode.partition("_")[0]]
-    taken = _as_the_run(case, own, batches)
-    losses = taken.losses
+    trainer = _as_the_run(case, own)
+    taken = _measured(trainer, batches) if keeps_16_bits(own) else None
+    losses = list(_losses(trainer, batches)) if taken is None else taken.losses
+    del trainer  # its memory is for the next ones
     references = {
-        f"fp32, changed {number + 1}": _changed(case.trainer(Precision()), batches, unit, number)
-        for number in range(REPLAYS)
+        f"fp32, changed {number + 1}": list(_losses(_changed(case, unit, number), batches)) for number in range(REPLAYS)
     }
     middle, most = _spread(references, unit)
     first = _leaves(losses, middle, most)
@@ -56,12 +57,13 @@ def divergence(case: Case, batches: list[list[Batch]]) -> tuple[list[Finding], d
     away = torch.tensor(losses, dtype=torch.float64) - middle
     effect = f"is {away[first]:.3g} away from that of fp32" if away[first].isfinite() else "is not finite"
     detail = f"from step {case.step + first} on the loss {effect}"
-    if keeps_16_bits(own):
+    if taken is not None and first:
         masters = f"{family(own.mode)}_master"
-        cured = _as_the_run(case, replace(own, mode=masters), batches)
+        cured = _measured(_as_the_run(case, replace(own, mode=masters)), batches)
         if _leaves(cured.losses, middle, most) is None:
             before = [each for step in taken.updates[:first] for each in step]
-            causes = suspects(before, own, too_large=taken.distances[first - 1] > cured.distances[first - 1])
+            too_small = taken.distances[first - 1] < cured.distances[first - 1]  # not so where it is NaN
+            causes = suspects(before, own, too_large=not too_small)
             for cause in causes:
                 cause.detail += f"; {detail}, and with precision={masters} it stays near"
             if causes:
@@ -94,9 +96,27 @@ class _Steps(NamedTuple):
     """The norm of all that the weights have changed since the first step."""
 
 
-def _as_the_run(case: Case, precision: Precision, batches: list[list[Batch]]) -> _Steps:
+def _as_the_run(case: Case, precision: Precision) -> CaseTrainer:
+    """Return a trainer from the run's own weights and optimizer state."""
     trainer = case.trainer(precision, own=True, scale=case.scale)
     trainer.continue_training()
+    return trainer
+
+
+def _changed(case: Case, unit: float, seed: int) -> CaseTrainer:
+    """Return a trainer in fp32 whose weights are changed by ±``unit``, relative to their size."""
+    trainer = case.trainer(Precision())
+    trainer.continue_training()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+            parameter.mul_(1 + unit * sign)
+    return trainer
+
+
+def _measured(trainer: CaseTrainer, batches: list[list[Batch]]) -> _Steps:
+    """Train some steps from the trainer's weights, and measure each."""
     start = [parameter.detach().clone() for parameter in trainer.update.parameters]
     steps = _Steps([], [], [])
     meter = update_meter(trainer)
@@ -106,25 +126,15 @@ def _as_the_run(case: Case, precision: Precision, batches: list[list[Batch]]) ->
             steps.updates.append(meter.results() if meter is not None else [])
             with torch.no_grad():
                 changes = [
-                    (now.double() - before).norm() for now, before in zip(trainer.update.parameters, start, strict=True)
+                    (now.float() - before.float()).norm()
+                    for now, before in zip(trainer.update.parameters, start, strict=True)
                 ]
             steps.distances.append(torch.stack(changes).norm().item())
     return steps
 
 
-def _changed(trainer: CaseTrainer, batches: list[list[Batch]], unit: float, seed: int) -> list[float]:
-    """Return the losses from weights that are changed by ±``unit``, relative to their size."""
-    trainer.continue_training()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
-            parameter.mul_(1 + unit * sign)
-    return list(_losses(trainer, batches))
-
-
 def _losses(trainer: CaseTrainer, batches: list[list[Batch]]) -> Iterator[float]:
-    """Train some steps, and yield the loss of each."""
+    """Train some steps from the trainer's weights, and yield the loss of each."""
     for microbatches in batches:
         trainer.case = replace(trainer.case, microbatches=microbatches)  # whose targets are counted
         record = trainer.train_step(microbatches)
