@@ -13,6 +13,7 @@ from torch import Tensor
 from evidence.doctor.measured.updates import keeps_16_bits, suspects
 from evidence.doctor.step.case import Case, CaseTrainer, update_meter
 from evidence.doctor.step.finding import DIVERGENCE, UPDATE, Finding
+from trainer.checkpoint.generators import random_state, set_random_state
 from trainer.data.contract import Batch
 from trainer.precision.modes import Precision, family
 from trainer.profiling.updates import ParameterUpdate
@@ -137,9 +138,11 @@ def _losses(trainer: CaseTrainer, batches: list[list[Batch]]) -> Iterator[float]
     """Train some steps from the trainer's weights, and yield the loss of each."""
     for microbatches in batches:
         trainer.case = replace(trainer.case, microbatches=microbatches)  # whose targets are counted
+        generators = random_state(trainer.device)
         record = trainer.train_step(microbatches)
         while bool(record.skipped) and trainer.loss_scale.scale.item() > _LEAST:  # as a dynamic scaler would
             trainer.loss_scale.scale.mul_(0.5)
             trainer.step -= 1
+            set_random_state(generators, trainer.device)  # the same dropout as in fp32, which skips nothing
             record = trainer.train_step(microbatches)
         yield record.loss.item()
