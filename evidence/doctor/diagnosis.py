@@ -11,7 +11,7 @@ import torch
 
 from evidence.doctor.islands import Islands, price, search
 from evidence.doctor.ladder.compiled import compiled_rungs
-from evidence.doctor.ladder.divergence import REPLAYS, STEPS, divergence
+from evidence.doctor.ladder.divergence import REPLAYS, STEPS, divergence, masters_cure
 from evidence.doctor.ladder.exchange import overflow_of_sum
 from evidence.doctor.ladder.rungs import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, Rung, rungs
 from evidence.doctor.measured import range as gradients
@@ -55,15 +55,15 @@ class Budget:
             self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")
             return None
         try:
-            return self.measure(name, part)
+            return self.timed(name, part)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.left_out.append(f"{name} (out of memory)")
             return None
 
-    def measure(self, name: str, part: Callable[[], Any]) -> Any:
-        """Run a part that is never left out, and return its result."""
+    def timed(self, name: str, part: Callable[[], Any]) -> Any:
+        """Run a part, add its seconds to ``spent``, and return its result."""
         began = time.monotonic()
         try:
             return part()
@@ -184,17 +184,20 @@ def _train_on(result: Diagnosis) -> None:
     if result.findings or not result.finite or case.config.precision.half is None:
         return
     fp32 = next((rung.seconds for rung in result.ladder if rung.name == FP32), replay.seconds)
-    as_the_run = 2 if keeps_16_bits(case.config.precision) else 1  # and once more with masters
-    seconds = STEPS * (REPLAYS * fp32 + as_the_run * replay.seconds)
+    seconds = STEPS * (REPLAYS * fp32 + replay.seconds)
     if seconds > budget.left:
         budget.left_out.append(
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
         )
         return
-    found = budget.take("divergence", lambda: divergence(case, following(case, STEPS)))
-    if found is not None:
-        findings, result.losses = found
-        result.findings += findings
+    batches = following(case, STEPS)
+    found = budget.take("divergence", lambda: divergence(case, batches))
+    if found is None:
+        return
+    if found.first and keeps_16_bits(found.precision):
+        found.masters_cure = budget.take("divergence with masters", lambda: masters_cure(case, batches, found))
+    result.losses = found.losses
+    result.findings += found.findings
 
 
 _WIDER = {FP64: 2}
@@ -260,7 +263,7 @@ def _climb(result: Diagnosis) -> None:
         try:
             memory = _WIDER.get(rung.name, 1) * result.replay.memory_bytes
             if rung.name in needed:
-                trainer = budget.measure(rung.name, rung.climb)
+                trainer = budget.timed(rung.name, rung.climb)
             else:
                 trainer = budget.take(rung.name, rung.climb, memory)
         except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes

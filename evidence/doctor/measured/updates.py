@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evidence.doctor.step.finding import LOST, MOMENT, UPDATE, Finding
-from trainer.precision.modes import WEIGHTS_DTYPE, Precision, family
+from trainer.precision.modes import Precision, family
 from trainer.profiling.updates import ParameterUpdate
 
 _MOST = 0.5
@@ -21,62 +21,46 @@ def judge(updates: list[ParameterUpdate], precision: Precision) -> tuple[list[Fi
     """
     if not keeps_16_bits(precision):
         return [], []
-    found = _moments(updates, precision, _MOST)
-    found += _lost([each for each in updates if not each.edq >= _QUALITY], precision, _MOST)
+    mode = precision.mode
+    name = family(mode)
+    moments = _worst(updates, lambda each: each.second_moment_zero)
+    found = [
+        _finding(
+            MOMENT,
+            each,
+            mode,
+            f"the second moment of {each.second_moment_zero:.0%} of the elements is 0 in {name}, their gradient is not",
+            f"precision={name}_master",
+        )
+        for each in moments
+    ]
+    lost = _worst([each for each in updates if not each.edq >= _QUALITY], lambda each: each.lost)
+    found += [
+        _finding(
+            LOST,
+            each,
+            mode,
+            f"{each.lost:.0%} of the updates are rounded away, effective descent quality {each.edq:.2f}",
+            f"precision={name}_master" + (", or precision=bf16_sr" if name == "bf16" else ""),
+        )
+        for each in lost
+    ]
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
     return found[:_SHOWN], notes
 
 
-def suspects(updates: list[ParameterUpdate], precision: Precision, too_large: bool) -> list[Finding]:
-    """Return what can have made the updates of 16-bit weights too large, or too small, the worst modules first.
-
-    A second moment of 0 is a denominator that is too small. Lost updates are too small ones. Any share of them counts,
-    so this is for a run whose loss is known to be wrong.
-    """
-    return (_moments if too_large else _lost)(updates, precision, 0.0)[:_SHOWN]
-
-
 def keeps_16_bits(precision: Precision) -> bool:
-    """Return whether the optimizer changes 16-bit weights, and neither masters nor random rounding hold the rest."""
-    return precision.mode in WEIGHTS_DTYPE and precision.mode.endswith("_pure")
+    """Return whether weights are kept only in 16 bits, and rounded to nearest: the ``*_pure`` modes."""
+    return precision.mode.endswith("_pure")
 
 
-def _moments(updates: list[ParameterUpdate], precision: Precision, most: float) -> list[Finding]:
-    name = family(precision.mode)
-    return [
-        _finding(
-            MOMENT,
-            each,
-            precision.mode,
-            f"the second moment of {each.second_moment_zero:.0%} of the elements is 0 in {name}, their gradient is not",
-            f"precision={name}_master",
-        )
-        for each in _worst(updates, lambda each: each.second_moment_zero, most)
-    ]
-
-
-def _lost(updates: list[ParameterUpdate], precision: Precision, most: float) -> list[Finding]:
-    name = family(precision.mode)
-    return [
-        _finding(
-            LOST,
-            each,
-            precision.mode,
-            f"{each.lost:.0%} of the updates are rounded away, effective descent quality {each.edq:.2f}",
-            f"precision={name}_master" + (", or precision=bf16_sr" if name == "bf16" else ""),
-        )
-        for each in _worst(updates, lambda each: each.lost, most)
-    ]
-
-
-def _worst(
-    updates: list[ParameterUpdate], share: Callable[[ParameterUpdate], float], most: float
-) -> list[ParameterUpdate]:
-    """Return of each module the parameter with the largest share, of those with more than ``most``, largest first."""
+def _worst(updates: list[ParameterUpdate], share: Callable[[ParameterUpdate], float]) -> list[ParameterUpdate]:
+    """Return of each module the parameter with the largest share, of those with most of it, the largest first."""
     found: dict[str, ParameterUpdate] = {}
-    for each in sorted((each for each in updates if share(each) > most), key=share, reverse=True):
-        found.setdefault(each.name.rpartition(".")[0], each)
+    for each in sorted(updates, key=share, reverse=True):
+        if share(each) > _MOST:
+            found.setdefault(each.name.rpartition(".")[0], each)
     return list(found.values())
 
 

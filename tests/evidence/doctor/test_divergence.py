@@ -1,26 +1,37 @@
-"""What the loss of some steps shows, and the updates that are the cause where weights are kept in 16 bits."""
+"""What the loss of some steps shows, and whether fp32 masters are the cure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from evidence.doctor import healthy
+from evidence.doctor.diagnosis import Diagnosis, diagnose
 from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around
-from evidence.doctor.ladder.divergence import STEPS, divergence
-from evidence.doctor.step.case import Case
-from evidence.doctor.step.finding import DIVERGENCE, LOST, MOMENT, UPDATE, Finding
-from evidence.doctor.step.replay import following, of_overrides
+from evidence.doctor.ladder.divergence import STEPS, Divergence
+from evidence.doctor.step.case import Case, CaseTrainer
+from evidence.doctor.step.finding import DIVERGENCE, FORWARD, UPDATE, Finding
+from evidence.doctor.step.replay import Replay, of_overrides
 from trainer.optim.optimizer import Optimizer
+from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 
 
+def diagnosed(case: Case) -> Diagnosis:
+    """Of this check alone; the case's step counts as taken."""
+    replay = Replay(case, 0.0, 0.0, False, 0.0, 0, "the beginning")
+    diagnosis = diagnose(replay, ("divergence",), budget_s=600)
+    assert [len(values) for values in diagnosis.losses.values()] == [STEPS] * 4
+    return diagnosis
+
+
 def found_in(case: Case) -> list[Finding]:
-    findings, losses = divergence(case, following(case, STEPS))
-    assert [len(values) for values in losses.values()] == [STEPS] * 4
-    return findings
+    return diagnosed(case).findings
 
 
 def case_of(model: Callable[[], nn.Module], mode: str) -> Case:
@@ -29,11 +40,16 @@ def case_of(model: Callable[[], nn.Module], mode: str) -> Case:
 
 
 class Rounded(nn.Module):
-    """Rounds its inputs towards minus infinity, to multiples of 1/4, in 16 bits only."""
+    """Rounds its inputs to multiples of 1/4 towards minus infinity, in 16 bits only, from the third step on."""
+
+    def __init__(self, steps: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(float(steps)))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
         half = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
-        return x + ((x * 4).floor() / 4 - x).detach() if half else x
+        return x + ((x * 4).floor() / 4 - x).detach() if half and self.steps > 2 else x
 
 
 def rounded() -> nn.Module:
@@ -53,25 +69,58 @@ def large_weights() -> nn.Module:
     return model
 
 
-def test_second_moments_of_0_are_named_when_they_make_the_updates_too_large() -> None:
+def test_masters_cure_second_moments_of_0() -> None:
     case = of_overrides(["device=cpu", *healthy.TINY["bignet"], "precision=fp16_pure"], 1).case
-    findings = found_in(case)
-    assert {(each.kind, each.direction, each.rung) for each in findings} == {(MOMENT, UPDATE, "fp16_pure")}
-    assert findings[0].module in dict(case.prototype.named_modules())
-    assert "on the loss is not finite, and with precision=fp16_master it stays near" in findings[0].detail
+    (finding,) = found_in(case)
+    assert (finding.kind, finding.direction, finding.rung) == (DIVERGENCE, UPDATE, "fp16_pure")
+    assert "on the loss is not finite; rounding explains" in finding.detail
+    assert finding.detail.endswith("with precision=fp16_master it stays near that of fp32")
+    assert finding.cure == ["precision=fp16_master"]
 
 
-def test_lost_updates_are_named_when_they_make_the_updates_too_small() -> None:
-    findings = found_in(case_of(large_weights, "bf16_pure"))
-    assert {(each.kind, each.direction, each.rung) for each in findings} == {(LOST, UPDATE, "bf16_pure")}
-    assert "and with precision=bf16_master it stays near" in findings[0].detail
+def test_masters_cure_lost_updates() -> None:
+    (finding,) = found_in(case_of(large_weights, "bf16_pure"))
+    assert (finding.kind, finding.direction, finding.rung) == (DIVERGENCE, UPDATE, "bf16_pure")
+    assert finding.cure == ["precision=bf16_master"]
 
 
-def test_updates_are_not_named_when_masters_do_not_help() -> None:
-    for mode in ("bf16_pure", "bf16"):
-        (finding,) = found_in(case_of(rounded, mode))
-        assert (finding.kind, finding.direction, finding.module, finding.rung) == (DIVERGENCE, UPDATE, "", mode)
-        assert "rounding explains" in finding.detail
+@pytest.mark.parametrize("mode", ["bf16_pure", "bf16"])
+def test_masters_are_not_named_where_they_do_not_help(mode: str) -> None:
+    diagnosis = diagnosed(case_of(rounded, mode))
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.direction, finding.module, finding.rung) == (DIVERGENCE, UPDATE, "", mode)
+    assert finding.cure == []
+    assert ("divergence with masters" in diagnosis.budget.spent) == (mode == "bf16_pure")
+
+
+def test_it_is_reported_where_masters_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trainer(case: Case, precision: Precision, **options: Any) -> CaseTrainer:
+        if precision.mode.endswith("_master"):
+            raise torch.OutOfMemoryError("out of memory")
+        return CaseTrainer(case, precision, options.get("own", False), options.get("scale", 1.0), Compile())
+
+    monkeypatch.setattr(Case, "trainer", trainer)
+    diagnosis = diagnosed(case_of(large_weights, "bf16_pure"))
+    assert [finding.cure for finding in diagnosis.findings] == [[]]
+    assert diagnosis.budget.left_out == ["divergence with masters (out of memory)"]
+
+
+def test_the_first_loss_is_not_one_of_updates() -> None:
+    findings = found_in(case_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded(2)), "bf16"))
+    assert [(finding.kind, finding.direction) for finding in findings] == [(DIVERGENCE, FORWARD)]
+
+
+def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
+    nan, inf = float("nan"), float("inf")
+    middle, limit = torch.tensor([1, 1, nan, nan, inf, 1.0]), torch.tensor([0.1, 0.1, nan, nan, nan, nan])
+    found = Divergence(Precision(mode="bf16"), 1, {"bf16": [nan, nan, nan, nan, nan, nan]}, middle, limit)
+    assert found.first is None
+    assert found.findings == []
+    assert found.leaves([1.0] * 6) is None
+    finite = replace(found, middle=torch.ones(6), limit=torch.full((6,), 0.1))
+    assert finite.first == 0
+    assert finite.leaves([1, 1, 2, 2, 1, 2]) is None
+    assert finite.leaves([1, 1, nan, 2, 0, 1]) == 2
 
 
 def test_nothing_is_found_where_rounding_is_all() -> None:
