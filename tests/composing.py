@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig
@@ -22,12 +24,12 @@ FILES = ("file", "pkg")
 
 def compose_quickly() -> None:
     """From now on, read Hydra's own configs and the project's conf/ once, and compose once to start a run."""
-    # Hydra runs the modules of its plugins a second time, so the classes that an import gives are not those it uses.
+    # Hydra imports the modules of its plugins again, so the classes it uses are not those that `import` gives.
     for source in Plugins.instance().discover(ConfigSource):
         if source.scheme() in FILES:
             for name in ("is_config", "is_group", "load_config"):
                 setattr(source, name, _remembered(getattr(source, name)))
-    ConfigRepository.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]  # nothing changes it
+    ConfigRepository.__deepcopy__ = lambda self, _: copy.copy(self)  # type: ignore[attr-defined]  # its list is new
     ConfigLoaderImpl._compose_config_from_defaults_list = _merged_once(  # type: ignore[method-assign]
         ConfigLoaderImpl._compose_config_from_defaults_list
     )
@@ -53,16 +55,22 @@ def _merged_once(merge: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
     known: dict[str, bytes] = {}
 
     def merged_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
-        # Overrides of values come later; until then, the same files give the same config.
+        # Overrides of values are applied after this. Before it, the config depends on the files and the schemas only.
         sources = [(source.scheme(), source.path) for source in repo.get_sources()]
         if any(scheme == "file" and path != CONF for scheme, path in sources):
             return merge(loader, defaults, repo)
-        key = repr((sources, defaults))
+        key = repr((sources, defaults, _schemas(ConfigStore.instance().repo)))
         if key not in known:
             known[key] = pickle.dumps(merge(loader, defaults, repo))
         return pickle.loads(known[key])
 
     return merged_once
+
+
+def _schemas(stored: Any) -> Any:
+    if isinstance(stored, dict):
+        return {name: _schemas(value) for name, value in stored.items()}
+    return id(stored.node)
 
 
 def _mode(get_mode: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ def measure(parts: Sequence[str], seeds: int) -> int:
             count += seeds
             right += sum(named for named, _ in said)
             wrong = [f"seed {seed}: {text}" for seed, (named, text) in enumerate(said) if not named]
-            print(f"{name}: {'; '.join(wrong) or said[0][1]}{'  WRONG' if wrong else ''}", flush=True)
+            print(f"{name}: {'; '.join(wrong) or said[0][1]}{'  WRONG' if wrong else ''}")
         print(f"{part}: {right} of {count} {PARTS[part]}, in {time.monotonic() - began:.0f} s\n")
         good &= right == count
     return 0 if good else 1

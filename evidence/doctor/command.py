@@ -9,10 +9,11 @@ import torch
 
 from evidence.doctor.diagnosis import CHECKS, FOUND, HEALTHY, Diagnosis, diagnose
 from evidence.doctor.mlflow import publish
-from evidence.doctor.report import write
+from evidence.doctor.report import VERDICT, folder_of, write
 from evidence.doctor.step.finding import FORWARD, OVERFLOW
 from evidence.doctor.step.replay import Replay, of_overrides, of_run
 from trainer.config.options import parse
+from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
 
 REFERENCES = {"auto": None, "fp32": torch.float32, "fp64": torch.float64}
@@ -49,13 +50,22 @@ def main(arguments: list[str]) -> int:
         raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
     if options.seeds != 1:
         raise UserError(f"seeds={options.seeds} is for accuracy=; to examine another seed, set seed={options.seeds}")
+    names = list(DoctorOptions.__dataclass_fields__)
+    for override in overrides:
+        key = override.partition("=")[0]
+        hint = "" if key.partition(".")[0] in Config.__dataclass_fields__ else nearest(key, names)
+        if options.resume and hint:
+            raise UserError(f"{key} is not an option{hint}")
     if options.resume:
         replay = of_run(options.resume, overrides, options.step)
     else:
         replay = of_overrides(overrides, options.step)
     print(opening(replay))
-    diagnosis = diagnose(replay, checks, options.budget_s, REFERENCES[options.reference])
+    diagnosis = diagnose(replay, checks, options.budget_s, REFERENCES[options.reference], _progress)
+    print(file=sys.stderr)
     print("\n".join(lines(diagnosis)))
+    if (folder_of(diagnosis) / VERDICT).exists():
+        print("the earlier report of this step is replaced")
     try:
         files = write(diagnosis, ["python", "scripts/doctor.py", *arguments])
     except OSError as error:  # what was found is printed already, and the exit code stays that of the verdict
@@ -65,6 +75,10 @@ def main(arguments: list[str]) -> int:
         print(line)
     print(f"report {files[0]}")
     return diagnosis.exit_code
+
+
+def _progress(part: str) -> None:
+    print(part, end=" … ", file=sys.stderr, flush=True)
 
 
 def _measure(options: DoctorOptions, overrides: list[str]) -> int:

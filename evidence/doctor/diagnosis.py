@@ -34,9 +34,11 @@ CHECKS = ("ladder", "manifest", "range", "pairs", "updates", "divergence", "isla
 class Budget:
     """Seconds that may be spent; what does not fit is left out, and named."""
 
-    def __init__(self, seconds: float, device: torch.device) -> None:
+    def __init__(self, seconds: float, device: torch.device, say: Callable[[str], None] = lambda name: None) -> None:
         self.seconds = seconds
         self.device = device
+        self.say = say
+        """Hears the name of every part before it is run."""
         self.left_out: list[str] = []
         self.spent: dict[str, float] = {}
         self._began = time.monotonic()
@@ -64,6 +66,7 @@ class Budget:
 
     def timed(self, name: str, part: Callable[[], Any]) -> Any:
         """Run a part, add its seconds to ``spent``, and return its result."""
+        self.say(name)
         began = time.monotonic()
         try:
             return part()
@@ -77,6 +80,8 @@ class Diagnosis:
 
     replay: Replay
     budget: Budget
+    checks: tuple[str, ...] = CHECKS
+    """That were asked for."""
     verdict: str = HEALTHY
     ladder: list[Rung] = field(default_factory=list)
     own: Rung | None = None
@@ -108,7 +113,11 @@ class Diagnosis:
 
 
 def diagnose(
-    replay: Replay, checks: tuple[str, ...] = CHECKS, budget_s: float = 60, reference: torch.dtype | None = None
+    replay: Replay,
+    checks: tuple[str, ...] = CHECKS,
+    budget_s: float = 60,
+    reference: torch.dtype | None = None,
+    say: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
     """Examine a step.
 
@@ -117,12 +126,13 @@ def diagnose(
         checks: of ``CHECKS``.
         budget_s: seconds; the rung of fp32 and the run's own are always taken.
         reference: what the modules are compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32.
+        say: hears what is examined next.
 
     Raises:
         UserError: that reference is not wider than the run's format.
     """
     check_reference(replay.precision, reference)
-    result = Diagnosis(replay, Budget(budget_s, replay.case.hardware.device), notes=list(replay.notes))
+    result = Diagnosis(replay, Budget(budget_s, replay.case.hardware.device, say), checks, notes=list(replay.notes))
     if "ladder" in checks or not replay.finite:
         _climb(result)
     if "manifest" in checks:

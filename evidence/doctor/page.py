@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from evidence.doctor.diagnosis import FOUND, HEALTHY, Diagnosis
-from evidence.doctor.ladder.rungs import BREAKS, DIFFERS, LEFT_OUT, OK, Rung
+from evidence.doctor.ladder.rungs import BREAKS, DIFFERS, LEFT_OUT, OK
 from evidence.doctor.measured.pairs import FACTOR
 from evidence.doctor.plots import divergence, errors, exponents, updates
 from evidence.doctor.step import finding as kinds
@@ -57,7 +56,7 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], series: dict[str, Series]
     """
     parts = [
         _verdict(diagnosis, record),
-        f"<h2>The ladder</h2>{_ladder(diagnosis.ladder)}",
+        f"<h2>The ladder</h2>{_ladder(diagnosis)}",
         f"<h2>Findings</h2>{_findings(diagnosis.findings)}",
         f"<h2>Notes</h2>{items(diagnosis.notes) if diagnosis.notes else paragraphs(['None.'])}",
         f"<h2>Range of gradients</h2>{_range(diagnosis)}",
@@ -125,16 +124,18 @@ def _what_to_do(diagnosis: Diagnosis, first: Finding) -> str:
     if islands is not None and islands.cured:
         cost = f" Measured cost: {islands.cost}." if islands.cost else ""
         copied = (
-            f'<p>What to do: start a new run with this option.{cost}</p><pre>"{html.escape(islands.override)}"</pre>'
+            "<p>What to do: start a new run with this option. It was tried with the weights of this step; later ones "
+            f'may need more modules.{cost}</p><pre>"{html.escape(islands.override)}"</pre>'
         )
         others = [cure for cure in first.cure if cure != islands.text()]
         return copied + (items(others) if others else "")
     return f"<p>What to do:</p>{items(first.cure)}" if first.cure else ""
 
 
-def _ladder(ladder: Sequence[Rung]) -> str:
+def _ladder(diagnosis: Diagnosis) -> str:
+    ladder = diagnosis.ladder
     if not ladder:
-        return "<p>Not examined.</p>"
+        return _not_examined(diagnosis, "ladder")
     rungs = "".join(
         f"<li class={_CLASSES.get(rung.status, 'out')}><b>{html.escape(rung.name)}</b><span>"
         f"{html.escape(rung.text().removeprefix(rung.name).strip())}</span></li>"
@@ -162,15 +163,28 @@ def _findings(findings: list[Finding]) -> str:
     return f"<div class=wrap>{table}</div>"
 
 
-def _not_examined(diagnosis: Diagnosis) -> str:
-    only = " It takes a finite step in which nothing was found before." if diagnosis.findings else ""
-    return f"<p>Not examined.{only}</p>"
+def _not_examined(diagnosis: Diagnosis, check: str) -> str:
+    if check not in diagnosis.checks:
+        why = f" check={check} was not asked for."
+    elif any(item.startswith(check) for item in diagnosis.budget.left_out):
+        why = " See what was left out."
+    else:
+        why = NEEDS.get(check, "")
+    return f"<p>Not examined.{why}</p>"
+
+
+NEEDS = {
+    "range": " The step is not finite in fp32.",
+    "pairs": " It takes a finite step in which nothing was found before.",
+    "divergence": " It takes a finite step in 16 bits in which nothing was found before.",
+}
+"""Why a check that was asked for does not examine a step."""
 
 
 def _range(diagnosis: Diagnosis) -> str:
     found = diagnosis.range
     if found is None:
-        return _not_examined(diagnosis)
+        return _not_examined(diagnosis, "range")
     own, scales = diagnosis.replay.case.scale, {}
     said = "The run's format needs no loss scale: it has fp32's exponents."
     if found.highest is not None and found.lowest is not None:
@@ -188,7 +202,7 @@ def _range(diagnosis: Diagnosis) -> str:
 
 def _errors(diagnosis: Diagnosis) -> str:
     if diagnosis.pairs is None:
-        return _not_examined(diagnosis)
+        return _not_examined(diagnosis, "pairs")
     rows = diagnosis.pairs.rows
     drawn = [plot for direction in (kinds.FORWARD, kinds.BACKWARD) if (plot := errors(rows, direction))]
     if not drawn:
@@ -196,13 +210,13 @@ def _errors(diagnosis: Diagnosis) -> str:
     return (
         "<p>What each module adds by itself: its own operators in the run's format and in the reference's, from the "
         f"same inputs. An error is a fault beyond its bound, {FACTOR} × what rounding makes unavoidable. The "
-        f"accumulated error is that of the whole run up to there.</p>{plots(drawn)}"
+        f"accumulated error compares a whole step in the run's format with one in the reference.</p>{plots(drawn)}"
     )
 
 
 def _divergence(diagnosis: Diagnosis) -> str:
     if not diagnosis.losses:
-        return _not_examined(diagnosis)
+        return _not_examined(diagnosis, "divergence")
     return plots([divergence(diagnosis.losses, diagnosis.replay.precision, diagnosis.replay.case.step)])
 
 
@@ -212,13 +226,13 @@ def _updates(diagnosis: Diagnosis, series: dict[str, Series]) -> str:
         return plots([drawn])
     if diagnosis.replay.folder is None:
         return "<p>There is no run yet. Train with meters=numerics to see how many updates are lost by rounding.</p>"
-    return "<p>The run has measured no lost updates; meters=numerics does that.</p>"
+    return "<p>The run did not measure lost updates. Train with meters=numerics to see them.</p>"
 
 
 def _manifest(diagnosis: Diagnosis) -> str:
     manifest = diagnosis.manifest
     if manifest is None:
-        return "<p>Not examined.</p>"
+        return _not_examined(diagnosis, "manifest")
     calls: Counter[str] = Counter()
     for row in manifest.rows:
         calls[row.output] += row.calls

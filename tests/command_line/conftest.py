@@ -110,7 +110,7 @@ def _command(*overrides: str) -> Result:
 
     out, err = io.StringIO(), io.StringIO()
     argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]
-    gc.freeze()  # the command collects garbage: its own, not all that earlier tests have imported
+    gc.freeze()  # the command calls gc.collect(), which does not search what is frozen
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             _bear_with_mlflow()

@@ -35,17 +35,22 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """``start(2, "parallel=ddp", launcher=[…])``: scripts/train.py under torchrun; 0 processes: under python alone.
 
-    All are forks of one process that has imported everything, save where they are to be ``fresh``; these train a model
-    that takes no seconds to import.
+    All are forks of one process that has imported everything, save where they are to be ``fresh``. Then BigNet starts
+    fastest.
     """
     begun: list[subprocess.Popen[str]] = []
 
     def begin(
-        processes: int, *overrides: str, launcher: tuple[str, ...] = (), script: str = SCRIPT, fresh: bool = False
+        processes: int,
+        *overrides: str,
+        launcher: tuple[str, ...] = (),
+        script: str = SCRIPT,
+        fresh: bool = False,
+        model: tuple[str, ...] = GPT2,
     ) -> Any:
         if not any(option.startswith("--rdzv") for option in launcher):
             launcher = ("--standalone", *launcher)  # a port of its own: torch 2.11's default is the same for all
-        torchrun, model = (TORCHRUN, BIGNET) if fresh else (FORKED_TORCHRUN, GPT2)
+        torchrun = TORCHRUN if fresh else FORKED_TORCHRUN
         command = [*torchrun, f"--nproc-per-node={processes}", *launcher] if processes else [sys.executable]
         process = (subprocess.Popen if fresh else forks.Popen)(
             [*command, script, *model, *SMALL, *overrides],
@@ -219,8 +224,9 @@ def test_an_error_on_all_ranks_is_reported_once_and_the_sweep_continues(start: S
 def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"
     process = start(
-        2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]", fresh=True
-    )
+        2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]",
+        fresh=True, model=BIGNET,
+    )  # fmt: skip
     wait_for_step(run, 3, process)
     os.kill(rank_process(process, 1).pid, signal.SIGUSR1)  # to one rank only
     deadline = time.monotonic() + 300

@@ -96,7 +96,8 @@ class Range:
             return "scale: not needed"
         if self.lowest <= self.highest:
             return f"scale: 2^{self.lowest} … 2^{self.highest} holds all gradients"
-        return f"scale: none holds all gradients; 2^{self.highest} is the largest, the smallest need 2^{self.lowest}"
+        above = f"above 2^{self.highest} the largest gradients overflow"
+        return f"scale: none holds all gradients; {above}, below 2^{self.lowest} the smallest are lost"
 
 
 def measure(case: Case) -> Range:
@@ -108,7 +109,7 @@ def measure(case: Case) -> Range:
     mode = case.config.precision.mode
     few = case.few(least_samples(reference.model))
     if family(mode) != "fp16":
-        note = f"range of gradients: {mode} needs no loss scale, as its exponents are fp32's; seen with few samples"
+        note = f"range of gradients: {mode} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, case, few), notes=[note])
     layers = _exponents(reference, case, case)
     _mark_half(case.trainer(case.config.precision, own=True), few, layers)

@@ -161,7 +161,7 @@ class Capture(TorchDispatchMode):
             if low.shape != wide.shape or not bool(bad.any()):
                 continue
             reference = wide[bad]
-            count = f"{int(bad.sum()):,} of {low.numel():,}"
+            count = f"{int(bad.sum()):,} of {low.numel():,} elements"
             largest = torch.finfo(low.dtype).max
             if bool(torch.isfinite(reference).all()):
                 amax = reference.abs().max().item()

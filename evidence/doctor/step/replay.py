@@ -117,6 +117,8 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     failed = int(failure.get("step", 0))
     finished = not step and not failed and summary.get("status") == "FINISHED"
     saved = store.steps(folder.checkpoints)
+    if failed and step > failed:
+        raise UserError(f"step={step}: {folder.path} stopped at step {failed}; set step={failed}, or leave it out")
     wanted = step or failed or int(summary.get("step", 0)) + 1 or (saved[-1] + 1 if saved else 1)
     if wanted > trainer.plan.steps + 1:
         raise UserError(f"step={wanted}: {folder.path} has {trainer.plan.steps} steps; set step={trainer.plan.steps}")
@@ -140,8 +142,9 @@ def _folder(resume: str) -> RunFolder:
     if resume.startswith(("mlflow:", "runs:/")):
         return local_folder(resume, "outputs")
     folder = RunFolder(Path(resume).expanduser())
-    if not folder.path.is_dir():
-        raise UserError(f"resume={resume}: no such folder; give a run folder, such as outputs/gpt2-fp16-s0")
+    if not (folder.path / "config.json").is_file():
+        what = " is not a run folder" if folder.path.is_dir() else ": no such folder"
+        raise UserError(f"resume={resume}{what}; give a run folder, such as outputs/gpt2-fp16-s0")
     return folder
 
 
@@ -211,7 +214,7 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
         trainer.datasets.train, trainer.order, batching, trainer.step, left + OTHERS, hardware
     )
     if left > 1:
-        say(f"taking {left - 1} steps again from {began} …")
+        say(f"taking {left - 1} step{'s' * (left > 2)} again from {began} …")
     for _ in range(left - 1):
         record = trainer.train_step(next(batches))
         passed_over = trainer.loss_scale.recovers and bool(record.skipped)  # the run went on after it

@@ -79,6 +79,19 @@ def test_a_failed_step_is_reproduced_and_its_cause_found(
     assert {file: file.read_bytes() for file in before} == before  # nothing of the run is changed
 
 
+def test_a_step_that_a_failed_run_did_not_reach_is_refused(overflows: Path) -> None:
+    with pytest.raises(UserError, match=r"step=4: \S+ stopped at step 3; set step=3, or leave it out"):
+        main([f"resume={overflows}", "step=4"])
+
+
+def test_an_earlier_report_of_the_step_is_not_replaced_in_silence(
+    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(finishes)
+    replaced = "the earlier report of this step is replaced"
+    assert [replaced in said(capsys, f"resume={run}", "check=updates")[1] for _ in range(2)] == [False, True]
+
+
 def test_without_a_checkpoint_it_is_replayed_from_the_beginning(
     overflows: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +112,7 @@ def test_weights_that_are_infinite_already_are_not_started_from(
     capsys.readouterr()
     code, lines = said(capsys, f"resume={run}", "check=ladder")
     assert code == 7
-    assert lines[0] == "taking 1 steps again from the beginning …"
+    assert lines[0] == "taking 1 step again from the beginning …"
     assert any(line.startswith("FOUND input, forward: ") for line in lines), lines
     assert any("is not finite before the step" in line for line in lines)
 
@@ -172,7 +185,7 @@ def test_what_there_is_no_time_for_is_named(
 def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = said(capsys, *BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=ladder,manifest", "step=2")
     assert code == 0
-    assert lines[0] == "taking 1 steps again from the beginning …"
+    assert lines[0] == "taking 1 step again from the beginning …"
     assert "HEALTHY at step 2" in lines
     assert [path.name for path in tmp_path.iterdir()] == ["doctor"]
 
@@ -182,6 +195,8 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, capsys: pytest.Ca
     [
         ("resume=nowhere", "resume=nowhere: no such folder; give a run folder, such as outputs/gpt2-fp16-s0"),
         ("recipe=bignet check=laddr", "check=laddr is not a check; did you mean 'ladder'?"),
+        ("resume=RUN/checkpoints", "resume=RUN/checkpoints is not a run folder; give a run folder, such as outputs/"),
+        ("resume=RUN chekc=ladder", "chekc is not an option; did you mean 'check'?"),
         ("resume=RUN step=9", "step=9: RUN has 2 steps; set step=2"),
         ("resume=RUN precision=fp32", "precision=fp32: a run is examined as it was trained; to examine another one"),
         ("recipe=bignet recipe.widht=8", "widht"),

@@ -16,7 +16,7 @@ import torch
 
 from evidence.doctor import command
 from evidence.doctor.accuracy import FAULTS
-from evidence.doctor.diagnosis import HEALTHY, NOT_REPRODUCED, Budget, Diagnosis, diagnose
+from evidence.doctor.diagnosis import CHECKS, HEALTHY, NOT_REPRODUCED, Budget, Diagnosis, diagnose
 from evidence.doctor.islands import Islands
 from evidence.doctor.ladder.rungs import LEFT_OUT
 from evidence.doctor.measured.pairs import Pairs, Row
@@ -38,9 +38,9 @@ def overflow() -> Diagnosis:
 @pytest.fixture
 def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     """A copy that a test may change, of a run in tmp_path."""
-    return replace(
-        overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=Budget(1, torch.device("cpu"))
-    )
+    budget = Budget(1, torch.device("cpu"))
+    budget.spent = dict(overflow.budget.spent)
+    return replace(overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=budget)
 
 
 class Page(HTMLParser):
@@ -80,8 +80,7 @@ def page_of(diagnosis: Diagnosis) -> Page:
     return Page(write(diagnosis, COMMAND)[0].read_text())
 
 
-def test_the_files(found: Diagnosis, overflow: Diagnosis, tmp_path: Path) -> None:
-    found.budget.spent = overflow.budget.spent
+def test_the_files(found: Diagnosis, tmp_path: Path) -> None:
     files = write(found, COMMAND)
     assert {file.parent for file in files} == {tmp_path / "run" / "doctor" / "step-1"}
     assert files[0].name == "report.html"
@@ -156,7 +155,13 @@ def test_what_was_not_examined_is_a_sentence(found: Diagnosis) -> None:
     assert "svg" not in page.tags
     assert "Nothing was found" in page.below["HEALTHY"]
     assert page.below["The ladder"].split() == page.below["What ran in which format"].split() == ["Not", "examined."]
-    assert "The run has measured no lost updates" in page.below["Updates"]
+    assert page.below["Range of gradients"].strip() == "Not examined. check=range was not asked for."
+    assert "The run did not measure lost updates." in page.below["Updates"]
+    found.checks = CHECKS
+    found.budget.left_out = ["pairs (out of memory)"]
+    page = page_of(found)
+    assert page.below["Range of gradients"].strip() == "Not examined. The step is not finite in fp32."
+    assert page.below["Error by module"].strip() == "Not examined. See what was left out."
 
 
 def test_a_failure_that_is_not_reproduced_has_its_advice(found: Diagnosis) -> None:
