@@ -24,7 +24,6 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import StaticScaler
-from trainer.profiling.updates import UpdateMeter, elementwise
 from trainer.trainer import Gradients, Trainer
 
 
@@ -246,14 +245,6 @@ class Widened(TorchFunctionMode):
 
     def _of(self, value: Any) -> Any:
         return self.dtype if isinstance(value, torch.dtype) and value in self._narrower else value
-
-
-def update_meter(trainer: Trainer) -> UpdateMeter | None:
-    """Return a meter of the trainer's updates; None: its optimizer does not treat every element alone."""
-    optimizer = trainer.config.optimizer
-    if not elementwise(getattr(torch.optim, optimizer.name), optimizer.options):
-        return None
-    return UpdateMeter(trainer.model, trainer.update, trainer.config.precision.half)
 
 
 def finite(tensor: Tensor) -> bool:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evidence.doctor.step.case import Case, update_meter
+import torch
+
+from evidence.doctor.step.case import Case
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
@@ -25,7 +27,7 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.profiling.updates import ParameterUpdate
+from trainer.profiling.updates import ParameterUpdate, UpdateMeter, elementwise
 from trainer.run.folder import RunFolder, local_folder
 from trainer.run.provenance import git_facts, versions
 from trainer.run.resume import check_same, recorded_overrides
@@ -225,14 +227,16 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     case.others = [step[0] for step in following(case, 1 + OTHERS)[1:]]
     reset_peak_memory(hardware.device)
     clock = time.monotonic()
-    meter = update_meter(trainer)
+    options = config.optimizer
+    metered = elementwise(getattr(torch.optim, options.name), options.options)
+    meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
     with meter or nullcontext():
         record = trainer.train_step(microbatches)
     loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     trainer.close()
     seconds = time.monotonic() - clock
     updates = meter.results() if meter is not None and not skipped else []
-    notes = [] if meter is not None else [f"updates: not measured with optimizer.name={config.optimizer.name}"]
+    notes = [] if metered else [f"updates: not measured with optimizer.name={options.name}"]
     peak = peak_memory_bytes(hardware.device)
     return Replay(case, loss, norm, skipped, seconds, peak, began, updates=updates, notes=notes)
 
