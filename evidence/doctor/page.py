@@ -175,8 +175,8 @@ def _not_examined(diagnosis: Diagnosis, check: str) -> str:
 
 NEEDS = {
     "range": " The step is not finite in fp32.",
-    "pairs": " It takes a finite step in which nothing was found before.",
-    "divergence": " It takes a finite step in 16 bits in which nothing was found before.",
+    "pairs": " It needs a finite step in which nothing was found before.",
+    "divergence": " It needs a finite step in 16 bits in which nothing was found before.",
 }
 """Why a check that was asked for does not examine a step."""
 
@@ -190,8 +190,8 @@ def _range(diagnosis: Diagnosis) -> str:
     if found.highest is not None and found.lowest is not None:
         said = f"In fp16 the loss scales from 2^{found.lowest} to 2^{found.highest} hold all of them"
         if found.lowest > found.highest:
-            said = f"In fp16 no loss scale holds all of them: 2^{found.highest} is the largest, and some need "
-            said += f"2^{found.lowest}"
+            said = f"In fp16 no loss scale holds all of them: above 2^{found.highest} the largest overflow, below "
+            said += f"2^{found.lowest} the smallest are lost"
         said += f". The step's scale is {own:.10g}."
         scales = {f"scale {own:.10g}": own} | {f"scale 2^{found.highest}": 2.0**found.highest}
     outputs = [layer for layer in found.layers if layer.tensor == "output"]
