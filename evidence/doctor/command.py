@@ -62,7 +62,8 @@ def main(arguments: list[str]) -> int:
         replay = of_overrides(overrides, options.step)
     print(opening(replay))
     diagnosis = diagnose(replay, checks, options.budget_s, REFERENCES[options.reference], _progress)
-    print(file=sys.stderr)
+    if diagnosis.budget.spent:
+        print(file=sys.stderr)  # after the names of the parts
     print("\n".join(lines(diagnosis)))
     if (folder_of(diagnosis) / VERDICT).exists():
         print("the earlier report of this step is replaced")

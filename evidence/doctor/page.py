@@ -186,7 +186,7 @@ def _range(diagnosis: Diagnosis) -> str:
     if found is None:
         return _not_examined(diagnosis, "range")
     own, scales = diagnosis.replay.case.scale, {}
-    said = "The run's format needs no loss scale: it has fp32's exponents."
+    said = "The run's format needs no loss scale: it has fp32's exponents. A few samples are shown."
     if found.highest is not None and found.lowest is not None:
         said = f"In fp16 the loss scales from 2^{found.lowest} to 2^{found.highest} hold all of them"
         if found.lowest > found.highest:
