@@ -80,8 +80,6 @@ class Diagnosis:
 
     replay: Replay
     budget: Budget
-    checks: tuple[str, ...] = CHECKS
-    """That were asked for."""
     verdict: str = HEALTHY
     ladder: list[Rung] = field(default_factory=list)
     own: Rung | None = None
@@ -94,6 +92,8 @@ class Diagnosis:
     losses: dict[str, list[float]] = field(default_factory=dict)
     """Of the steps that ``divergence`` takes, by format."""
     notes: list[str] = field(default_factory=list)
+    checks: tuple[str, ...] = CHECKS
+    """That were asked for."""
 
     @property
     def finite(self) -> bool:
@@ -132,7 +132,9 @@ def diagnose(
         UserError: that reference is not wider than the run's format.
     """
     check_reference(replay.precision, reference)
-    result = Diagnosis(replay, Budget(budget_s, replay.case.hardware.device, say), checks, notes=list(replay.notes))
+    result = Diagnosis(
+        replay, Budget(budget_s, replay.case.hardware.device, say), notes=list(replay.notes), checks=checks
+    )
     if "ladder" in checks or not replay.finite:
         _climb(result)
     if "manifest" in checks:
