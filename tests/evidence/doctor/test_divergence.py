@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from evidence.doctor import healthy
 from evidence.doctor.diagnosis import Diagnosis, diagnose
-from evidence.doctor.faults.planted import WIDTH, Expected, Fault, around
+from evidence.doctor.faults.planted import WIDTH, Block, Expected, Fault, around, mean_square
 from evidence.doctor.ladder.divergence import STEPS, Divergence
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import DIVERGENCE, FORWARD, UPDATE, Finding
 from evidence.doctor.step.replay import Replay, of_overrides
+from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
@@ -34,9 +35,10 @@ def found_in(case: Case) -> list[Finding]:
     return diagnosed(case).findings
 
 
-def case_of(model: Callable[[], nn.Module], mode: str) -> Case:
+def case_of(model: Callable[[], nn.Module], mode: str, loss: Callable[[Tensor, Batch], Tensor] = mean_square) -> Case:
     optimizer = Optimizer(name="AdamW", lr=3e-3)
-    return Fault(0, "", Expected("", "", "", ""), model, Precision(mode=mode), optimizer=optimizer).replay().case
+    expected = Expected("", "", "", "")
+    return Fault(0, "", expected, model, Precision(mode=mode), loss=loss, optimizer=optimizer).replay().case
 
 
 class Rounded(nn.Module):
@@ -134,3 +136,19 @@ def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:
     first = case.trainer(case.config.precision, own=True, scale=case.scale)
     assert first.train_step(case.microbatches).skipped
     assert found_in(case) == []
+
+
+def small() -> nn.Module:
+    """Return a block that changes its inputs so little that rounding its weights shows nothing."""
+    model = nn.Sequential(Block())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.01)
+    return model
+
+
+def test_rounded_inputs_are_no_divergence() -> None:
+    def from_target(output: Tensor, batch: Batch) -> Tensor:
+        return mean_square(output.float() - 3 * batch["x"].float(), batch)
+
+    assert found_in(case_of(small, "bf16_pure", from_target)) == []
