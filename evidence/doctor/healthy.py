@@ -21,8 +21,6 @@ MODES = ("fp32", "bf16", "fp16", "bf16_master", "fp16_master", "bf16_sr")
 PURE = ("bf16_pure", "fp16_pure")
 ALLOWED_IN_PURE = (LOST, MOMENT)
 """What is true of these modes: the optimizer's updates are rounded away, its second moment becomes 0."""
-
-
 BUDGET_S = 120
 """Of each: the steps of ``divergence`` are left out where a format is emulated, and so too slow."""
 
@@ -48,9 +46,8 @@ def examine(overrides: tuple[str, ...], checks: tuple[str, ...]) -> Diagnosis:
 def wrong(diagnosis: Diagnosis) -> list[str]:
     """Return what the doctor reports of a healthy combination and should not."""
     pure = diagnosis.replay.precision in PURE
+    return [" ".join(finding.lines()) for finding in diagnosis.findings if not (pure and _true_in_pure(finding))]
 
-    def allowed(finding: Finding) -> bool:
-        cured = finding.kind == DIVERGENCE and finding.cure  # by masters: the mode itself is the cause
-        return pure and (finding.kind in ALLOWED_IN_PURE or bool(cured))
 
-    return [" ".join(finding.lines()) for finding in diagnosis.findings if not allowed(finding)]
+def _true_in_pure(finding: Finding) -> bool:
+    return finding.kind in ALLOWED_IN_PURE or (finding.kind == DIVERGENCE and finding.cure != [])  # masters cure it

@@ -22,11 +22,10 @@ from tests.parallel.conftest import FORKED_TORCHRUN, PROJECT, TORCHRUN, environm
 from trainer.checkpoint.reader import load
 
 SCRIPT = str(PROJECT / "scripts" / "train.py")
-GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
-BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=2", "profiler=none")
-SMALL = (
-    "batch_size=8", "micro_batch_size=2", "eval_every=3", "eval_samples=6", "log_every=1", "schedule=constant",
-    "tracking=local", "schedule.warmup_steps=0", "device=cpu", "run_name=run",
+GPT2 = (
+    "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=8",
+    "micro_batch_size=2", "eval_every=3", "eval_samples=6", "log_every=1", "schedule=constant", "tracking=local",
+    "schedule.warmup_steps=0", "device=cpu", "run_name=run",
 )  # fmt: skip
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -35,25 +34,19 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """``start(2, "parallel=ddp", launcher=[…])``: scripts/train.py under torchrun; 0 processes: under python alone.
 
-    All are forks of one process that has imported everything, save where they are to be ``fresh``. Then BigNet starts
-    fastest.
+    All are forks of one process that has imported everything, save where they are to be ``fresh``.
     """
     begun: list[subprocess.Popen[str]] = []
 
     def begin(
-        processes: int,
-        *overrides: str,
-        launcher: tuple[str, ...] = (),
-        script: str = SCRIPT,
-        fresh: bool = False,
-        model: tuple[str, ...] = GPT2,
+        processes: int, *overrides: str, launcher: tuple[str, ...] = (), script: str = SCRIPT, fresh: bool = False
     ) -> Any:
         if not any(option.startswith("--rdzv") for option in launcher):
             launcher = ("--standalone", *launcher)  # a port of its own: torch 2.11's default is the same for all
         torchrun = TORCHRUN if fresh else FORKED_TORCHRUN
         command = [*torchrun, f"--nproc-per-node={processes}", *launcher] if processes else [sys.executable]
         process = (subprocess.Popen if fresh else forks.Popen)(
-            [*command, script, *model, *SMALL, *overrides],
+            [*command, script, *GPT2, *overrides],
             cwd=tmp_path,
             env=environment() if fresh else forked_environment(),
             stdout=subprocess.PIPE,
@@ -224,9 +217,8 @@ def test_an_error_on_all_ranks_is_reported_once_and_the_sweep_continues(start: S
 def test_a_signal_to_torchrun_saves_on_all_ranks(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"
     process = start(
-        2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]",
-        fresh=True, model=BIGNET,
-    )  # fmt: skip
+        2, "parallel=fsdp", "steps=100000", "eval_every=100000", "checkpoint.save_on_signal=[USR1]", fresh=True
+    )
     wait_for_step(run, 3, process)
     os.kill(rank_process(process, 1).pid, signal.SIGUSR1)  # to one rank only
     deadline = time.monotonic() + 300

@@ -63,7 +63,7 @@ def plain() -> nn.Module:
 
 
 def large_weights() -> nn.Module:
-    """Return layers whose weights are 1, of which bf16 holds no updates of 3e-3."""
+    """Return layers whose weights are 1 or -1: in bf16 an update of 3e-3 does not change them."""
     model = around(nn.LayerNorm(WIDTH))
     with torch.no_grad():
         for parameter in model.parameters():

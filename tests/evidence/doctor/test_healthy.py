@@ -1,4 +1,4 @@
-"""Nothing is found in healthy models; the whole list of combinations is that of scripts/bench.py."""
+"""Nothing is found in healthy models; `scripts/doctor.py accuracy=healthy` examines all combinations."""
 
 from __future__ import annotations
 
