@@ -129,7 +129,7 @@ class MaxBatch(Probe):
         """Search by trials, or compute it from the forecast."""
         from evidence.memory.max_batch import MARGIN, largest_micro_batch, parse_budget
         from trainer.profiling.ledger import MIB
-        from trainer.run.forecast import forecast
+        from trainer.run.memory.forecast import forecast
 
         if self.by not in ("trials", "forecast"):
             raise UserError(f"by={self.by} is neither trials nor forecast")

@@ -40,7 +40,7 @@ IMPORTED = (
     "torch._dynamo",
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
-    "trainer.cli",
+    "trainer.run.command",
     "trainer.tracking.plots",
     "trainer.tracking.mlflow.serving",
     "trainer.run.start",

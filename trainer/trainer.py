@@ -23,10 +23,10 @@ from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import DataOrder, checked, evaluation_samples, to_device
 from trainer.hardware import Hardware, detect
+from trainer.kernels import attention, convolution
 from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.update import Update
 from trainer.parallel.world import World
-from trainer.precision import attention, convolution
 from trainer.profiling import calls
 from trainer.recipe import Choice
 

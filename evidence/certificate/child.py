@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer import cli
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data.contract import Batch, SampleId
 from trainer.data.loader import DataOrder
 from trainer.optim.update import Update
+from trainer.run import command
+from trainer.run.memory.shortage import out_of_memory
 from trainer.run.run import Run
-from trainer.run.shortage import out_of_memory
 from trainer.trainer import StepRecord, Trainer
 
 TRACE_FILE = "trace.jsonl"
@@ -185,7 +185,7 @@ def main() -> int:
     """Run the command line that follows the kill."""
     if (kill := sys.argv.pop(1)) != "none":
         TracedRun.kill = Kill.parse(kill)
-    return cli.main(out_of_memory, TracedRun)
+    return command.main(out_of_memory, TracedRun)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from evidence.memory.trial import trial
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.hardware import detect
-from trainer.run.forecast import Forecast, forecast, table
+from trainer.run.memory.forecast import Forecast, forecast, table
 
 
 @dataclass

@@ -12,7 +12,7 @@ from trainer.config.options import fraction
 from trainer.errors import UserError
 from trainer.formats import size
 from trainer.hardware import Hardware, available_bytes, detect
-from trainer.run.forecast import forecast, required_bytes
+from trainer.run.memory.forecast import forecast, required_bytes
 
 MARGIN = 0.05
 _EXACT_BELOW = 32

@@ -105,8 +105,8 @@ def _bear_with_mlflow() -> None:
 
 
 def _command(*overrides: str) -> Result:
-    from trainer.cli import main
-    from trainer.run.shortage import out_of_memory
+    from trainer.run.command import main
+    from trainer.run.memory.shortage import out_of_memory
 
     out, err = io.StringIO(), io.StringIO()
     argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainer.precision import convolution
+from trainer.kernels import convolution
 
 PROJECT = Path(__file__).resolve().parents[2]
 CHOICES = sorted(

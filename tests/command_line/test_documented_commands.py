@@ -16,7 +16,7 @@ FILES = [
     *PAGES,
     *sorted((PROJECT / "conf").rglob("*.yaml")),
     *sorted((PROJECT / "scripts").glob("*.py")),
-    PROJECT / "trainer/cli.py",
+    PROJECT / "trainer/run/command.py",
 ]
 COMMAND = re.compile(
     r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:python scripts/|torchrun |make |srun |pip install |docker |source )[^`]*)"

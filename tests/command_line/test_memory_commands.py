@@ -133,9 +133,9 @@ def test_a_model_that_holds_itself_is_released_after_its_run() -> None:
 LIMITED = """
 import ctypes, resource, sys
 import torch
-from trainer.cli import main
+from trainer.run.command import main
 from trainer.hardware import held_bytes
-from trainer.run.shortage import out_of_memory
+from trainer.run.memory.shortage import out_of_memory
 ctypes.CDLL(None).mallopt(-3, 131072)  # a mapping for each tensor: the heap wastes as much again on a few MiB
 torch.ones(2**20).exp_()  # starts torch's threads
 resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 400 * 2**20, resource.RLIM_INFINITY))

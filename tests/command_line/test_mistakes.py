@@ -209,8 +209,8 @@ def test_a_mistake_imports_no_heavy_library(folder: Path) -> None:
 import sys
 sys.path.insert(0, {str(PROJECT)!r})
 from tests.composing import compose_quickly
-from trainer.cli import main
-from trainer.run.shortage import out_of_memory
+from trainer.run.command import main
+from trainer.run.memory.shortage import out_of_memory
 compose_quickly()
 for command in {commands!r}:
     sys.argv = ["scripts/train.py", *command]
@@ -248,8 +248,8 @@ server = socket.create_server(("127.0.0.1", 0))
 os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{{server.getsockname()[1]}}"
 sys.path.insert(0, {str(PROJECT)!r})
 from recipes.data.text.pretrained import hub_reachable
-from trainer.cli import main
-from trainer.run.shortage import out_of_memory
+from trainer.run.command import main
+from trainer.run.memory.shortage import out_of_memory
 hub_reachable.__defaults__ = (2.0,)  # seconds
 answers, questions = [], 0
 for command in {[shlex.split(command) for command in commands]!r}:

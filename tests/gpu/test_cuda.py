@@ -21,7 +21,7 @@ from trainer.data.contract import Batch
 from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, detect
-from trainer.precision import attention
+from trainer.kernels import attention
 from trainer.precision.modes import Precision, dtypes_in_use
 from trainer.run.monitor import Monitor
 from trainer.run.record import precision_manifest

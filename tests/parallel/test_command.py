@@ -128,7 +128,7 @@ LOST = """
 import os, signal, sys
 from trainer import cli
 from trainer.trainer import Trainer
-from trainer.run.shortage import out_of_memory
+from trainer.run.memory.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -173,7 +173,7 @@ BROKEN = """
 import os, sys
 from trainer import cli
 from trainer.trainer import Trainer
-from trainer.run.shortage import out_of_memory
+from trainer.run.memory.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -275,7 +275,7 @@ SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
 from trainer import cli
-from trainer.run.shortage import out_of_memory
+from trainer.run.memory.shortage import out_of_memory
 
 build, sleep = cli.config.build, time.sleep
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError, nearest
+from trainer.kernels.fused import fused_is_sound, start_momentum
+from trainer.optim.decay import decayed
 from trainer.optim.masters import MasterWeights
 
 
@@ -95,7 +96,7 @@ class Optimizer:
         if sharded and self.fused is True:
             raise UserError(f"optimizer.fused=true: {self.name} has no fused form for parallel=fsdp; use auto")
         halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
-        unsound = device.type == "cpu" and "fused" in accepted and not all(_fused_is_sound(cls, d) for d in halves)
+        unsound = device.type == "cpu" and "fused" in accepted and not all(fused_is_sound(cls, d) for d in halves)
         if unsound and self.fused is True:
             raise UserError(
                 f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
@@ -111,7 +112,7 @@ class Optimizer:
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"torch.optim.{self.name} refuses optimizer.options={self.options}: {error}") from error
         if self.name == "SGD" and "fused" in keywords:
-            _start_momentum(optimizer)
+            start_momentum(optimizer)
         return optimizer
 
     def _check_eps(self, cls: type[torch.optim.Optimizer]) -> None:
@@ -125,63 +126,7 @@ class Optimizer:
             )
 
 
-@functools.cache
-def _fused_is_sound(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> bool:
-    """Test whether torch's fused form of an optimizer updates 16-bit weights on a CPU like fp32 weights.
-
-    The true gradient of the trial, 2^-30, is 0 in fp16. In torch 2.11 fused SGD does not update some vectors of weights
-    and overruns its momentum buffer; fused Adagrad computes in 16 bits.
-    """
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    updated = {}
-    with unset_fake_temporarily():  # also while memory is forecast
-        for kind in (torch.float32, dtype):
-            weight = nn.Parameter(torch.zeros(64, dtype=kind))
-            weight.grad = torch.full_like(weight, 2.0**-10)
-            optimizer: Any = cls([weight], lr=2.0**10, fused=True)  # type: ignore[call-arg]
-            optimizer.grad_scale = torch.tensor(2.0**20)
-            optimizer.step()
-            updated[kind] = weight.detach().float()
-        return torch.allclose(updated[dtype], updated[torch.float32], rtol=2.0**-6, atol=0.0)
-
-
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
-_NOT_DECAYED = ("bias", "scale", "gamma", "gain", "norm", "token", "pos_emb", "position", "temperature")
-"""Parts of the names of parameters that are not decayed: they add to activations, scale them or are activations."""
-
-
-def decayed(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that weight decay applies to.
-
-    The role of a parameter decides: it has two or more dimensions (a matrix or a convolution's kernel), is not in a
-    normalisation layer, and its name does not contain bias, scale, token or position. So ConvNeXt's ``layer_scale``,
-    a vision transformer's ``class_token`` and ``pos_embedding``, and Swin's ``relative_position_bias_table`` and
-    ``logit_scale`` are not decayed. ``nn.Embedding`` is decayed, also of positions, as in GPT-2's published recipe.
-    """
-    names = set()
-    for owner, module in model.named_modules():
-        if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
-            continue
-        for name, parameter in module.named_parameters(owner, recurse=False):
-            own = name.rpartition(".")[2].lower()
-            if parameter.ndim >= 2 and not any(word in own for word in _NOT_DECAYED):
-                names.add(name)
-    return names
-
-
 def accepted_options(name: str) -> set[str] | None:
     """Return the names of the arguments of an optimizer of torch.optim; None: there is no such optimizer."""
     cls = getattr(torch.optim, name, None)
     return set(inspect.signature(cls).parameters) if inspect.isclass(cls) else None
-
-
-def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give fused SGD momentum buffers of zeros, with which its first step is the same as without.
-
-    Torch's own first fused step allocates them without writing, and where that step is skipped for an overflow
-    they stay uninitialised: their content is then added to the weights.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.schema import Config, flatten
-from trainer.precision import attention
+from trainer.kernels import attention
 from trainer.precision.modes import dtypes_in_use
 from trainer.profiling.dtypes import ModuleDtypes
 from trainer.run.folder import RunFolder

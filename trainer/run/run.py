@@ -19,8 +19,8 @@ from trainer.data.loader import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.formats import loss
 from trainer.hardware import Hardware, peak_memory_bytes
+from trainer.kernels import convolution
 from trainer.parallel.world import World
-from trainer.precision import convolution
 from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Choice

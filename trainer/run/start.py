@@ -16,8 +16,8 @@ from trainer.config.schema import Config, Resolved, flatten
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
 from trainer.files import in_use
 from trainer.hardware import detect
-from trainer.run.fit import earlier_plan, fit_plan
 from trainer.run.folder import RunFolder, earlier_folder
+from trainer.run.memory.fit import earlier_plan, fit_plan
 from trainer.run.resume import check_same
 from trainer.run.run import Run
 from trainer.run.signals import Signals
@@ -55,7 +55,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         saved = None
         if folder is not None:
             if config.micro_batch_size == "auto":
-                resolved = earlier_plan(folder, resolved)
+                resolved = earlier_plan(folder.path, resolved)
             resolved = resolved._replace(config=_as_before(world.on_first(folder.config), resolved.config))
             saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
             status = partial(final_status, folder.path)

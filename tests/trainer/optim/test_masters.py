@@ -20,8 +20,9 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import flush
 from trainer.hardware import Hardware
+from trainer.kernels.fused import fused_is_sound
 from trainer.optim.masters import MasterWeights, StochasticWeights, masters_of, stochastic_round
-from trainer.optim.optimizer import Optimizer, _fused_is_sound
+from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP
@@ -280,7 +281,7 @@ def pure_update(optimizer: Optimizer, scale: float, clip: Clip | None = None) ->
 
 
 def needs_fused(name: str) -> None:
-    if not _fused_is_sound(getattr(torch.optim, name), FP16):
+    if not fused_is_sound(getattr(torch.optim, name), FP16):
         pytest.skip(f"the fused form of {name} is not used: in this torch it updates 16-bit weights wrongly on a CPU")
 
 

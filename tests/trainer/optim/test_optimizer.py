@@ -7,8 +7,9 @@ from torch import nn
 
 from tests.helpers import trainer_of
 from trainer.errors import UserError
+from trainer.optim.decay import decayed
 from trainer.optim.masters import masters_of
-from trainer.optim.optimizer import Optimizer, decayed
+from trainer.optim.optimizer import Optimizer
 
 CPU = torch.device("cpu")
 
@@ -228,7 +229,7 @@ def test_16_bit_weights_take_the_steps_of_fp32_ones(name: str, options: dict[str
 
 
 def test_a_fused_form_that_is_wrong_in_16_bits_is_not_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.optim.optimizer._fused_is_sound", lambda cls, dtype: cls is not torch.optim.SGD)
+    monkeypatch.setattr("trainer.optim.optimizer.fused_is_sound", lambda cls, dtype: cls is not torch.optim.SGD)
     half = nn.Linear(4, 4).to(torch.bfloat16)
     assert not Optimizer("SGD").build(half, CPU).defaults["fused"]
     assert Optimizer("SGD").build(nn.Linear(4, 4), CPU).defaults["fused"]

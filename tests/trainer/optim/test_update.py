@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.optim.optimizer import _fused_is_sound
+from trainer.kernels.fused import fused_is_sound
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.precision.scaler import LossScale, StaticLossScale
 
@@ -131,7 +131,7 @@ def test_finite_gradients_whose_squares_are_not_are_no_overflow(
     assert not result.skipped
     assert result.grad_norm.dtype == torch.float32
     assert result.grad_norm.item() == pytest.approx(expected, rel=1e-6)
-    if value < 1e20 and _fused_is_sound(torch.optim.SGD, dtype):  # not in torch 2.11 on a CPU
+    if value < 1e20 and fused_is_sound(torch.optim.SGD, dtype):  # not in torch 2.11 on a CPU
         assert torch.allclose(weight, torch.tensor(-0.1, dtype=dtype))
     assert weight.isfinite().all()
 

@@ -26,7 +26,7 @@ from trainer.precision.modes import WEIGHTS_DTYPE, Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.run.folder import RunFolder
-from trainer.run.forecast import forecast
+from trainer.run.memory.forecast import forecast
 from trainer.run.record import precision_manifest
 from trainer.run.resume import check_same
 from trainer.trainer import Trainer

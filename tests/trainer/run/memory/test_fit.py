@@ -14,11 +14,10 @@ from trainer.hardware import detect
 from trainer.parallel.world import World
 from trainer.profiling.ledger import MIB, Ledger
 from trainer.recipe import Choice
-from trainer.run import fit, shortage
-from trainer.run.fit import earlier_plan, fit_plan, rough_bytes
-from trainer.run.folder import RunFolder
-from trainer.run.forecast import forecast, required_bytes
-from trainer.run.shortage import USABLE
+from trainer.run.memory import fit, shortage
+from trainer.run.memory.fit import earlier_plan, fit_plan, rough_bytes
+from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.memory.shortage import USABLE
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=8", "data.samples=64", "checkpoint=none"]
 
@@ -147,6 +146,6 @@ def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
     resolved = compose(*BIGNET).resolve(detect("cpu"))
     for recorded, expected in (('{"micro_batch_size": 32}', 32), ('{"micro_batch_size": 3}', 512), ("{", 512)):
         (tmp_path / "config.json").write_text(recorded)
-        config, kept, explained = earlier_plan(RunFolder(tmp_path), resolved)
+        config, kept, explained = earlier_plan(tmp_path, resolved)
         assert config.micro_batch_size == kept.batching.micro_batch_size == expected
         assert [choice.value for choice in explained if choice.key == "micro_batch_size"] == [expected]

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -18,9 +19,8 @@ from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.profiling.ledger import MIB, STEADY
 from trainer.recipe import Recipe
-from trainer.run.folder import RunFolder
-from trainer.run.forecast import forecast, required_bytes
-from trainer.run.shortage import USABLE, advice
+from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.memory.shortage import USABLE, advice
 
 KEY = "micro_batch_size"
 
@@ -63,13 +63,13 @@ def fit_plan(
     return resolved.with_micro_batch_size(size, why) if why else resolved
 
 
-def earlier_plan(folder: RunFolder, resolved: Resolved) -> Resolved:
+def earlier_plan(folder: Path, resolved: Resolved) -> Resolved:
     """Return it with the microbatch that the run in ``folder`` started with, whatever memory is free now.
 
     With another number of processes, among which it cannot be divided, it stays as it is.
     """
     try:
-        size = int(json.loads((folder.path / "config.json").read_text())[KEY])
+        size = int(json.loads((folder / "config.json").read_text())[KEY])
     except (OSError, ValueError, KeyError, TypeError):  # the comparison with the config will report it
         return resolved
     batching = resolved.plan.batching

@@ -17,10 +17,10 @@ from tests.helpers import CPU, NoData, SmallConvNet, fit, start, trainer_of
 from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.files import remembered
+from trainer.kernels import convolution
+from trainer.kernels.convolution import _sees_only_padding, compute_in_fp32, unreliable, warning, written_whole
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.activation import ActivationCheckpointing
-from trainer.precision import convolution
-from trainer.precision.convolution import _sees_only_padding, compute_in_fp32, unreliable, warning, written_whole
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import LossOutput

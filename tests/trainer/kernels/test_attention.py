@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers import copied, same_bits, trainer_of
 from trainer.checkpoint.generators import random_state
-from trainer.precision import attention
+from trainer.kernels import attention
 from trainer.profiling.dtypes import ModuleDtypes
 from trainer.trainer import Trainer
 

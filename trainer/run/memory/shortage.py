@@ -9,7 +9,7 @@ from trainer.config.compose import compose
 from trainer.errors import OutOfMemory, RunError, UserError
 from trainer.hardware import available_bytes, detect
 from trainer.profiling.ledger import MIB
-from trainer.run.forecast import Forecast, copies_on_device, forecast, required_bytes, table
+from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
 
 USABLE = 0.9
 """Of what is free, since allocators waste some. The failed run needs too much, so what fits must need clearly less."""

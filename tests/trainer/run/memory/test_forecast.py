@@ -17,7 +17,7 @@ from trainer.errors import RunError, UserError
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
 from trainer.profiling.ledger import CATEGORIES, Ledger
 from trainer.recipe import Choice, LossOutput
-from trainer.run.forecast import Forecast, forecast, table
+from trainer.run.memory.forecast import Forecast, forecast, table
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=512")
 RESNET = (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainer.profiling.ledger import MIB
-from trainer.run import shortage
-from trainer.run.shortage import out_of_memory
+from trainer.run.memory import shortage
+from trainer.run.memory.shortage import out_of_memory
 
 JOB = ["recipe=bignet", "recipe.width=64", "recipe.layers=8", "data.samples=64", "device=cpu", "checkpoint=none"]
 ERROR = RuntimeError("alloc_cpu.cpp: can't allocate memory: you tried to allocate 10485760 bytes. Error code 12")
