@@ -21,7 +21,7 @@ from trainer.data.loader import Batching, Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.optim.optimizer import Optimizer, accepted_options
-from trainer.optim.schedule import Cosine, Schedule, WarmupStableDecay
+from trainer.optim.schedule import Cosine, Linear, OneCycle, Schedule, WarmupStableDecay
 from trainer.optim.update import Clip, ClipNorm, ClipValue
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
@@ -44,7 +44,7 @@ _GROUPS: dict[str, dict[str, type]] = {
     "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
     "meters": {cls.kind: cls for cls in (Meters, Numerics)},
     "optimizer": {"optimizer": Optimizer},
-    "schedule": {cls.kind: cls for cls in (Schedule, Cosine, WarmupStableDecay)},
+    "schedule": {cls.kind: cls for cls in (Schedule, Cosine, Linear, OneCycle, WarmupStableDecay)},
     "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing},
     "compile": {"compile": Compile},
     "parallel": {cls.kind: cls for cls in (Parallel, DDP, FSDP)},

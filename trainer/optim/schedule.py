@@ -52,8 +52,63 @@ class Cosine(Schedule):
         _check_fraction("final", self.final)
 
     def after_warmup(self, step: int, steps: int) -> float:
-        progress = min(1.0, step / steps)
-        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.final + (1 - self.final) * _half_cosine(min(1.0, step / steps))
+
+
+@dataclass
+class Linear(Schedule):
+    """``schedule=linear``: a straight line from the peak to ``final`` (Devlin et al., BERT, 2019)."""
+
+    kind: ClassVar[str] = "linear"
+    final: float = 0.0
+    """The multiple at the very end, one step after the last."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_fraction("final", self.final)
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        return 1.0 + (self.final - 1.0) * min(1.0, step / steps)
+
+
+@dataclass
+class OneCycle(Schedule):
+    """``schedule=onecycle``: half a cosine up to the peak, then half a cosine down to almost nothing.
+
+    Smith and Topin, Super-Convergence, 2019, with the values of ``torch.optim.lr_scheduler.OneCycleLR`` in its two
+    phases, for the learning rate alone: momentum (``betas[0]``) is not cycled.
+    """
+
+    kind: ClassVar[str] = "onecycle"
+    rise: float = 0.3
+    """The share of the steps in which the rate rises; torch's ``pct_start``."""
+    div_factor: float = 25.0
+    """The peak over the first step's rate."""
+    final_div_factor: float = 1e4
+    """The first step's rate over the last step's."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps != "auto":
+            raise UserError(
+                f"schedule.warmup_steps={self.warmup_steps} has no effect with schedule=onecycle; set the share of the "
+                f"steps in which the rate rises, schedule.rise={self.rise:g}"
+            )
+        if not 0 < self.rise < 1:
+            raise UserError(f"schedule.rise={self.rise} must lie between 0 and 1, such as 0.3")
+        for key in ("div_factor", "final_div_factor"):
+            if not 1 <= (value := getattr(self, key)) < math.inf:
+                raise UserError(f"schedule.{key}={value} must be a number of at least 1")
+
+    def warmup(self, steps: int) -> int:
+        return int(self.rise * steps)
+
+    def factor(self, step: int, steps: int) -> float:
+        first = 1 / self.div_factor
+        peak, last = self.rise * steps - 1, steps - 1  # the steps of the highest and of the lowest rate
+        if 0 < peak >= step:
+            return 1 + (first - 1) * _half_cosine(step / peak)
+        final = first / self.final_div_factor
+        return final + (1 - final) * _half_cosine(min(1.0, (step - peak) / (last - peak)))
 
 
 @dataclass
@@ -76,6 +131,11 @@ class WarmupStableDecay(Schedule):
             return 1.0
         progress = min(1.0, (step - start) / max(1.0, steps - start))
         return 1.0 + (self.final - 1.0) * progress
+
+
+def _half_cosine(progress: float) -> float:
+    """Fall from 1 to 0 while ``progress`` goes from 0 to 1."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _check_fraction(key: str, value: float) -> None:

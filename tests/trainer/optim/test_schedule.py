@@ -3,19 +3,20 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from trainer.errors import UserError
-from trainer.optim.schedule import Cosine, Schedule, WarmupStableDecay
+from trainer.optim.schedule import Cosine, Linear, OneCycle, Schedule, WarmupStableDecay
 
 
-@pytest.mark.parametrize("schedule", [Schedule(10), Cosine(10), WarmupStableDecay(10)])
+@pytest.mark.parametrize("schedule", [Schedule(10), Cosine(10), Linear(10), WarmupStableDecay(10)])
 def test_warmup_is_linear_and_ends_at_the_peak(schedule: Schedule) -> None:
     assert [schedule.factor(step, 100) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert schedule.factor(9, 100) == 1.0
     assert schedule.factor(10, 100) == 1.0
 
 
-@pytest.mark.parametrize("schedule", [Schedule(0), Cosine(0), WarmupStableDecay(0)])
+@pytest.mark.parametrize("schedule", [Schedule(0), Cosine(0), Linear(0), WarmupStableDecay(0)])
 def test_without_warmup_the_first_step_is_at_the_peak(schedule: Schedule) -> None:
     assert schedule.factor(0, 50) == 1.0
 
@@ -61,12 +62,44 @@ def test_wsd_can_decay_all_the_way_or_not_at_all() -> None:
     assert WarmupStableDecay(0, decay=1.0).factor(20, 40) == pytest.approx(0.5)
 
 
+def torchs(cls: type[torch.optim.lr_scheduler.LRScheduler], steps: int, **options: object) -> list[float]:
+    """The learning rates of one of torch's schedulers with a peak of 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = cls(optimizer, **options)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [(100, {}), (99, {"div_factor": 10.0, "final_div_factor": 50.0}), (37, {"pct_start": 0.45}), (3, {}), (1, {})],
+)
+def test_onecycle_has_the_values_of_torchs(steps: int, options: dict[str, float]) -> None:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR
+    expected = torchs(scheduler, steps, max_lr=1.0, total_steps=steps, cycle_momentum=False, **options)
+    schedule = OneCycle(**{"rise" if key == "pct_start" else key: value for key, value in options.items()})  # type: ignore[arg-type]
+    assert [schedule.factor(step, steps) for step in range(steps)] == pytest.approx(expected, rel=1e-9)
+    assert schedule.factor(steps - 1, steps) == pytest.approx(1 / schedule.div_factor / schedule.final_div_factor)
+
+
+@pytest.mark.parametrize(("steps", "final"), [(10, 0.0), (73, 0.2)])
+def test_linear_has_the_values_of_torchs(steps: int, final: float) -> None:
+    expected = torchs(torch.optim.lr_scheduler.LinearLR, steps, start_factor=1.0, end_factor=final, total_iters=steps)
+    schedule = Linear(warmup_steps=5, final=final)
+    assert [schedule.factor(5 + step, 5 + steps) for step in range(steps)] == pytest.approx(expected)
+    assert schedule.factor(5 + 2 * steps, 5 + steps) == pytest.approx(final)
+
+
 @pytest.mark.parametrize("schedule", [Schedule(30), Cosine(30), WarmupStableDecay(30)])
 def test_a_run_shorter_than_the_warmup_only_warms_up(schedule: Schedule) -> None:
     assert [schedule.factor(step, 3) for step in range(3)] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
 
 
-@pytest.mark.parametrize("schedule", [Schedule(), Cosine(), WarmupStableDecay()])
+@pytest.mark.parametrize("schedule", [Schedule(), Cosine(), Linear(), OneCycle(), WarmupStableDecay()])
 @pytest.mark.parametrize("steps", [1, 2, 3, 25, 1000])
 def test_factors_lie_between_zero_and_one(schedule: Schedule, steps: int) -> None:
     assert all(0 <= schedule.factor(step, steps) <= 1 for step in range(steps))
@@ -82,6 +115,12 @@ def test_factors_lie_between_zero_and_one(schedule: Schedule, steps: int) -> Non
         (lambda: WarmupStableDecay(decay=-0.1), "decay"),
         (lambda: WarmupStableDecay(final=2.0), "final"),
         (lambda: Cosine(final=float("nan")), "final"),
+        (lambda: Linear(final=-0.1), "final"),
+        (lambda: OneCycle(rise=0.0), "rise"),
+        (lambda: OneCycle(rise=1.0), "rise"),
+        (lambda: OneCycle(div_factor=0.5), "div_factor"),
+        (lambda: OneCycle(final_div_factor=float("inf")), "final_div_factor"),
+        (lambda: OneCycle(warmup_steps=5), "warmup_steps"),
     ],
 )
 def test_values_that_cannot_work_are_named(make: object, key: str) -> None:
