@@ -118,7 +118,7 @@ class ResNet(Recipe):
         sums = {"top1": right[:, 0].sum(dtype=torch.float32)}
         if logits.shape[1] >= TOP5_FROM:
             sums["top5"] = right.sum(dtype=torch.float32)
-        return LossOutput(loss_sum, sums)
+        return LossOutput(loss_sum, sums, None if model.training else logits.detach())
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what torchvision needs to build the model again, and how images become its input."""

@@ -23,6 +23,8 @@ class LossOutput(NamedTuple):
     """Scalar, fp32: the loss summed over the microbatch's valid targets."""
     metric_sums: dict[str, Tensor]
     """Scalars, detached: further sums over the same targets, such as the number of correct top-1 answers."""
+    scores: Tensor | None = None
+    """B × classes, fp32, detached: the logits, of a model in evaluation mode. None: in training, or no classifier."""
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,16 @@ def test_label_smoothing_is_for_training_only() -> None:
     assert recipe.loss(stub.eval(), batch).loss_sum == plain.loss(stub, batch).loss_sum
 
 
+def test_scores_are_for_evaluation_only_and_training_keeps_no_reference_to_them() -> None:
+    recipe, batch = ready(), some_digits(4)
+    logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert recipe.loss(Stub(logits).train(), batch).scores is None
+    scores = recipe.loss(Stub(logits).eval(), batch).scores
+    assert scores is not None
+    assert not scores.requires_grad
+    assert torch.equal(scores, logits)
+
+
 def test_exported_weights_open_in_torchvision(tmp_path: Path) -> None:
     import torchvision
     from safetensors.torch import load_file
