@@ -14,7 +14,8 @@ from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, outcome_line
 from trainer.config.compose import combinations, compose
-from trainer.config.schema import Config, flatten
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import in_use, write_json
 from trainer.formats import loss

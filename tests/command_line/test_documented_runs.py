@@ -19,8 +19,9 @@ import pytest
 import torch.distributed.run as torchrun
 
 from tests.command_line.test_documented_commands import PAGES, PROJECT, commands
-from trainer.config import schema
+from trainer.config import registration
 from trainer.config.compose import combinations, compose
+from trainer.config.schema import Config
 
 HERE = "tests/command_line"
 OWN = (f"{HERE}/test_own_recipe.py::test_runs_and_learns_as_documented", "its recipe is written by the reader")
@@ -210,11 +211,11 @@ def spans(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda path: path.name)
 def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
     scripts = set().union(*(own_options(f"scripts/{path.name}") for path in (PROJECT / "scripts").glob("*.py")))
-    fields = {entry.name for entry in dataclasses.fields(schema.Config)} | {"experiment", "arms"}
+    fields = {entry.name for entry in dataclasses.fields(Config)} | {"experiment", "arms"}
     for word in (word for words in spans(page.read_text(encoding="utf-8")) for word in words):
         key, _, value = word.partition("=")
         group, dot, option = key.partition(".")
-        classes = schema.groups().get(group, {}).values()
+        classes = registration.groups().get(group, {}).values()
         if dot:
             assert any(entry.name == option.split(".")[0] for cls in classes for entry in dataclasses.fields(cls)), word
         elif (folder := PROJECT / "conf" / key).is_dir() and value[0] != "$":

@@ -12,7 +12,7 @@ from torch import Tensor
 from recipes import attention
 from recipes.attention import Shape, choose, measure
 from tests.helpers import CPU, compose, fit, trainer_of
-from trainer.config.schema import flatten
+from trainer.config.registration import flatten
 from trainer.hardware import Hardware, detect
 from trainer.recipe import Choice
 from trainer.run.start import train

@@ -22,7 +22,8 @@ from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.synthetic import Synthetic
 from recipes.data.text.source import TextSource
 from tests.helpers import CPU, compose
-from trainer.config.schema import Config, flatten
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.loader import DataOrder
 from trainer.errors import UserError

@@ -16,7 +16,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.explain import explain, intended_key, is_text
-from trainer.config.schema import Config, build, register
+from trainer.config.registration import build, register
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import PROJECT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainer.config import schema as config
+from trainer.config import registration as config
 from trainer.errors import nearest
 
 # Parts of OmegaConf's messages, and what the value must be.

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer.config import schema as config
+from trainer.config import registration as config
 from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, MemoryRanOut, OutOfMemory, RunError, UserError, is_out_of_memory

@@ -12,7 +12,8 @@ import torch
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
-from trainer.config.schema import Config, flatten
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
 from trainer.kernels import attention
 from trainer.precision.modes import dtypes_in_use
 from trainer.profiling.dtypes import ModuleDtypes

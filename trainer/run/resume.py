@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.data.images import augment
 from trainer.config.compose import CONF, quoted
-from trainer.config.schema import Config, groups
+from trainer.config.registration import groups
+from trainer.config.schema import Config
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import UserError
 from trainer.run.folder import RunFolder, local_folder

@@ -12,7 +12,8 @@ from recipes.data.images import augment
 from recipes.data.images.augment import AutomaticAugment
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
-from trainer.config.schema import Config, Resolved, flatten
+from trainer.config.registration import flatten
+from trainer.config.schema import Config, Resolved
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
 from trainer.files import in_use
 from trainer.hardware import detect

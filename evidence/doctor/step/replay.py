@@ -17,7 +17,8 @@ from evidence.doctor.step.case import Case
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
-from trainer.config.schema import Config, flatten
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
 from trainer.data.contract import Batch
 from trainer.data.loader import DataOrder
 from trainer.errors import UserError

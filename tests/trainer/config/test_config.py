@@ -10,8 +10,9 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from tests.helpers import CONF, CPU, compose
-from trainer.config import schema as config
-from trainer.config.schema import Config, flatten
+from trainer.config import registration as config
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.optim.update import ClipNorm

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers import Arrays, NoData, SmallConvNet, compose, same_bits, start
-from trainer.config.schema import Config, flatten
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import Loader
 from trainer.errors import UserError

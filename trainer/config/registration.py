@@ -1,0 +1,152 @@
+"""From Hydra's YAML to typed objects: the schema of every config group, and what a composed config may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import recipes
+from recipes.data.images.augment import CHOICES
+from trainer.checkpoint.store import Checkpoint
+from trainer.config.schema import Config
+from trainer.data.loader import Loader, OnDeviceLoader, PinnedLoader
+from trainer.errors import UserError, nearest
+from trainer.optim.optimizer import Optimizer, accepted_options
+from trainer.optim.schedule import Cosine, Linear, OneCycle, Schedule, WarmupStableDecay
+from trainer.optim.update import Clip, ClipNorm, ClipValue
+from trainer.parallel.activation import ActivationCheckpointing
+from trainer.parallel.compile import Compile
+from trainer.parallel.wrap import DDP, FSDP, Parallel
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
+from trainer.profiling.numerics import Meters, Numerics
+from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
+from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe
+from trainer.tracking.tracker import Tracking
+
+_GROUPS: dict[str, dict[str, type]] = {
+    "augment": dict(CHOICES),
+    "precision": {"precision": Precision},
+    "scaler": {cls.kind: cls for cls in (Scaler, StaticScaler, DynamicScaler, AutoScaler)},
+    "clip": {cls.kind: cls for cls in (Clip, ClipNorm, ClipValue)},
+    "loader": {cls.kind: cls for cls in (Loader, PinnedLoader, OnDeviceLoader)},
+    "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
+    "meters": {cls.kind: cls for cls in (Meters, Numerics)},
+    "optimizer": {"optimizer": Optimizer},
+    "schedule": {cls.kind: cls for cls in (Schedule, Cosine, Linear, OneCycle, WarmupStableDecay)},
+    "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing},
+    "compile": {"compile": Compile},
+    "parallel": {cls.kind: cls for cls in (Parallel, DDP, FSDP)},
+    "checkpoint": {"checkpoint": Checkpoint},
+    "tracking": {"tracking": Tracking},
+}
+
+
+def groups() -> dict[str, dict[str, type]]:
+    """Return the classes of every config group by name; recipes and data sources are found in ``recipes/``."""
+    for module in pkgutil.walk_packages(recipes.__path__, "recipes."):
+        importlib.import_module(module.name)
+    return _GROUPS | {
+        "recipe": {cls.name: cls for cls in _subclasses(Recipe) if cls.name},
+        "data": {cls.kind: cls for cls in _subclasses(DataSource) if cls.kind},
+    }
+
+
+def register() -> None:
+    """Register the schema of every config group with Hydra."""
+    store = ConfigStore.instance()
+    schemas: dict[tuple[str | None, str], type] = {(None, "root"): Config}
+    schemas |= {(group, name): cls for group, classes in groups().items() for name, cls in classes.items()}
+    for (group, name), cls in schemas.items():
+        if _registered.get((group, name)) is not cls:
+            store.store(group=group, name=f"{name}_schema", node=cls)
+            _registered[group, name] = cls
+
+
+_registered: dict[tuple[str | None, str], type] = {}
+"""The registered schemas: a process that composes many configs makes each schema once."""
+
+
+def _subclasses(cls: type) -> list[Any]:
+    direct: list[Any] = cls.__subclasses__()
+    return [sub for one in direct for sub in (one, *_subclasses(one))]
+
+
+def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
+    """Turn what Hydra composed into live, typed objects.
+
+    Args:
+        composed: of the root's schema.
+        overrides: the command line. Options that an optimizer's YAML has for another class are left out where the
+            command line names the class and not the options.
+
+    Raises:
+        UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
+    """
+    _refuse_unknown(composed, Config, "")
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
+    dropped = _drop_options(composed, overrides)
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return replace(config, dropped=tuple(dropped))
+
+
+def _drop_options(composed: DictConfig, overrides: Sequence[str]) -> list[Choice]:
+    """Remove the options of the optimizer's YAML that the class named on the command line does not have."""
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if "optimizer.name" not in typed or "optimizer.options" in typed:
+        return []
+    accepted = accepted_options(composed.optimizer.name)
+    foreign = [
+        key
+        for key in composed.optimizer.options
+        if accepted is not None and key not in accepted and f"optimizer.options.{key}" not in typed
+    ]
+    with open_dict(composed.optimizer.options) as options:
+        for key in foreign:
+            del options[key]
+    left = composed.optimizer.options
+    why = f"{composed.optimizer.name} has no {' and no '.join(map(str, foreign))}"
+    return [Choice("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
+
+
+def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:
+    # OmegaConf accepts a key added with + and drops it silently when it makes the object.
+    fields = {entry.name for entry in options(cls)}
+    for key in map(str, node):
+        if key not in fields:
+            near = nearest(key, fields, prefix)
+            raise UserError(f"{prefix}{key} is not a key of the config{near}; --cfg job shows all of them")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+            child_type = OmegaConf.get_type(child)
+            if dataclasses.is_dataclass(child_type) and isinstance(child_type, type):
+                _refuse_unknown(child, child_type, f"{prefix}{key}.")
+
+
+def options(config: Any) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a config, or of its class, that users set."""
+    return [entry for entry in dataclasses.fields(config) if entry.metadata != NO_OPTION]
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the config as one level of dotted keys and plain values, for records and comparison."""
+    flat: dict[str, Any] = {}
+    for entry in options(config):
+        value = getattr(config, entry.name)
+        if dataclasses.is_dataclass(value):
+            kind = getattr(value, "kind", None) or getattr(value, "name", None)
+            if isinstance(kind, str):
+                flat[f"{prefix}{entry.name}"] = kind
+            flat |= flatten(value, f"{prefix}{entry.name}.")
+        else:
+            flat[f"{prefix}{entry.name}"] = value
+    return flat
