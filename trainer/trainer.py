@@ -26,6 +26,7 @@ from trainer.hardware import Hardware, detect
 from trainer.kernels import attention, convolution
 from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.update import Update
+from trainer.parallel.freeze import freeze
 from trainer.parallel.world import World
 from trainer.profiling import calls
 from trainer.recipe import Choice
@@ -95,6 +96,8 @@ class Trainer:
         self.order = DataOrder(len(self.datasets.train), config.seed)
         seed_everything(config.seed)
         self.model = self.first_model()
+        self.frozen = freeze(self.model, config.freeze or [])
+        """Names of the parameters that are not trained."""
         self.conv_in_fp32 = self._protect_convolutions()
         """Names of the convolutions whose 16-bit gradients this CPU does not write completely."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests.helpers import NoData, compose, fit, same_bits
+from tests.parallel import training
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
@@ -348,6 +349,8 @@ def main() -> None:
         name for name in cases if case in ("all", name) and (several or name in ("gradient", "halves", "accumulation"))
     ]
     found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
+    if case == "training":
+        found = {"training": {mode: training.found(mode, DEVICE) for mode in modes}}
     if case == "composition":
         found = {"composition": composition(modes)}
     if case == "all" and several:

@@ -58,6 +58,7 @@ class Config(SetOnce):
     eval_every: int | str = "auto"
     eval_samples: int | str = "auto"
     log_every: int = 10
+    freeze: list[str] | None = None
     deterministic: bool = False
     resume: str | None = None
     output_dir: str = "outputs"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +20,7 @@ from trainer.formats import dtype_name
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
 from trainer.precision import fp8, operators
 from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
+from trainer.precision.names import matches, matching
 
 BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
 """The modes that need only torch and change only the dtype of matmuls and convolutions."""
@@ -248,13 +247,8 @@ class Precision:
         modules = {name: module for name, module in model.named_modules() if name}
         kept: dict[str, nn.Module] = {}
         for pattern in self.fp32_modules:
-            matches = {name for name in modules if _matches(name, pattern)}
-            if not matches:
-                last = [name.rpartition(".")[2] for name in modules]
-                near = difflib.get_close_matches(pattern, [*modules, *dict.fromkeys(last)], n=3)
-                hint = f"similar: {', '.join(near)}" if near else f"examples of names: {', '.join([*modules][:4])}"
-                raise UserError(f"precision.fp32_modules: {pattern!r} matches no submodule; {hint}")
-            kept |= {name: modules[name] for name in matches}
+            found = matching("precision.fp32_modules", pattern, modules, "submodule")
+            kept |= {name: modules[name] for name in found}
         for name in kept:
             parent = name.rpartition(".")[0]
             if isinstance(modules.get(parent), nn.MultiheadAttention) and parent not in kept:
@@ -272,7 +266,7 @@ class Precision:
         """Return whether ``fp32_modules`` has a pattern for this submodule or for one that contains it."""
         parts = module.split(".")
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        return any(_matches(name, pattern) for name in around for pattern in self.fp32_modules)
+        return any(matches(name, pattern) for name in around for pattern in self.fp32_modules)
 
     def manifest(self, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
         """Return what was requested and what is effective, read back from torch and tested on the device.
@@ -331,7 +325,3 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         count[dtype_name(tensor.dtype)] += tensor.numel()
     return ", ".join(name for name, _ in count.most_common())
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

@@ -15,7 +15,10 @@ from trainer.trainer import Trainer
 def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
     """Return the start block: what trains, on what, in which precision, how the batch is made up, where it goes."""
     config, plan, hardware = trainer.config, trainer.plan, trainer.hardware
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    numbers = {name: parameter.numel() for name, parameter in trainer.model.named_parameters()}
+    parameters = f"{quantity(sum(numbers.values()))} parameters"
+    if trainer.frozen:
+        parameters += f", {quantity(sum(numbers[name] for name in trainer.frozen))} of them frozen"
     facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts(trainer.model, trainer.datasets).items())
     batching = plan.batching
     effective = manifest["effective"]
@@ -37,7 +40,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
     return [
-        ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {quantity(parameters)} parameters"),
+        ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}"),
         ("data", trainer.datasets.description),
         ("precision", precision),
         ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),

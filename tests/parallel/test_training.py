@@ -1,0 +1,27 @@
+"""Frozen weights and optimizers under DDP and FSDP2: real processes, gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.test_gradients import MODES, Ranks
+from tests.parallel.training import RULES
+
+FROZEN = [f"0.{layer}.{kind}" for layer in (0, 2, 4, 6) for kind in ("weight", "bias")] + ["2.4.bias"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rule", RULES)
+def test_two_processes_train_as_one_does_and_resume_exactly(rule: str, mode: str, ranks: Ranks) -> None:
+    (alone,) = ranks("training", 1)
+    expected = alone["training"]["single"][rule]
+    assert expected["resumed alike"]
+    assert expected["moved in the last step"]
+    tolerance = 1e-4 if "bf16" not in rule else 1e-2
+    for found in (rank["training"][mode][rule] for rank in ranks("training", 2)):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+        assert found["weights"] == pytest.approx(expected["weights"], rel=tolerance, abs=1e-5)
+        assert found["resumed alike"]
+        assert found["unchanged"] == expected["unchanged"] == (FROZEN if rule.startswith("freeze") else [])
+        assert found["saved"] == expected["saved"]
+        assert not set(found["saved"]) & {f"optimizer/{name}" for name in found["unchanged"]}

@@ -1,0 +1,73 @@
+"""What a rank of ``tests.parallel.ranks`` finds about optimizers and frozen weights: three steps of a small model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers import compose, copied, fit
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.reader import load
+from trainer.checkpoint.store import Snapshot
+from trainer.errors import UserError
+from trainer.files import flush
+from trainer.hardware import detect
+from trainer.parallel.wrap import is_sharded
+from trainer.trainer import Trainer
+
+SMALL = ("recipe=bignet", "recipe.width=12", "recipe.layers=12", "data.samples=64", "schedule=linear", "device=cpu")
+STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
+RULES: dict[str, tuple[str, ...]] = {
+    "freeze": ("freeze=['0.?',2.4.bias]",),
+    "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
+}
+"""Overrides by name."""
+
+
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()
+    return full
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}
+
+
+def found(mode: str, device: str) -> dict[str, Any]:
+    """Every rule: losses and weights after three steps, and one more after a checkpoint, also read by another run."""
+    return {name: _found(mode, device, name) for name in RULES}
+
+
+def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
+    try:
+        trainer, other = (_trainer(mode, device, *RULES[name]) for _ in range(2))
+    except UserError as error:
+        return str(error)
+    first = copied(weights(trainer))
+    records = fit(trainer, 3)
+    folder = Path(sys.argv[2]) / f"{mode}-{name.replace(' ', '-')}"
+    checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world, flush)
+    saved = load(folder)
+    saved.progress["loss_scale"] = trainer.loss_scale.state_dict()
+    other.restore(saved)
+    last = weights(trainer)
+    fit(trainer)
+    fit(other)
+    after, again = weights(trainer), weights(other)
+    return {
+        "losses": [trainer.world.add(record.loss.double()).item() for record in records],
+        "weights": torch.cat([tensor.flatten().double() for tensor in last.values()]).tolist(),
+        "unchanged": [key for key in first if torch.equal(first[key], after[key])],
+        "moved in the last step": any(not torch.equal(last[key], after[key]) for key in last),
+        "resumed alike": all(torch.equal(after[key], again[key]) for key in after),
+        "saved": sorted({key.rpartition(".")[0] for key in saved.tensors() if key.startswith("optimizer/")}),
+    }
+
+
+def _trainer(mode: str, device: str, *overrides: str) -> Trainer:
+    config = compose(*SMALL, *STEPS, f"parallel={mode}", *overrides)
+    return Trainer.from_config(config, detect(device), config.parallel.world(device))
