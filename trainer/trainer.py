@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import os
-import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.utils.data import DataLoader
 
 from trainer.checkpoint.generators import random_state, set_random_state
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.state import training_state
 from trainer.config.schema import Config, Plan
-from trainer.data.contract import Batch, Datasets
-from trainer.data.loader import DataOrder, checked, evaluation_samples, to_device
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.evaluation import Evaluation
+from trainer.data.loader import DataOrder, to_device
 from trainer.hardware import Hardware, detect
 from trainer.kernels import attention, convolution
+from trainer.kernels.determinism import seed_everything, set_determinism
 from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.update import Update
 from trainer.parallel.freeze import freeze
@@ -127,7 +124,7 @@ class Trainer:
         )
         self.step = 0
         """Optimizer steps done."""
-        self._validation: tuple[int, DataLoader[Batch]] | None = None
+        self._validation: Evaluation | None = None
         self.model.train()
 
     @classmethod
@@ -267,28 +264,29 @@ class Trainer:
         targets = sum(self.recipe.count_targets(batch) for batch in microbatches)
         return targets, sum(self.recipe.count_units(batch) for batch in microbatches)
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return the recipe's metrics over the validation samples of all ranks, in the precision of training."""
-        wide = torch.float32 if self.device.type == "mps" else torch.float64  # sums of thousands of batches
-        targets = 0
-        sums: dict[str, Tensor] = {}
-        self.synchronise_buffers()
+        self._validation = self._validation or self._evaluation(self.datasets.valid, self.plan.eval_samples)
+        return self._metrics(self._validation)
+
+    def test(self) -> dict[str, float]:
+        """Return the recipe's metrics over all test samples, likewise."""
+        assert self.datasets.test is not None
+        return self._metrics(self._evaluation(self.datasets.test, None))
+
+    @torch.no_grad()
+    def metric_names(self) -> list[str]:
+        """Return the names of the recipe's metrics, from a forward pass over a few samples."""
+        generators = random_state(self.device)
+        few = self.datasets.valid.batch([SampleId(0, None)])
         self.model.eval()
-        own, loader = self._validation = self._validation or self._open_validation()
-        for number, microbatch in enumerate(checked(loader)):
-            batch = to_device(microbatch, self.device)
+        try:
             with self.config.precision.autocast(self.device):
-                output = self.recipe.loss(self.model, batch)
-            counts = number < own  # else a forward pass for the other ranks, which gather their weights from this one
-            if counts:
-                targets += self.recipe.count_targets(microbatch)
-            for name, value in {"loss": output.loss_sum, **output.metric_sums}.items():
-                total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self.device))
-                if counts:
-                    total += value
-        self.model.train()
-        return self._metrics(targets, sums)
+                sums = self.recipe.loss(self.model, to_device(few, self.device)).metric_sums
+        finally:
+            self.model.train()
+            set_random_state(generators, self.device)
+        return list(self.recipe.metrics(0.0, dict.fromkeys(sums, 0.0), 1))
 
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
@@ -302,42 +300,26 @@ class Trainer:
         """
         self._validation = None
 
-    def _metrics(self, targets: int, sums: dict[str, Tensor]) -> dict[str, float]:
-        names = sorted(sums)
-        totals = self.world.add(torch.stack([sums[name] for name in names])).tolist()
-        (targets,) = self.world.sums(targets)
-        values = dict(zip(names, totals, strict=True))
-        loss = values.pop("loss") / max(1, targets)
-        return self.recipe.metrics(loss, {name: values[name] for name in sums if name != "loss"}, max(1, targets))
+    def _evaluation(self, dataset: Dataset, limit: int | None) -> Evaluation:
+        size = self.plan.batching.micro_batch_size
+        return Evaluation(dataset, limit, size, self.config.loader, self.hardware, self.world)
 
-    def _open_validation(self) -> tuple[int, DataLoader[Batch]]:
-        """Return this rank's number of batches, and its loader, which repeats one batch if other ranks have more."""
-        dataset, ranks = self.datasets.valid, self.world.size
-        samples = evaluation_samples(len(dataset), self.plan.eval_samples, self.plan.batching.micro_batch_size)
-        own = samples[self.world.rank :: ranks]
-        others = samples[:1] * (math.ceil(len(samples) / ranks) - len(own))
-        return len(own), self.config.loader.loader(dataset, own + others, self.hardware)  # kept: so are its workers
+    @torch.no_grad()
+    def _metrics(self, evaluation: Evaluation) -> dict[str, float]:
+        def forward(batch: Batch) -> dict[str, Tensor]:
+            with self.config.precision.autocast(self.device):
+                output = self.recipe.loss(self.model, batch)
+            return {"loss": output.loss_sum, **output.metric_sums}
+
+        self.synchronise_buffers()
+        self.model.eval()
+        sums, targets = evaluation.sums(forward, self.recipe.count_targets)
+        self.model.train()
+        targets = max(1, targets)
+        return self.recipe.metrics(sums.pop("loss") / targets, sums, targets)
 
     def _set_lr(self) -> float:
         lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every global generator; data order and augmentation do not use them."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def set_determinism(deterministic: bool) -> None:
-    """Make torch refuse operations without a repeatable implementation, or let it choose the fastest."""
-    if deterministic:
-        # cuBLAS requires it, before its first use.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
-    # It takes a pass over memory and changes no result.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = not deterministic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class Dataset(Protocol):
 
 @dataclass
 class Datasets:
-    """The training and the validation data of a run. A recipe's subclass adds what else the data decides."""
+    """The data of a run. A recipe's subclass adds what else the data decides."""
 
     train: Dataset
     valid: Dataset
@@ -42,3 +42,5 @@ class Datasets:
     """One line for the terminal, such as ``python_docs: 5.1M tokens, own BPE of 4096``."""
     decodes: bool = False
     """Whether fetching a sample takes considerable CPU time (decoding an image), so that workers are worthwhile."""
+    test: Dataset | None = field(default=None, kw_only=True)
+    """The test data, evaluated once, at the end, with the best weights; None: there is none."""

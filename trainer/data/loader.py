@@ -264,12 +264,6 @@ def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def evaluation_samples(length: int, limit: int | None, size: int) -> list[list[SampleId]]:
-    """Return the evaluation batches: ``limit`` samples (None: all) spread evenly, in order, never augmented."""
-    chosen = np.arange(length) if limit is None or limit >= length else np.linspace(0, length - 1, limit).astype(int)
-    return [[SampleId(int(i), None) for i in chosen[start : start + size]] for start in range(0, len(chosen), size)]
-
-
 def fingerprint(datasets: Datasets) -> str:
     """Return a hash of the sizes and of a few samples of both datasets: it changes with corpus, split and tokenizer."""
     digest = hashlib.sha256()

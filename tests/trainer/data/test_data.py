@@ -12,13 +12,13 @@ import torch
 
 from tests.helpers import CPU, Arrays, compose
 from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import (
     Batching,
     DataOrder,
     Loader,
     OnDeviceLoader,
     PinnedLoader,
-    evaluation_samples,
     fingerprint,
     to_device,
 )

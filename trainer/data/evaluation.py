@@ -1,0 +1,76 @@
+"""Evaluation: which samples, on which rank, and sums over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.loader import Loader, checked, to_device
+from trainer.hardware import Hardware
+from trainer.parallel.world import World
+
+
+class Evaluation:
+    """A dataset to evaluate on, divided among the ranks. Its loading processes are kept for the next time.
+
+    Args:
+        dataset: what is evaluated on.
+        limit: samples on all ranks, spread evenly over the dataset; None: all.
+        micro_batch_size: samples of a forward pass.
+        loader: opens the batches.
+        hardware: of this process.
+        world: the processes that evaluate together.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        limit: int | None,
+        micro_batch_size: int,
+        loader: Loader,
+        hardware: Hardware,
+        world: World,
+    ) -> None:
+        samples = evaluation_samples(len(dataset), limit, micro_batch_size)
+        own = samples[world.rank :: world.size]
+        others = samples[:1] * (math.ceil(len(samples) / world.size) - len(own))
+        self._own = len(own)
+        self._loader = loader.loader(dataset, own + others, hardware)
+        self._device, self._world = hardware.device, world
+
+    def sums(
+        self, forward: Callable[[Batch], dict[str, Tensor]], count_targets: Callable[[Batch], int]
+    ) -> tuple[dict[str, float], int]:
+        """Return the sums over the samples of all ranks, and their number of targets.
+
+        Args:
+            forward: takes a batch on the device, and returns scalars by name.
+            count_targets: takes a batch on the host.
+        """
+        wide = torch.float32 if self._device.type == "mps" else torch.float64  # sums of thousands of batches
+        targets = 0
+        sums: dict[str, Tensor] = {}
+        for number, batch in enumerate(checked(self._loader)):
+            values = forward(to_device(batch, self._device))
+            counts = number < self._own  # else a forward pass for other ranks, which gather their weights from this one
+            if counts:
+                targets += count_targets(batch)
+            for name, value in values.items():
+                total = sums.setdefault(name, torch.zeros((), dtype=wide, device=self._device))
+                if counts:
+                    total += value
+        totals = self._world.add(torch.stack([sums[name] for name in sorted(sums)])).tolist()
+        by_name = dict(zip(sorted(sums), totals, strict=True))
+        (targets,) = self._world.sums(targets)
+        return {name: by_name[name] for name in sums}, targets
+
+
+def evaluation_samples(length: int, limit: int | None, size: int) -> list[list[SampleId]]:
+    """Return the evaluation batches: ``limit`` samples (None: all) spread evenly, in order, never augmented."""
+    chosen = np.arange(length) if limit is None or limit >= length else np.linspace(0, length - 1, limit).astype(int)
+    return [[SampleId(int(i), None) for i in chosen[start : start + size]] for start in range(0, len(chosen), size)]
