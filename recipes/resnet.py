@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
+from recipes.vision import objective
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
@@ -29,11 +30,15 @@ TOP5_FROM = 10
 
 @dataclass
 class ResNet(Recipe):
-    """Images to classes: cross-entropy, top-1 and, from ten classes on, top-5."""
+    """Images to classes: cross-entropy, top-1 and, from ten classes on, top-5.
+
+    Evaluation reports plain cross-entropy, whatever the training loss is, so that runs can be compared.
+    """
 
     name: ClassVar[str] = "resnet"
     unit: ClassVar[str] = "images"
     predictor: ClassVar[str] = "image_classifier"
+    mixes_images: ClassVar[bool] = True
 
     arch: str = "auto"
     """Any classifier of torchvision.models, by its name there."""
@@ -44,7 +49,15 @@ class ResNet(Recipe):
     channels_last: bool = True
     """Keep weights and images in NHWC order, which tensor cores prefer."""
     label_smoothing: float = 0.0
-    """Of the training loss only; evaluation reports plain cross-entropy."""
+    """Of the training loss: the share of the target that all classes get in equal parts."""
+    criterion: str = "cross_entropy"
+    """The training loss: ``cross_entropy``, or ``bce``: binary cross-entropy of each class (Wightman et al. 2021)."""
+    bce_threshold: float | None = None
+    """For ``bce``: targets of mixed images above this count as 1, all others as 0; null: they keep their shares."""
+    class_weights: Any = None
+    """Factors of the classes' terms in the training loss, a list, or ``balanced``: by the counts in the training data.
+    The sum is divided by the number of images. (torch's mean divides by the sum of the weights, which is the same
+    number on average where the factors have a mean of 1 over the images; those of ``balanced`` have.)"""
 
     def __post_init__(self) -> None:
         for key, value, least in (("image_size", self.image_size, 1), ("classes", self.classes, 2)):
@@ -52,6 +65,14 @@ class ResNet(Recipe):
                 raise UserError(f"recipe.{key}={value} must be auto or a whole number of at least {least}")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
+        if self.criterion not in objective.CRITERIA:
+            near = nearest(self.criterion, objective.CRITERIA)
+            raise UserError(f"recipe.criterion={self.criterion} is not one of {', '.join(objective.CRITERIA)}{near}")
+        if self.bce_threshold is not None and not (self.criterion == "bce" and 0 <= self.bce_threshold < 1):
+            raise UserError(
+                f"recipe.bce_threshold={self.bce_threshold} must be at least 0 and below 1, with recipe.criterion=bce"
+            )
+        objective.check_class_weights(self.class_weights)
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the architecture, or check the requested one."""
@@ -82,6 +103,7 @@ class ResNet(Recipe):
         found, outputs = len(datasets.classes), self._outputs(datasets)
         if found > outputs:
             raise UserError(f"recipe.classes={outputs}, but the data has {found} classes; use recipe.classes=auto")
+        objective.class_weights(self.class_weights, datasets, outputs)
         _check_size(self.arch, datasets.image_size, outputs)
         return datasets
 
@@ -89,6 +111,8 @@ class ResNet(Recipe):
         """Build the classifier with random weights. Its attribute ``normalise`` makes its input of pixels."""
         model: Any = _build(self.arch, datasets.image_size, self._outputs(datasets))
         model.normalise = Normalise(datasets.mean, datasets.std)
+        weights = objective.class_weights(self.class_weights, datasets, self._outputs(datasets))
+        model.class_weights = None if weights is None else objective.ClassWeights(weights)
         classifier: nn.Module = model.to(memory_format=torch.channels_last) if self.channels_last else model
         return classifier
 
@@ -107,18 +131,28 @@ class ResNet(Recipe):
         return len(batch["label"])
 
     def loss(self, model: Any, batch: Batch) -> LossOutput:
-        """Normalise on the device, classify, and add up cross-entropy and correct answers in fp32."""
+        """Normalise and mix on the device, classify, and add up the loss and the correct answers in fp32.
+
+        Of a mixed image, the answer is its own label, whatever its share is.
+        """
         label = batch["label"]
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        logits = model(model.normalise(batch["image"], layout)).float()
-        smoothing = self.label_smoothing if model.training else 0.0
-        loss_sum = F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
+        logits = model(mixing.apply(model.normalise(batch["image"], layout), batch)).float()
+        loss_sum = (
+            self._training_loss(model, logits, batch) if model.training else objective.cross_entropy(logits, batch)
+        )
         best = logits.detach().topk(5 if logits.shape[1] >= TOP5_FROM else 1).indices
         right = best == label[:, None]
         sums = {"top1": right[:, 0].sum(dtype=torch.float32)}
         if logits.shape[1] >= TOP5_FROM:
             sums["top5"] = right.sum(dtype=torch.float32)
         return LossOutput(loss_sum, sums, None if model.training else logits.detach())
+
+    def _training_loss(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
+        weights = None if self.class_weights is None else model.class_weights.on(logits.device)
+        if self.criterion == "bce":
+            return objective.binary_cross_entropy(logits, batch, self.label_smoothing, weights, self.bce_threshold)
+        return objective.cross_entropy(logits, batch, self.label_smoothing, weights)
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what torchvision needs to build the model again, and how images become its input."""

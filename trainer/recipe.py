@@ -86,6 +86,8 @@ class Recipe(SetOnce):
     """The metric whose lowest value marks the best checkpoint."""
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
+    mixes_images: ClassVar[bool] = False
+    """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
     predictor: ClassVar[str] = "forward"
     """The file of ``trainer/tracking/mlflow/predictors`` that serves the exported model in MLflow. ``forward``
     takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.

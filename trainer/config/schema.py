@@ -81,9 +81,10 @@ class Config(SetOnce):
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)
         self.meters.check(self.optimizer)
-        if not isinstance(self.data, ImageSource) and self.augment.kind not in (Augment.kind, AutomaticAugment.kind):
-            kind, data = self.augment.kind, self.data.kind
-            raise UserError(f"augment={kind} has no effect: data={data} has no images; leave it out")
+        if not isinstance(self.data, ImageSource) and (set_by_user := self.augment.effect()):
+            raise UserError(f"{set_by_user} has no effect: data={self.data.kind} has no images; leave it out")
+        if (options := self.augment.on_device) and not self.recipe.mixes_images:
+            raise UserError(f"{options[0]} has no effect: recipe={self.recipe.name} does not mix images; leave it out")
 
     def with_augment(self, augment: Augment) -> Config:
         """Return the config with images augmented in this way."""
@@ -147,8 +148,10 @@ class Config(SetOnce):
         batch_size = number("batch_size", sizes.batch_size, default)
         world = world or World()
         most = min(batch_size, sizes.micro_batch_size)
-        fitting = max((s for s in range(1, most + 1) if batch_size % (s * world.size) == 0), default=1)
+        least = 2 if self.augment.mixes else 1
+        fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, default)
+        self.augment.check_batching(batch_size // world.size, micro_batch_size)
         eval_every = number("eval_every", max(steps // 10, min(steps, 25)), "at most ten evaluations per run")
         every = self.checkpoint.every
         plan = Plan(

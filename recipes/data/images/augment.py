@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from recipes.data.images import policies
 from trainer.errors import UserError
 from trainer.recipe import SetOnce
 
@@ -18,8 +20,14 @@ the image, and digits must not be mirrored.
 """
 
 
+DEVICE_OPTIONS = ("mixup", "cutmix", "erasing")
+"""What the recipe's loss does to a batch on the device, of every choice."""
+
+
 class View(NamedTuple):
-    """What becomes of one image: a part of it is scaled to a square, which is then mirrored and shifted."""
+    """What becomes of one image: a part of it is scaled to a square, which is mirrored, shifted, and then changed by
+    the policy.
+    """
 
     box: tuple[float, float, float, float] | None = None
     """Left, upper, right and lower edge in pixels. None: the whole image, or the middle square of an oblong one."""
@@ -27,16 +35,67 @@ class View(NamedTuple):
     """Whether the image is mirrored horizontally."""
     shift: tuple[float, float] = (0.0, 0.0)
     """To the right and downwards, as fractions of the square's side. Its edge pixels fill what is left empty."""
+    policy: Callable[[np.ndarray], np.ndarray] | None = None
+    """Changes the square (uint8, 3 × S × S) in other ways, such as its contrast."""
 
 
 @dataclass
 class Augment(SetOnce):
     """The ``augment`` config group; this base is ``augment=none``: the whole image, in training and in evaluation.
 
-    A choice is a pure function of the sample's seed. It does not know the pixels: ``pixels.py`` cuts them.
+    A choice is a pure function of the sample's seed. It does not know the pixels: ``pixels.py`` cuts them, and
+    ``mixing.py`` mixes and erases them on the device. Every choice has these options; evaluation has none of them.
     """
 
     kind: ClassVar[str] = "none"
+    mixup: float = field(default=0.0, kw_only=True)
+    """Blend pairs of images and their labels (Zhang et al. 2018) by a share from Beta(mixup, mixup); 0: off."""
+    cutmix: float = field(default=0.0, kw_only=True)
+    """Exchange a box between pairs of images (Yun et al. 2019), labels by area, from Beta(cutmix, cutmix); 0: off.
+    With ``mixup``, each pair has one of the two with the same probability."""
+    erasing: float = field(default=0.0, kw_only=True)
+    """Probability that a box of an image is replaced by the mean colour (Zhong et al. 2020); 0: off."""
+
+    def __post_init__(self) -> None:
+        for key, value in (("mixup", self.mixup), ("cutmix", self.cutmix)):
+            if not 0 <= value < math.inf:
+                raise UserError(f"augment.{key}={value} must be a number of at least 0, such as 0.2; 0 turns it off")
+        if not 0 <= self.erasing <= 1:
+            raise UserError(f"augment.erasing={self.erasing} is a probability: set it between 0 and 1, such as 0.1")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed in pairs: neighbours in the stream of samples, the first of an even position."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    @property
+    def on_device(self) -> list[str]:
+        """The options that are set and that the recipe's loss carries out, as typed."""
+        return [f"augment.{name}={value}" for name in DEVICE_OPTIONS if (value := getattr(self, name))]
+
+    def effect(self) -> str | None:
+        """Return what a recipe without images must refuse, as typed; None: nothing."""
+        typed = [] if self.kind in (Augment.kind, AutomaticAugment.kind) else [f"augment={self.kind}"]
+        return " ".join(typed + self.on_device) or None
+
+    def check_batching(self, batch_size: int, micro_batch_size: int) -> None:
+        """Refuse microbatches that would separate a pair of images.
+
+        Args:
+            batch_size: samples of an optimizer step on one rank.
+            micro_batch_size: of a forward pass.
+
+        Raises:
+            UserError: images are mixed, and the number of a microbatch is odd.
+        """
+        if self.mixes and micro_batch_size % 2:
+            even = [size for size in range(2, batch_size + 1, 2) if batch_size % size == 0]
+            near = min(even, key=lambda size: abs(size - micro_batch_size), default=None)
+            advice = f"micro_batch_size={near}" if near else "an even batch_size"
+            raise UserError(
+                f"micro_batch_size={micro_batch_size} must be even for {' '.join(self.on_device)}, which mixes "
+                f"neighbours in pairs; use {advice}"
+            )
 
     def choose(self, shorter_side: int | None) -> Augment:
         """Return what is done to images of this size (see ``AutomaticAugment``): this very choice.
@@ -73,6 +132,7 @@ class Light(Augment):
     """Mirror half of the images. Right for most photos, wrong for digits and letters."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.shift <= 0.5:
             raise UserError(f"augment.shift={self.shift} must lie between 0 and 0.5, such as 0.125")
 
@@ -102,6 +162,7 @@ class ImageNet(Augment):
     image of the model's own size is taken whole."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key, value in (("min_area", self.min_area), ("evaluated", self.evaluated)):
             if not 0 < value <= 1:
                 raise UserError(f"augment.{key}={value} must be above 0 and at most 1")
@@ -133,6 +194,49 @@ class ImageNet(Augment):
 
 
 @dataclass
+class RandAugment(ImageNet):
+    """``augment=randaugment``: as ``imagenet``, then ``operations`` random changes of one strength (Cubuk et al. 2020).
+
+    torchvision's RandAugment does the work: shears, shifts, rotations, brightness, colour, contrast, and others.
+    """
+
+    kind: ClassVar[str] = "randaugment"
+    operations: int = 2
+    """Changes of an image, one after the other."""
+    magnitude: int = 9
+    """Strength of all changes, from 0 to 30, as in torchvision."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.operations < 1:
+            raise UserError(f"augment.operations={self.operations} must be at least 1")
+        if not 0 <= self.magnitude < policies.MAGNITUDES:
+            raise UserError(f"augment.magnitude={self.magnitude} must lie between 0 and {policies.MAGNITUDES - 1}")
+
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Draw a crop and a flip, and let the same seed draw the changes."""
+        view = super().view(width, height, seed, size)
+        if seed is None:
+            return view
+        return view._replace(policy=partial(policies.rand_augment, self.operations, self.magnitude, seed))
+
+
+@dataclass
+class TrivialAugment(ImageNet):
+    """``augment=trivialaugment``: as ``imagenet``, then one random change of random strength (Müller and Hutter 2021).
+
+    torchvision's TrivialAugmentWide does the work. It has no strength to be tuned.
+    """
+
+    kind: ClassVar[str] = "trivialaugment"
+
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Draw a crop and a flip, and let the same seed draw the change."""
+        view = super().view(width, height, seed, size)
+        return view if seed is None else view._replace(policy=partial(policies.trivial_augment, seed))
+
+
+@dataclass
 class AutomaticAugment(Augment):
     """``augment=auto``: ``none`` for images below 64 pixels and synthetic ones, ``imagenet`` for all others."""
 
@@ -145,7 +249,8 @@ class AutomaticAugment(Augment):
 
     def choose(self, shorter_side: int | None) -> Augment:
         """Return the choice for images of this size, and keep it in ``chosen``."""
-        choice = Augment() if shorter_side is None or shorter_side < SMALL else ImageNet()
+        cls = Augment if shorter_side is None or shorter_side < SMALL else ImageNet
+        choice = cls(**{name: getattr(self, name) for name in DEVICE_OPTIONS})
         vars(self)["_chosen"] = choice
         return choice
 
@@ -154,7 +259,9 @@ class AutomaticAugment(Augment):
         raise AssertionError("choose() comes first")
 
 
-CHOICES: dict[str, type[Augment]] = {cls.kind: cls for cls in (AutomaticAugment, Augment, Light, ImageNet)}
+CHOICES: dict[str, type[Augment]] = {
+    cls.kind: cls for cls in (AutomaticAugment, Augment, Light, ImageNet, RandAugment, TrivialAugment)
+}
 
 REASONS = {
     Augment.kind: f"images below {SMALL} pixels or synthetic, are not cropped; augment=light shifts them in training",
@@ -173,8 +280,9 @@ def recorded(config: Mapping[str, Any], reads_images: bool) -> dict[str, Any]:
         reads_images: whether the recipe reads images (``data=hub`` has text, too).
     """
     found = {key: value for key, value in config.items() if key.partition(".")[0] == "augment"}
-    if found:
-        return found
+    if found:  # perhaps of a version without some of the options
+        cls = CHOICES.get(found.get("augment", ""), Augment)
+        return found | {key: entry.default for entry in fields(cls) if (key := f"augment.{entry.name}") not in found}
     then: Augment = ImageNet() if reads_images and config.get("data") in ("imagefolder", "hub") else Augment()
     return {"augment": then.kind} | {f"augment.{key}": value for key, value in vars(then).items()}
 

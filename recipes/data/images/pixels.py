@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recipes.data.images import mixing
 from recipes.data.images.augment import Augment, View
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
@@ -35,7 +36,8 @@ def square(image: Image.Image, size: int, view: View) -> np.ndarray:
     left, top = (image.width - side) // 2, (image.height - side) // 2
     box = view.box or (left, top, left + side, top + side)
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=box)).transpose(2, 0, 1)
-    return np.ascontiguousarray(_moved(pixels, view))
+    pixels = _moved(pixels, view)
+    return np.ascontiguousarray(view.policy(pixels) if view.policy else pixels)
 
 
 def _moved(pixels: np.ndarray, view: View) -> np.ndarray:
@@ -81,17 +83,18 @@ class ArrayImages:
         return self.length
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B)."""
+        """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s."""
         rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
         images = self.images[rows]
-        return {"image": self._squares(images, samples).contiguous(), "label": self.labels[rows]}
+        drawn = mixing.draw(self.augment, samples, self.image_size)
+        return {"image": self._squares(images, samples).contiguous(), "label": self.labels[rows]} | drawn
 
     def _squares(self, images: Tensor, samples: Sequence[SampleId]) -> Tensor:
         if self.augment.kind == Augment.kind:  # no loop over the samples
             return scale(images, self.image_size).expand(-1, 3, -1, -1)
         height, width = images.shape[-2:]
         views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
-        if any(view.box for view in views):
+        if any(view.box or view.policy for view in views):
             pictures = map(_picture, images)
             cut = [square(image, self.image_size, view) for image, view in zip(pictures, views, strict=True)]
         else:
@@ -121,7 +124,7 @@ class DecodedImages:
         return len(self.labels)
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return ``image`` (uint8, B × 3 × image_size × image_size) and ``label`` (int64, B).
+        """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s.
 
         Raises:
             UserError: which image cannot be decoded.
@@ -132,7 +135,8 @@ class DecodedImages:
             view = self.augment.view(*image.size, sample.seed, self.image_size)
             images.append(square(image, self.image_size, view))
         rows = torch.tensor([sample.index for sample in samples])
-        return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]}
+        drawn = mixing.draw(self.augment, samples, self.image_size)
+        return {"image": torch.from_numpy(np.stack(images)), "label": self.labels[rows]} | drawn
 
     def image(self, index: int) -> Image.Image:
         """Decode one image."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from recipes.data.images.augment import Augment, AutomaticAugment
+from recipes.data.images.augment import Augment
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -13,7 +13,9 @@ from trainer.recipe import NO_OPTION, DataSource
 
 @dataclass(kw_only=True)
 class ImageDatasets(Datasets):
-    """Labelled images. Batches hold ``image`` (uint8, B × 3 × H × W) and ``label`` (int64, B)."""
+    """Labelled images. Batches hold ``image`` (uint8, B × 3 × H × W) and ``label`` (int64, B); in training also what
+    ``mixing.draw`` returns.
+    """
 
     classes: list[str]
     image_size: int
@@ -34,8 +36,8 @@ class ImageSource(DataSource):
 
     def refuse_augment(self) -> None:
         """Raise UserError if images were to be augmented: the data is read as something else."""
-        if self.augment.kind not in (Augment.kind, AutomaticAugment.kind):
-            raise UserError(f"augment={self.augment.kind} has no effect: this recipe reads no images; leave it out")
+        if set_by_user := self.augment.effect():
+            raise UserError(f"{set_by_user} has no effect: this recipe reads no images; leave it out")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images as squares of ``image_size`` pixels (None: the source's own natural size).

@@ -1,0 +1,1 @@
+"""What image classification needs besides the recipe: losses, architectures, pretrained weights, exported folders."""

@@ -1,0 +1,381 @@
+"""Mixup, CutMix and erasing: what is drawn from the samples' seeds, what becomes of pixels and labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from recipes.data.images import mixing
+from recipes.data.images.arrays import Digits
+from recipes.data.images.augment import Augment, AutomaticAugment, ImageNet, Light, RandAugment, TrivialAugment
+from recipes.data.images.pixels import square
+from recipes.vision import objective
+from tests.helpers import CPU, compose, fit, same_bits, trainer_of
+from trainer.data.contract import Batch, SampleId
+from trainer.data.loader import Batching, DataOrder
+from trainer.errors import UserError
+
+SIZE = 16
+
+
+def samples(count: int, first: int = 0) -> list[SampleId]:
+    return [SampleId(index, 1000 + index) for index in range(first, first + count)]
+
+
+def drawn(count: int, **options: float) -> Batch:
+    return mixing.draw(Augment(**options), samples(count), SIZE)
+
+
+def images(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 3, SIZE, SIZE, generator=generator).contiguous(memory_format=torch.channels_last)
+
+
+# ----------------------------------------------------------------------------------------------- what is drawn
+
+
+def test_nothing_is_drawn_in_evaluation_and_without_the_options() -> None:
+    assert mixing.draw(Augment(mixup=1, cutmix=1, erasing=1), [SampleId(0, None), SampleId(1, None)], SIZE) == {}
+    assert drawn(4) == {}
+
+
+def test_both_images_of_a_pair_have_its_draw_and_microbatches_do_not_change_it() -> None:
+    augment = Augment(mixup=0.4, cutmix=1.0, erasing=0.5)
+    whole = mixing.draw(augment, samples(8), SIZE)
+    parts = [mixing.draw(augment, samples(2, first), SIZE) for first in range(0, 8, 2)]
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, torch.cat([part[name] for part in parts]))
+    assert torch.equal(whole["share"][::2], whole["share"][1::2])
+    assert torch.equal(whole["pasted"][::2], whole["pasted"][1::2])
+    assert len(whole["share"].unique()) == 4
+    assert not torch.equal(whole["erased"][::2], whole["erased"][1::2])  # each image has its own
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_the_shares_of_mixup_have_the_published_distribution(alpha: float) -> None:
+    shares = drawn(4000, mixup=alpha)["share"][::2].double()
+    assert shares.mean() == pytest.approx(0.5, abs=0.03)
+    assert shares.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)  # of Beta(alpha, alpha)
+    assert not drawn(100, mixup=alpha)["pasted"].any()
+
+
+def test_the_share_of_a_cut_is_what_the_box_leaves() -> None:
+    found = drawn(2000, cutmix=1.0)
+    left, top, right, bottom = found["pasted"].unbind(1)
+    assert ((left >= 0) & (top >= 0) & (right <= SIZE) & (bottom <= SIZE)).all()
+    area = (right - left) * (bottom - top) / SIZE**2
+    torch.testing.assert_close(found["share"], 1 - area.float())
+    assert 0.6 < found["share"].mean() < 0.75  # above one half: boxes are cut off at the edge
+
+
+def test_with_both_half_of_the_pairs_are_cut() -> None:
+    found = drawn(2000, mixup=0.2, cutmix=1.0)
+    cut = (found["pasted"][:, 2] > 0).float().mean()
+    assert 0.4 < cut < 0.55  # a few boxes are empty
+
+
+def test_boxes_are_erased_as_often_and_as_large_as_published() -> None:
+    left, top, right, bottom = drawn(2000, erasing=0.3)["erased"].unbind(1)
+    width, height = (right - left).float(), (bottom - top).float()
+    erased = width > 0
+    assert 0.26 < erased.float().mean() < 0.34
+    area = (width * height)[erased] / SIZE**2
+    assert 0.005 < area.min() < 0.05
+    assert 0.28 < area.max() < 0.4
+    assert (right <= SIZE).all()
+    assert (bottom <= SIZE).all()
+
+
+# --------------------------------------------------------------------------------------- pixels and labels
+
+
+def test_mixup_blends_pixels_and_labels_of_a_pair_by_one_share() -> None:
+    before, batch = images(4), {"label": torch.tensor([1, 2, 3, 3])} | drawn(4, mixup=0.8)
+    after, share = mixing.apply(before.clone(), batch), batch["share"]
+    for image, other in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        torch.testing.assert_close(after[image], share[image] * before[image] + (1 - share[image]) * before[other])
+    expected = torch.zeros(4, 5)
+    expected[0, 1], expected[0, 2], expected[1, 2], expected[1, 1] = share[0], 1 - share[0], share[0], 1 - share[0]
+    expected[2:, 3] = 1
+    torch.testing.assert_close(mixing.soft_targets(batch["label"], batch, 5), expected)
+    assert after.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_cutmix_takes_exactly_the_box_from_the_neighbour() -> None:
+    before, batch = images(64), drawn(64, cutmix=1.0)
+    after = mixing.apply(before.clone(), batch)
+    for image, (left, top, right, bottom) in enumerate(batch["pasted"].tolist()):
+        expected = before[image].clone()
+        expected[:, top:bottom, left:right] = before[image ^ 1, :, top:bottom, left:right]
+        assert torch.equal(after[image], expected)
+    assert (batch["share"] < 1).any()
+
+
+def test_erasing_puts_the_mean_colour_into_its_box_before_images_are_mixed() -> None:
+    before, batch = images(64), drawn(64, erasing=0.7)
+    after = mixing.apply(before.clone(), batch)
+    for image, (left, top, right, bottom) in enumerate(batch["erased"].tolist()):
+        expected = before[image].clone()
+        expected[:, top:bottom, left:right] = 0
+        assert torch.equal(after[image], expected)
+    both = drawn(64, erasing=0.7, mixup=1.0)
+    assert torch.equal(
+        mixing.apply(before.clone(), both), mixing.apply(after, {k: both[k] for k in ("share", "pasted")})
+    )
+
+
+def test_an_image_without_a_neighbour_stays_as_it_is() -> None:
+    before, batch = images(3), drawn(3, mixup=0.8)
+    assert torch.equal(mixing.apply(before.clone(), batch)[2], before[2])
+
+
+# ------------------------------------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize("augment", [RandAugment(), TrivialAugment(), RandAugment(operations=1, magnitude=30)])
+def test_a_policy_changes_the_crop_and_depends_on_the_samples_seed_alone(augment: ImageNet) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 80, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+
+    def cut(augment: Augment, seed: int | None) -> np.ndarray:
+        return square(image, 24, augment.view(80, 50, seed, 24))
+
+    cropped, every = ImageNet(), range(20)
+    first = [cut(augment, seed) for seed in every]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    again = [cut(augment, seed) for seed in every]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
+    changed = sum(not np.array_equal(one, cut(cropped, seed)) for one, seed in zip(first, every, strict=True))
+    assert changed >= 10  # one of the operations is to change nothing
+    assert np.array_equal(cut(augment, None), cut(cropped, None))
+    assert (first[0].shape, first[0].dtype) == ((3, 24, 24), np.uint8)
+
+
+def test_a_larger_magnitude_changes_more_and_more_operations_do_too() -> None:
+    grey = Image.fromarray(np.tile(np.arange(64, dtype=np.uint8)[:, None, None] * 4, (1, 64, 3)))
+
+    def change(operations: int, magnitude: int) -> float:
+        whole = {"min_area": 1.0, "flip": False}
+        views = [
+            RandAugment(operations=operations, magnitude=magnitude, **whole).view(64, 64, seed, 64)
+            for seed in range(60)
+        ]
+        original = square(grey, 64, ImageNet(**whole).view(64, 64, 0, 64)).astype(float)
+        return float(np.mean([np.abs(square(grey, 64, view) - original).mean() for view in views]))
+
+    assert change(1, 2) < change(1, 15) < change(1, 30)
+    assert change(1, 9) < change(4, 9)
+
+
+def test_images_in_memory_and_decoded_ones_are_changed_alike() -> None:
+    train = replace(Digits(), augment=TrivialAugment(min_area=1.0, flip=False, mixup=0.2)).images(32).train
+    alone = train.batch([SampleId(3, 5)])["image"][0]
+    batch = train.batch([SampleId(7, 1), SampleId(3, 5)])
+    assert torch.equal(batch["image"][1], alone)
+    assert set(batch) == {"image", "label", "share", "pasted"}
+
+
+def test_auto_keeps_what_is_mixed() -> None:
+    auto = AutomaticAugment(mixup=0.2, cutmix=1.0, erasing=0.1)
+    assert auto.choose(8) == Augment(mixup=0.2, cutmix=1.0, erasing=0.1)
+    assert auto.choose(100) == ImageNet(mixup=0.2, cutmix=1.0, erasing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Augment(mixup=-1.0), r"augment\.mixup=-1\.0 must be a number of at least 0"),
+        (lambda: Light(cutmix=float("nan")), r"augment\.cutmix=nan"),
+        (lambda: ImageNet(erasing=1.5), r"augment\.erasing=1\.5 is a probability"),
+        (lambda: RandAugment(operations=0), r"augment\.operations=0 must be at least 1"),
+        (lambda: RandAugment(magnitude=31), r"augment\.magnitude=31 must lie between 0 and 30"),
+    ],
+)
+def test_values_out_of_range_are_refused(make: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------------- in training
+
+RUN = (
+    "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "augment=light", "augment.mixup=0.4", "augment.cutmix=1",
+    "augment.erasing=0.3", "batch_size=8", "steps=3", "recipe.label_smoothing=0.1",
+)  # fmt: skip
+
+
+def test_the_batch_of_a_step_is_the_same_however_it_is_divided() -> None:
+    """Over microbatches and over ranks: what two ranks of two microbatches get is what one microbatch holds."""
+    data = replace(Digits(), augment=Augment(mixup=0.4, cutmix=1.0, erasing=0.3)).images(32).train
+    order = DataOrder(len(data), 7)
+    (whole,) = (data.batch(ids) for ids in Batching(8, 8).microbatches(order, 3, 1))
+    ranks = [[data.batch(ids) for ids in Batching(8, 2, 2, rank).microbatches(order, 3, 1)] for rank in range(2)]
+    parts = [ranks[0][0], ranks[1][0], ranks[0][1], ranks[1][1]]
+
+    def seen(batch: Batch) -> tuple[Tensor, Tensor]:
+        return mixing.apply(batch["image"].float(), batch), mixing.soft_targets(batch["label"], batch, 10)
+
+    for one, others in zip(seen(whole), zip(*map(seen, parts), strict=True), strict=True):
+        assert torch.equal(one, torch.cat(others))
+
+
+def test_accumulation_does_not_change_the_gradient_of_mixed_images() -> None:
+    def step(micro: int) -> tuple[float, Tensor]:
+        # Without batch norm, which sees one microbatch at a time.
+        trainer = trainer_of(*RUN, "recipe.arch=squeezenet1_1", "recipe.image_size=32", f"micro_batch_size={micro}")
+        trainer.model.apply(lambda module: setattr(module, "p", 0.0) if isinstance(module, torch.nn.Dropout) else None)
+        loss = trainer.gradients(next(trainer.batches())).loss.item()
+        return loss, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+    (whole, gradient), (parts, others) = step(8), step(2)
+    assert parts == pytest.approx(whole, rel=1e-6)
+    assert (gradient - others).norm() < 1e-5 * gradient.norm()
+
+
+def test_a_resumed_run_mixes_as_one_that_was_never_stopped() -> None:
+    whole = trainer_of(*RUN, "deterministic=true")
+    fit(whole)
+    first = trainer_of(*RUN, "deterministic=true")
+    fit(first, 1)
+    other = trainer_of(*RUN, "deterministic=true")
+    other.model.load_state_dict(first.model.state_dict())
+    other.optimizer.load_state_dict(first.optimizer.state_dict())
+    other.step = first.step
+    fit(other)
+    assert same_bits(whole.model.state_dict(), other.model.state_dict())
+
+
+def test_training_sees_mixed_images_and_evaluation_does_not() -> None:
+    mixed, plain = trainer_of(*RUN), trainer_of(*RUN[:3], *RUN[6:])
+    assert mixed.evaluate() == plain.evaluate()
+    losses = [trainer.gradients(next(trainer.batches())).loss.item() for trainer in (mixed, plain)]
+    assert losses[0] != losses[1]
+
+    seen: list[Tensor] = []
+    mixed.model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    (batch,) = next(mixed.batches())
+    mixed.recipe.loss(mixed.model, batch)
+    pixels = mixed.model.normalise(batch["image"], torch.channels_last)  # type: ignore[operator]
+    assert torch.equal(seen[0], mixing.apply(pixels, batch))
+    assert not torch.equal(seen[0], pixels)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["micro_batch_size=3", "batch_size=6"],
+            r"micro_batch_size=3 must be even for augment\.mixup=0\.4 .* use micro_batch_size=2$",
+        ),
+        (["batch_size=7"], r"must be even .* use an even batch_size"),
+    ],
+)
+def test_microbatches_that_separate_a_pair_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(*RUN, *overrides).resolve(CPU)
+
+
+def test_an_automatic_microbatch_is_even() -> None:
+    plan = compose(*RUN, "batch_size=66").resolve(CPU).plan
+    assert plan.batching.micro_batch_size == 22
+    plan = compose(*RUN[:3], "batch_size=66").resolve(CPU).plan
+    assert plan.batching.micro_batch_size == 33
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe=gpt2"], r"augment\.mixup=0\.2 has no effect: data=python_docs has no images"),
+        (["recipe=bignet"], r"augment\.mixup=0\.2 has no effect: recipe=bignet does not mix images"),
+    ],
+)
+def test_recipes_that_do_not_mix_say_so(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(*overrides, "augment.mixup=0.2")
+
+
+# --------------------------------------------------------------------------------------------- the loss
+
+
+def test_the_loss_of_mixed_images_is_the_shares_sum_of_their_labels_losses() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, label = torch.randn(6, 5, generator=generator), torch.tensor([0, 4, 2, 2, 1, 3])
+    batch = {"label": label} | drawn(6, mixup=0.8)
+    own, other = (
+        F.cross_entropy(logits, label, reduction="none"),
+        F.cross_entropy(logits, label.view(-1, 2).flip(1).flatten(), reduction="none"),
+    )
+    expected = (batch["share"] * own + (1 - batch["share"]) * other).sum()
+    torch.testing.assert_close(objective.cross_entropy(logits, batch), expected)
+
+
+def test_bce_is_timms() -> None:
+    from timm.loss import BinaryCrossEntropy
+
+    generator = torch.Generator().manual_seed(0)
+    logits, label = torch.randn(6, 5, generator=generator), torch.tensor([0, 4, 2, 2, 1, 3])
+    for smoothing, threshold in ((0.0, None), (0.1, None), (0.1, 0.2)):
+        ours = objective.binary_cross_entropy(logits, {"label": label}, smoothing, threshold=threshold)
+        torch.testing.assert_close(ours / 6, BinaryCrossEntropy(smoothing, threshold)(logits, label))
+    batch = {"label": label} | drawn(6, mixup=0.8)
+    ours = objective.binary_cross_entropy(logits, batch, threshold=0.2)
+    expected = BinaryCrossEntropy(0.0, 0.2)(logits, mixing.soft_targets(label, batch, 5))
+    torch.testing.assert_close(ours / 6, expected)
+
+
+def test_class_weights_are_factors_as_in_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, label = torch.randn(6, 3, generator=generator), torch.tensor([0, 1, 1, 2, 2, 2])
+    weights = torch.tensor([3.0, 1.0, 0.5])
+    ours = objective.cross_entropy(logits, {"label": label}, 0.1, weights)
+    torch.testing.assert_close(ours, F.cross_entropy(logits, label, weights, reduction="sum", label_smoothing=0.1))
+
+
+def test_balanced_weights_are_scikit_learns_and_reach_the_training_loss_only() -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
+    recipe = compose("recipe=resnet", "recipe.arch=resnet18", "recipe.class_weights=balanced").recipe
+    data = Digits().images(32)
+    labels = data.train.labels  # type: ignore[attr-defined]
+    data.train.labels = labels = torch.where(labels == 3, 4, labels)  # type: ignore[attr-defined]
+    weights = objective.class_weights("balanced", data, 12)
+    assert weights is not None
+    present = np.unique(labels.numpy())
+    expected = compute_class_weight("balanced", classes=present, y=labels.numpy())
+    torch.testing.assert_close(weights[present].double(), torch.from_numpy(expected), rtol=1e-6, atol=0)
+    assert weights[[3, 10, 11]].tolist() == [1, 1, 1]
+    assert weights[labels].mean() == pytest.approx(1)
+
+    torch.manual_seed(0)
+    model, batch = recipe.build_model(data).eval(), data.train.batch(samples(8))
+    evaluated = recipe.loss(model, batch).loss_sum
+    assert evaluated == replace(recipe, class_weights=None).loss(model, batch).loss_sum
+    logits = torch.randn(8, 10, generator=torch.Generator().manual_seed(0))
+    model.train().forward = lambda images: logits  # type: ignore[method-assign]
+    expected_loss = F.cross_entropy(logits, batch["label"], weights[:10], reduction="sum")
+    torch.testing.assert_close(recipe.loss(model, batch).loss_sum, expected_loss)
+    bce = replace(recipe, criterion="bce")
+    assert bce.loss(model, batch).loss_sum < recipe.loss(model, batch).loss_sum
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("recipe.class_weights=[1,2]", r"recipe\.class_weights has 2 numbers, but there are 10 classes"),
+        ("recipe.class_weights=[1,-2]", r"recipe\.class_weights=\[1, -2\] must be balanced, or a list"),
+        ("recipe.class_weights=equal", r"recipe\.class_weights=equal must be balanced"),
+        ("recipe.criterion=focal", r"recipe\.criterion=focal is not one of cross_entropy, bce"),
+        ("recipe.bce_threshold=0.2", r"recipe\.bce_threshold=0\.2 must be .* with recipe\.criterion=bce"),
+    ],
+)
+def test_losses_that_do_not_exist_are_refused(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose("recipe=resnet", override).resolve(CPU).config.open_datasets()
