@@ -35,6 +35,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "recipe/resnet": TINY["resnet"],
     "augment/imagenet": IMAGES,
     "augment/light": IMAGES,
+    "augment/randaugment": (*IMAGES, "augment.mixup=0.2", "augment.cutmix=1", "augment.erasing=0.5"),
+    "augment/trivialaugment": IMAGES,
     "data/digits": IMAGES,
     "data/hub": (*TEXT, "data.name=texts", "data.tokenizer=bytes"),
     "data/idx": (*IMAGES, "data.path=idx"),

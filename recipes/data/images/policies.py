@@ -31,14 +31,14 @@ def _rand_augment(operations: int, magnitude: int) -> Callable[[Any], Any]:
     from torchvision.transforms import InterpolationMode, v2
 
     bilinear = InterpolationMode.BILINEAR
-    return v2.RandAugment(operations, magnitude, num_magnitude_bins=MAGNITUDES, interpolation=bilinear)  # type: ignore[no-any-return]
+    return v2.RandAugment(operations, magnitude, num_magnitude_bins=MAGNITUDES, interpolation=bilinear)
 
 
 @cache
 def _trivial_augment() -> Callable[[Any], Any]:
     from torchvision.transforms import InterpolationMode, v2
 
-    return v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)  # type: ignore[no-any-return]
+    return v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)
 
 
 def _changed(transform: Callable[[Any], Any], seed: int, pixels: np.ndarray) -> np.ndarray:
