@@ -150,6 +150,90 @@ def test_a_sweep_begun_again_finds_its_runs_by_their_names(train: Callable[..., 
     assert best == sorted(best)
 
 
+def test_the_same_command_again_runs_only_what_is_missing(train: Callable[..., Any], folder: Path) -> None:
+    command = ("-m", *BIGNET, "precision=fp32,bf16", "steps=2", "tracking=local")
+    first = train(*command, "seed=0")
+    assert (first.code, "runs are complete" in first.out) == (0, False)
+    files = {path: path.stat().st_mtime_ns for path in (folder / "outputs").rglob("*") if path.name != ".lock"}
+    again = train(*command, "seed=0,1")
+    assert (again.code, again.err) == (0, "")
+    assert again.out.splitlines()[0] == "2 of 4 runs are complete, 2 to run"
+    assert again.out.count("is already complete") == 2
+    assert outputs(folder) == NAMES
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    table = again.out.splitlines()[-4:]
+    assert sorted(line.split()[0] for line in table) == NAMES
+    scores = {line.split()[0]: line.split()[3] for line in table}
+    assert {line.split()[0]: line.split()[2] for line in first.out.splitlines()[-2:]}.items() <= scores.items()
+
+
+def test_other_options_make_other_runs_of_the_same_names(train: Callable[..., Any], folder: Path) -> None:
+    command = ("-m", *BIGNET, "precision=fp32,bf16", "checkpoint=none", "tracking=local")
+    assert train(*command, "steps=2").code == 0
+    longer = train(*command, "steps=3")  # a resumed run may be longer, but its schedule would not be this one's
+    assert "runs are complete" not in longer.out
+    assert outputs(folder) == ["bignet-bf16-s0", "bignet-bf16-s0-2", "bignet-fp32-s0", "bignet-fp32-s0-2"]
+    again = train(*command, "steps=2")
+    assert again.out.splitlines()[0] == "2 of 2 runs are complete, 0 to run"
+    assert {line.split()[0] for line in again.out.splitlines()[-2:]} == {"bignet-bf16-s0", "bignet-fp32-s0"}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ["recipe=gpt2", "recipe.size=nano", "recipe.context=8", "data.tokenizer=bytes", "precision=bf16"],
+        ["recipe=resnet", "recipe.arch=resnet18", "loader.workers=auto"],
+    ],
+)
+def test_what_auto_became_does_not_make_it_another_run(
+    train: Callable[..., Any], folder: Path, recipe: list[str]
+) -> None:
+    command = (*recipe, "batch_size=2", "eval_samples=2", "steps=1", "tracking=local", "resume=same")
+    assert train(*command).code == 0
+    (name,) = outputs(folder)
+    assert train(*command).out == f"outputs/{name} is already complete\n"
+    assert outputs(folder) == [name]
+
+
+def test_an_interrupted_sweep_is_continued_by_the_same_command(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("-m", *BIGNET, "seed=0,1,2", "steps=4", "eval_every=1", "tracking=local")
+    step = Trainer.train_step
+
+    def interrupted(trainer: Trainer, microbatches: Any) -> Any:
+        if trainer.config.seed == 1 and trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(trainer, microbatches)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "train_step", interrupted)
+        stopped = train(*command)
+    assert stopped.code == 130
+    assert [line.split()[-1] for line in stopped.out.splitlines()[-4:-2]] == ["finished", "stopped"]
+    assert stopped.out.splitlines()[-2:] == ["", "run the same command again to continue the sweep"]
+    done = train(*command)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[0] == "1 of 3 runs are complete, 2 to run (1 of them resumed)"
+    assert "bignet-fp32-s1, resumed after step 3" in done.out
+    assert outputs(folder) == [f"bignet-fp32-s{seed}" for seed in range(3)]
+    assert [line.split()[-1] for line in done.out.splitlines()[-3:]] == 3 * ["finished"]
+
+
+def test_a_run_that_turned_non_finite_is_not_repeated(train: Callable[..., Any], folder: Path) -> None:
+    diverges = ["optimizer=sgd", "schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01,30", "steps=60"]
+    command = ("-m", *BIGNET, *diverges, "tracking=local", "eval_every=60")
+    assert train(*command).code == 3
+    again = train(*command)
+    assert again.code == 3
+    assert again.out.splitlines()[0] == "1 of 2 runs are complete, 1 turned non-finite, 0 to run"
+    assert again.err.startswith("error: outputs/bignet-fp32-s0-lr_30 turned non-finite at step ")
+    assert again.err.endswith("; remove the folder to repeat the run\n")
+    assert len(outputs(folder)) == 2
+    shutil.rmtree(folder / "outputs" / "bignet-fp32-s0-lr_30")
+    assert "the gradients are not finite" in train(*command).err
+
+
 def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,8 @@ def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
     try:
         sys.argv[1:] = complete(checked_arguments(sys.argv[1:]))
         sweep = Sweep(swept_keys(sys.argv[1:]))
+        if os.environ.get("RANK", "0") == "0" and (outlook := sweep.outlook(sys.argv[1:])):
+            print(outlook, flush=True)
         with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
             _task(codes, on_shortage, run_class, sweep)()
@@ -73,6 +75,8 @@ def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
         return _report(UserError(explain(error)))
     if (table := sweep.table()) and os.environ.get("RANK", "0") == "0":
         print(f"\n{table}", flush=True)
+        if sweep.stopped:
+            print("\nrun the same command again to continue the sweep", flush=True)
     if dist.is_initialized() and not any(codes):  # after a failure the other ranks may have exited
         dist.destroy_process_group()
     return max(codes, default=0)
@@ -100,6 +104,8 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
             codes.append(0)
         except (RunError, Interrupted) as error:
             codes.append(_report(error))
+            if isinstance(error, Interrupted):
+                sweep.stop()
             interrupted = isinstance(error, Interrupted) or (launched_processes() > 1 and not error.shared)
         except OmegaConfBaseException as error:
             codes.append(_report(UserError(explain(error))))

@@ -1,4 +1,4 @@
-"""The run folder: where one run keeps everything, and how an earlier one is found again."""
+"""The run folder: where one run keeps everything, and the folder that ``resume`` names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import yaml
 
 from trainer.checkpoint import store as checkpoint
 from trainer.errors import UserError
-from trainer.files import check_output_dir, make_folder, read_json, read_object, write_json, write_text
-from trainer.parallel.world import launch_id, launched_processes, restarted
+from trainer.files import make_folder, read_json, read_object, write_json, write_text
+from trainer.parallel.world import launch_id, launched_processes
+
+LAUNCH_FILE = "launch.json"
 
 
 class RunFolder:
@@ -50,7 +52,7 @@ class RunFolder:
     def mark_launch(self) -> None:
         """Note by which torchrun the run was started, so that its restart finds the run again."""
         if launched_processes():
-            self.write(_LAUNCH_FILE, {"launch": launch_id()})
+            self.write(LAUNCH_FILE, {"launch": launch_id()})
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
@@ -101,34 +103,3 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
             "give another run folder, or start without resume="
         )
     return folder
-
-
-def earlier_folder(resume: str | None, output_dir: str, run_name: str, uri: str | None) -> RunFolder | None:
-    """Return the folder of the run to resume, if any: what torchrun's restart interrupted, or what ``resume`` says.
-
-    ``resume`` is a folder, an address in MLflow, or ``auto``: the newest folder of this run name with a checkpoint.
-
-    Raises:
-        UserError: ``resume`` names no run, or the output folder cannot be written.
-    """
-    check_output_dir(output_dir)
-    root = Path(output_dir).expanduser()
-    if restarted():
-        marks = root.glob(f"{run_name}*/{_LAUNCH_FILE}")
-        ours = [mark for mark in marks if read_object(mark).get("launch") == launch_id()]
-        saved = [mark for mark in ours if checkpoint.steps(mark.parent / "checkpoints")]
-        if saved:
-            return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
-    if resume == "auto":
-        named = [path for path in root.glob(f"{run_name}*") if _is_run(path, run_name)]
-        saved = [path for path in named if checkpoint.steps(path / "checkpoints")]
-        return RunFolder(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
-    return local_folder(resume, output_dir, uri) if resume else None
-
-
-_LAUNCH_FILE = "launch.json"
-
-
-def _is_run(path: Path, run_name: str) -> bool:
-    suffix = path.name.removeprefix(run_name)
-    return suffix == "" or (suffix.startswith("-") and suffix[1:].isdigit())

@@ -28,7 +28,12 @@ from trainer.run.folder import RunFolder, local_folder
 # makes the run longer (and with it the schedule).
 _FREE = ("steps", "eval_every", "log_every", "resume", "output_dir", "run_name", "device")
 _FREE_GROUPS = ("loader", "profiler", "meters", "checkpoint", "tracking", "parallel", "activation_checkpointing")
-_NO_FOLDER = (None, "auto")
+SAME = "same"
+"""``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
+_NO_FOLDER = (None, "auto", SAME)
+_KEPT_ELSEWHERE = ("resume", "output_dir", "run_name")
+_KEPT_ELSEWHERE_GROUPS = ("tracking", "checkpoint")
+"""Options that change nothing about a run but where its results are."""
 _OWN = ("resume", "output_dir", "tracking.uri")
 """Keys that are not taken from the record: where the folder is now is known, and tracking.json has the URI."""
 
@@ -46,7 +51,7 @@ def complete(arguments: list[str]) -> list[str]:
     if not named or named[-1] in _NO_FOLDER or not isinstance(named[-1], str):
         return arguments
     if {"-m", "--multirun"} & set(arguments):
-        raise UserError(f"resume={named[-1]} continues one run, but -m starts several; remove -m, or use resume=auto")
+        raise UserError(f"resume={named[-1]} continues one run, but -m starts several; remove -m, or leave resume= out")
     plain = {override.key_or_group: str(override.value()) for override in typed.values() if not _is_choice(override)}
     folder = local_folder(named[-1], plain.get("output_dir", "outputs"), plain.get("tracking.uri"))
     recorded = folder.config()
@@ -86,6 +91,25 @@ def check_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = Fal
     }
     if different:
         raise _another_run(folder, different)
+
+
+def is_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False) -> bool:
+    """Return whether the run in ``folder`` was started with this config (``flat``, by dotted keys).
+
+    Stricter than ``check_same``: another number of steps, another loader or profiler would give other results. What is
+    still ``auto`` now follows from the rest.
+
+    Raises:
+        UserError: its config.json cannot be read.
+    """
+    before = folder.config()
+    if "augment" in flat:
+        before |= augment.recorded(before, reads_images)
+    return all(
+        before.get(key) == flat.get(key) or flat.get(key) == "auto"
+        for key in dict.fromkeys([*before, *flat])
+        if key not in _KEPT_ELSEWHERE and key.partition(".")[0] not in _KEPT_ELSEWHERE_GROUPS
+    )
 
 
 def _another_run(folder: RunFolder, different: dict[str, tuple[Any, Any]]) -> UserError:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.data.images import augment
-from recipes.data.images.augment import AutomaticAugment
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
@@ -17,9 +14,10 @@ from trainer.config.schema import Config, Resolved
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
 from trainer.files import in_use
 from trainer.hardware import detect
-from trainer.run.folder import RunFolder, earlier_folder
-from trainer.run.memory.fit import earlier_plan, fit_plan
-from trainer.run.resume import check_same
+from trainer.run.earlier import continued, earlier_folder, earlier_result
+from trainer.run.folder import RunFolder
+from trainer.run.memory.fit import fit_plan
+from trainer.run.resume import SAME, check_same
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
@@ -51,13 +49,13 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             error.shared = True
             raise
         plan = resolved.plan
-        named = partial(earlier_folder, config.resume, config.output_dir, plan.run_name, config.tracking.uri)
-        folder = world.on_first(named)
+        folder = world.on_first(partial(earlier_folder, config, resolved))
         saved = None
         if folder is not None:
-            if config.micro_batch_size == "auto":
-                resolved = earlier_plan(folder.path, resolved)
-            resolved = resolved._replace(config=_as_before(world.on_first(folder.config), resolved.config))
+            if config.resume == SAME and (done := world.on_first(partial(_settled, folder, config, stack))):
+                terminal.note(f"{folder.path} is already complete")
+                return done
+            resolved = continued(folder, world.on_first(folder.config), config, resolved)
             saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
             status = partial(final_status, folder.path)
             # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
@@ -90,16 +88,11 @@ def _begun(resolved: Resolved, stack: ExitStack) -> RunFolder:
     return folder
 
 
-def _as_before(before: dict[str, Any], config: Config) -> Config:
-    """Return the config with what ``auto`` became when the run was started, where data or a measurement decides it."""
-    recipe = config.recipe
-    if before.get("recipe") != recipe.name:
-        return config  # another run, which check_same will report
-    left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
-    config = replace(config, recipe=replace(recipe, **{name: before[f"recipe.{name}"] for name in left}))
-    if config.augment.kind != AutomaticAugment.kind or before.get("data") != config.data.kind:
-        return config
-    return config.with_augment(augment.from_record(augment.recorded(before, recipe.unit == "images")))
+def _settled(folder: RunFolder, config: Config, stack: ExitStack) -> dict[str, Any] | None:
+    if done := earlier_result(folder):
+        stack.enter_context(in_use(folder.path))
+        finish_delivery(folder.path, config.tracking)
+    return done
 
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:

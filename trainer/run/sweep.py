@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
-from trainer.config.compose import CONF
+from trainer.config.compose import CONF, combinations, compose
 from trainer.config.schema import Config
+from trainer.errors import RunError
 from trainer.formats import columns, loss, quantity, size
+from trainer.hardware import detect
+from trainer.parallel.world import World, launched_processes
+from trainer.run.earlier import same_run, state_of
+from trainer.run.resume import SAME
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -64,6 +72,8 @@ class _Row:
     values: dict[str, str]
     summary: dict[str, Any] = field(default_factory=dict)
     """Empty for a run that did not finish."""
+    ended: str = "failed"
+    """How, where there is no summary."""
 
     @property
     def score(self) -> tuple[bool, float]:
@@ -78,18 +88,74 @@ class Sweep:
     keys: list[str]
     """What is swept, see ``swept_keys``."""
     rows: list[_Row] = field(default_factory=list)
+    stopped: bool = False
+    """Whether a signal ended the sweep."""
 
-    def begin(self, config: Config, overrides: Sequence[str]) -> Config:
-        """Return the config with the run's name. A sweep of ``run_name`` names its runs itself."""
+    def named(self, config: Config, overrides: Sequence[str]) -> Config:
+        """Return the config as the sweep trains it: with a name of its own, and continuing an earlier run.
+
+        A sweep of ``run_name`` names its runs itself.
+        """
         values = swept_values(self.keys, overrides)
         if values and "run_name" not in values:
             config = replace(config, run_name=name_of(config, values))
-        self.rows.append(_Row(config.run_name or config.default_name(), values))
+        return replace(config, resume=SAME) if self.keys and config.resume is None else config
+
+    def begin(self, config: Config, overrides: Sequence[str]) -> Config:
+        """Note that a run begins, and return its config: see ``named``."""
+        config = self.named(config, overrides)
+        self.rows.append(_Row(config.run_name or config.default_name(), swept_values(self.keys, overrides)))
         return config
 
     def end(self, summary: dict[str, Any]) -> None:
         """Record the result of the run."""
         self.rows[-1].summary = summary
+
+    def stop(self) -> None:
+        """Record that a signal stopped the run, and the sweep with it."""
+        self.stopped = True
+        if self.rows:
+            self.rows[-1].ended = "stopped"
+
+    def outlook(self, arguments: Sequence[str]) -> str:
+        """Return what is left to do of this command line, such as ``3 of 4 runs are complete, 1 to run``.
+
+        Empty without a sweep, and where there is no earlier run.
+        """
+        if not self.keys:
+            return ""
+        try:
+            runs = combinations([each for each in arguments if not each.startswith(("-", "hydra"))])
+        except HydraException:  # glob(…) needs Hydra's own search for choices
+            return ""
+        states: Counter[str | None] = Counter()
+        for overrides in runs.values():
+            folder, state = self._earlier(overrides)
+            if not folder.is_dir() and "output_dir" not in self.keys:
+                return ""
+            states[state] += 1
+        if set(states) == {None}:
+            return ""
+        left = states["interrupted"] + states[None]
+        said = f"{states['complete']} of {states.total()} runs are complete"
+        if states["not finite"]:
+            said += f", {states['not finite']} turned non-finite"
+        return f"{said}, {left} to run" + (
+            f" ({states['interrupted']} of them resumed)" if states["interrupted"] else ""
+        )
+
+    def _earlier(self, overrides: list[str]) -> tuple[Path, str | None]:
+        """Return where the run with these options goes, and the state of the earlier one there; None: there is none."""
+        folder = Path()
+        try:
+            config = self.named(compose(overrides), overrides)
+            folder = Path(config.output_dir).expanduser()
+            world = World()
+            world.size = max(1, launched_processes())
+            found = same_run(config, config.resolve(detect(config.device), world))
+        except RunError:  # it is reported when it is the run's turn
+            return folder, None
+        return folder, state_of(found) if found else None
 
     def table(self) -> str:
         """Return the runs by their best score, the lowest first, those without one last; empty for fewer than two."""
@@ -110,5 +176,5 @@ class Sweep:
             loss(final["valid/loss"]) if "valid/loss" in final else "",
             f"{quantity(speed)} {summary['unit']}/s" if speed else "",
             size(memory) if memory else "",
-            str(summary.get("status", "failed")).lower(),
+            str(summary.get("status", row.ended)).lower(),
         ]

@@ -1,0 +1,130 @@
+"""The earlier run that a command continues: which folder it has, and whether there is anything left to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from recipes.data.images import augment
+from recipes.data.images.augment import AutomaticAugment
+from trainer.checkpoint import store as checkpoint
+from trainer.config.registration import flatten
+from trainer.config.schema import Config, Resolved
+from trainer.errors import NonFiniteError, UserError
+from trainer.files import check_output_dir, read_object
+from trainer.parallel.world import launch_id, restarted
+from trainer.run.folder import LAUNCH_FILE, RunFolder, local_folder
+from trainer.run.memory.fit import earlier_plan
+from trainer.run.record import FAILURE
+from trainer.run.resume import SAME, is_same
+from trainer.tracking.mlflow.delivery_record import final_status
+
+State = Literal["complete", "not finite", "interrupted"]
+
+
+def earlier_folder(config: Config, resolved: Resolved) -> RunFolder | None:
+    """Return the folder of the run to resume, if any: what torchrun's restart interrupted, or what ``resume`` says.
+
+    ``resume`` is a folder, an address in MLflow, ``auto``: the newest folder of this run name with a checkpoint, or
+    ``same``: see ``same_run``.
+
+    Raises:
+        UserError: ``resume`` names no run, or the output folder cannot be written.
+    """
+    check_output_dir(config.output_dir)
+    root, name = Path(config.output_dir).expanduser(), resolved.plan.run_name
+    if restarted():
+        marks = root.glob(f"{name}*/{LAUNCH_FILE}")
+        ours = [mark for mark in marks if read_object(mark).get("launch") == launch_id()]
+        saved = [mark for mark in ours if checkpoint.steps(mark.parent / "checkpoints")]
+        if saved:
+            return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
+    if config.resume == SAME:
+        return same_run(config, resolved)
+    if config.resume == "auto":
+        saved = [path for path in _named(root, name) if checkpoint.steps(path / "checkpoints")]
+        return RunFolder(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
+    return local_folder(config.resume, config.output_dir, config.tracking.uri) if config.resume else None
+
+
+def same_run(config: Config, resolved: Resolved) -> RunFolder | None:
+    """Return the folder of the run with this name and these options: one that is settled, else the newest to resume.
+
+    None: there is none, or only runs that ended before their first checkpoint.
+
+    Args:
+        config: as composed.
+        resolved: what it became.
+    """
+    found: dict[Path, State] = {}
+    for path in _named(Path(config.output_dir).expanduser(), resolved.plan.run_name):
+        folder = RunFolder(path)
+        if (state := state_of(folder)) and _is_same(folder, config, resolved):
+            found[path] = state
+    settled = [path for path, state in found.items() if state != "interrupted"]
+    return RunFolder(max(settled or found, key=lambda path: path.stat().st_mtime)) if found else None
+
+
+def state_of(folder: RunFolder) -> State | None:
+    """Return how the run in a folder ended; None: before its first checkpoint."""
+    status = final_status(folder.path)
+    if status == "FINISHED":
+        return "complete"
+    if status == "FAILED" and (folder.path / f"{FAILURE}.json").exists():
+        return "not finite"
+    return "interrupted" if checkpoint.steps(folder.checkpoints) else None
+
+
+def earlier_result(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the summary of a complete run; None: there is something left to do.
+
+    Raises:
+        NonFiniteError: the run turned non-finite, as it would again.
+    """
+    state = state_of(folder)
+    if state == "not finite":
+        step = read_object(folder.path / f"{FAILURE}.json").get("step")
+        raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
+    return folder.summary() if state == "complete" else None
+
+
+def continued(folder: RunFolder, before: dict[str, Any], config: Config, resolved: Resolved) -> Resolved:
+    """Return the resolved config with what ``auto`` became when the run in ``folder`` was started.
+
+    That is where data, memory or a measurement decides it.
+
+    Args:
+        folder: of the run.
+        before: its recorded config.
+        config: as composed.
+        resolved: what it became now.
+    """
+    if config.micro_batch_size == "auto":
+        resolved = earlier_plan(folder.path, resolved)
+    return resolved._replace(config=_as_before(before, resolved.config))
+
+
+def _as_before(before: dict[str, Any], config: Config) -> Config:
+    recipe = config.recipe
+    if before.get("recipe") != recipe.name:
+        return config  # another run, which check_same will report
+    left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
+    config = replace(config, recipe=replace(recipe, **{name: before[f"recipe.{name}"] for name in left}))
+    if config.augment.kind != AutomaticAugment.kind or before.get("data") != config.data.kind:
+        return config
+    return config.with_augment(augment.from_record(augment.recorded(before, recipe.unit == "images")))
+
+
+def _is_same(folder: RunFolder, config: Config, resolved: Resolved) -> bool:
+    try:
+        now = continued(folder, folder.config(), config, resolved).config
+    except UserError:  # a folder without a config, or of another version
+        return False
+    return is_same(folder, flatten(now), now.recipe.unit == "images")
+
+
+def _named(root: Path, name: str) -> list[Path]:
+    """Return the folders of a run name: with a number, where the name was taken."""
+    suffixes = {path: path.name.removeprefix(name) for path in root.glob(f"{name}*")}
+    return [path for path, end in suffixes.items() if end == "" or (end.startswith("-") and end[1:].isdigit())]
