@@ -83,6 +83,8 @@ class Bert(SizedTextRecipe):
     """The ``recipe=bert`` config. A target is where an answer starts, or where it ends."""
 
     name: ClassVar[str] = "bert"
+    architecture: ClassVar[tuple[str, ...]] = ("size",)
+    adjustable: ClassVar[tuple[str, ...]] = ("context", "dropout")
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "base"

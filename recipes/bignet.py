@@ -24,6 +24,7 @@ class BigNet(Recipe):
 
     name: ClassVar[str] = "bignet"
     unit: ClassVar[str] = "samples"
+    architecture: ClassVar[tuple[str, ...]] = ("layers", "width")
     layers: int = 20
     width: int = 1000
     loss_weight: float = 1.0

@@ -22,6 +22,7 @@ class GPT2(LanguageRecipe):
     """The ``recipe=gpt2`` config."""
 
     name: ClassVar[str] = "gpt2"
+    architecture = ("size", "pretrained", "context")
     shapes = SHAPES
     on_cpu = "mini"
     on_gpu = "124M"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from recipes.data.text.source import TextDatasets, TextSource
 from recipes.export import save_model, save_tokenizer
@@ -45,6 +46,25 @@ def check_context(context: int | str, least: int) -> None:
             raise UserError(f"recipe.context={context} must be a whole number of tokens, or auto")
     elif context < least:
         raise UserError(f"recipe.context={context} must be at least {least} tokens")
+
+
+def with_padding(weights: dict[str, Tensor], model: nn.Module, network: Any, vocabulary: int, about: Any) -> None:
+    """Give the tables of token ids among ``weights`` the padding of this model, in place.
+
+    Args:
+        weights: of another run; exported without padding, or those of a checkpoint with any padding.
+        model: what the names are those of.
+        network: transformers' model in it.
+        vocabulary: how many token ids there are.
+        about: the config beside exported weights; empty for those of a checkpoint.
+    """
+    tables = {id(layer.weight) for layer in (network.get_input_embeddings(), network.get_output_embeddings()) if layer}
+    for name, own in model.named_parameters(remove_duplicate=False):
+        if id(own) not in tables or name not in weights:
+            continue
+        rows = weights[name]
+        if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
+            weights[name] = torch.cat([rows[:vocabulary], own[vocabulary:].detach().to(rows.dtype)])
 
 
 class SizedRecipe(Recipe):
@@ -123,6 +143,13 @@ class SizedTextRecipe(SizedRecipe):
         check_attention(self.attention)
         check_dropout(self.dropout)
         check_context(self.context, least=16)
+
+    def fitted(
+        self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], list[Choice]]:
+        """Return the weights with this model's padding of the vocabulary."""
+        with_padding(weights, model, model, datasets.vocabulary, about)
+        return weights, []
 
     def export(self, model: nn.Module, datasets: TextDatasets, folder: Path) -> None:
         """Write a folder that transformers' auto classes open, the tokenizer beside the weights."""

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipes import attention
 from recipes.attention import FORMS
 from recipes.data.text.source import TextDatasets, TextSource, TokenData
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
-from recipes.huggingface import SizedRecipe, check_attention, check_context, text_source
+from recipes.huggingface import SizedRecipe, check_attention, check_context, text_source, with_padding
 from recipes.language_model import LanguageModel, torch_can_chunk
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
@@ -143,6 +143,17 @@ class LanguageRecipe(SizedRecipe):
         folder.mkdir(parents=True, exist_ok=True)
         eos = save_tokenizer(datasets.tokens.tokenizer, folder)
         save_model(model.network, folder, datasets.vocabulary, eos)
+
+    def exported(self, folder: Path) -> dict[str, Tensor]:
+        """Return the weights that ``export`` wrote, by their names in the model."""
+        return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
+
+    def fitted(
+        self, weights: dict[str, Tensor], model: LanguageModel, datasets: TextDatasets, about: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], list[Choice]]:
+        """Return the weights with this model's padding of the vocabulary."""
+        with_padding(weights, model, model.network, datasets.vocabulary, about)
+        return weights, []
 
     def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text."""

@@ -45,6 +45,8 @@ class Llama(LanguageRecipe):
     """The ``recipe=llama`` config: a size, any number of which can be replaced."""
 
     name: ClassVar[str] = "llama"
+    architecture = ("size", *NUMBERS)
+    adjustable = ("context",)
     shapes = SHAPES
     on_cpu = "nano"
     on_gpu = "1B"

@@ -39,6 +39,8 @@ class ResNet(Recipe):
     unit: ClassVar[str] = "images"
     predictor: ClassVar[str] = "image_classifier"
     mixes_images: ClassVar[bool] = True
+    architecture: ClassVar[tuple[str, ...]] = ("arch",)
+    adjustable: ClassVar[tuple[str, ...]] = ("image_size",)
 
     arch: str = "auto"
     """Any classifier of torchvision.models, by its name there."""
@@ -154,6 +156,18 @@ class ResNet(Recipe):
             return objective.binary_cross_entropy(logits, batch, self.label_smoothing, weights, self.bce_threshold)
         return objective.cross_entropy(logits, batch, self.label_smoothing, weights)
 
+    def fitted(
+        self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], list[Choice]]:
+        """Return the weights, but a new head where the classes are others."""
+        outputs, own = self._outputs(datasets), model.state_dict()
+        head = _head(self.arch, datasets.image_size, outputs)
+        fits = all(name in weights and weights[name].shape == own[name].shape for name in head)
+        if fits and about.get("classes", datasets.classes) == datasets.classes:
+            return weights, []
+        why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
+        return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why)]
+
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what torchvision needs to build the model again, and how images become its input."""
         import torchvision
@@ -231,6 +245,18 @@ def _build(arch: str, image_size: int, classes: int) -> nn.Module:
         arch, weights=None, num_classes=classes, **_options(arch, image_size)
     )
     return model
+
+
+def _head(arch: str, image_size: int, classes: int) -> list[str]:
+    """Return the names of the weights whose shapes depend on the number of classes."""
+    sizes = classes, classes + 1
+    try:
+        with torch.device("meta"):
+            one, other = (_build(arch, image_size, count).state_dict() for count in sizes)
+    except NotImplementedError:  # regnet computes while it is built
+        with torch.random.fork_rng(devices=[]):
+            one, other = (_build(arch, image_size, count).state_dict() for count in sizes)
+    return [name for name, tensor in one.items() if tensor.shape != other[name].shape]
 
 
 def _options(arch: str, image_size: int) -> dict[str, Any]:

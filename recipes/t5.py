@@ -103,6 +103,8 @@ class T5(SizedTextRecipe):
     """The ``recipe=t5`` config."""
 
     name: ClassVar[str] = "t5"
+    architecture: ClassVar[tuple[str, ...]] = ("size", "context")
+    adjustable: ClassVar[tuple[str, ...]] = ("dropout",)
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "small"

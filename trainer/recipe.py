@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.weights import read_exported
 from trainer.data.contract import Batch, Datasets
 from trainer.files import write_json
 from trainer.hardware import Hardware
@@ -93,6 +94,10 @@ class Recipe(SetOnce):
     takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
     """
 
+    architecture: ClassVar[tuple[str, ...]] = ()
+    """Fields that the names and shapes of the weights depend on: with ``init_from`` they are those of that run."""
+    adjustable: ClassVar[tuple[str, ...]] = ()
+    """Fields that ``init_from`` takes over, too, though the same weights can be used with other values."""
     measured: ClassVar[tuple[str, ...]] = ()
     """Fields whose ``auto`` is decided by ``measure``; a resumed run keeps their values."""
 
@@ -178,6 +183,27 @@ class Recipe(SetOnce):
         folder.mkdir(parents=True, exist_ok=True)
         save_model(model, str(folder / "model.safetensors"))
         write_json(folder / "config.json", self.description(datasets))
+
+    def exported(self, folder: Path) -> dict[str, Tensor]:
+        """Return the weights that ``export`` wrote, by their names in the model.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        return read_exported(folder)
+
+    def fitted(
+        self, weights: dict[str, Tensor], model: Any, datasets: Any, about: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], list[Choice]]:
+        """Return another run's weights as this model needs them, and what is not taken over.
+
+        Args:
+            weights: by name, on the host.
+            model: new, on the host.
+            datasets: of the new run.
+            about: the ``config.json`` beside exported weights; empty for those of a checkpoint.
+        """
+        return weights, []
 
     def description(self, datasets: Any) -> dict[str, Any]:
         """Return what an exported model is, as plain JSON types: by default the recipe and its options."""

@@ -145,7 +145,10 @@ class Trainer:
 
     def first_model(self) -> nn.Module:
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
-        return self.recipe.build_model(self.datasets).to(self.device)
+        model = self.recipe.build_model(self.datasets)
+        if self.config.source is not None:
+            self.choices = [*self.choices, *self.config.source.load(self.recipe, model, self.datasets)]
+        return model.to(self.device)
 
     def _with_data(self, config: Config) -> tuple[Config, list[Choice]]:
         """Return the config with what the open data and the recipe's measurements decide, as on rank 0."""

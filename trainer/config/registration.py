@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import recipes
 from recipes.data.images.augment import CHOICES
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
+from trainer.config.source import adopt
 from trainer.data.loader import Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError, nearest
 from trainer.optim.optimizer import Optimizer, accepted_options
@@ -85,7 +86,8 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     Args:
         composed: of the root's schema.
         overrides: the command line. Options that an optimizer's YAML has for another class are left out where the
-            command line names the class and not the options.
+            command line names the class and not the options; an earlier run gives its options (``init_from``) where
+            the command line does not.
 
     Raises:
         UserError: a key that no component has (``+typo=1``), a required one that is missing, a bad value.
@@ -93,15 +95,16 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     _refuse_unknown(composed, Config, "")
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
-    dropped = _drop_options(composed, overrides)
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    dropped = _drop_options(composed, typed)
+    source, kept = adopt(composed, typed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    return replace(config, dropped=tuple(dropped))
+    return replace(config, source=source, preset=(*dropped, *kept))
 
 
-def _drop_options(composed: DictConfig, overrides: Sequence[str]) -> list[Choice]:
+def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
     """Remove the options of the optimizer's YAML that the class named on the command line does not have."""
-    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     if "optimizer.name" not in typed or "optimizer.options" in typed:
         return []
     accepted = accepted_options(composed.optimizer.name)

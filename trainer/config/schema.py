@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from recipes.data.images.augment import REASONS, Augment, AutomaticAugment
 from recipes.data.images.source import ImageSource
 from trainer.checkpoint.store import Checkpoint
+from trainer.config.source import Source
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
 from trainer.errors import UserError
@@ -60,11 +61,14 @@ class Config(SetOnce):
     log_every: int = 10
     freeze: list[str] | None = None
     deterministic: bool = False
+    init_from: str | None = None
     resume: str | None = None
     output_dir: str = "outputs"
     run_name: str | None = None
-    dropped: tuple[Choice, ...] = field(default=(), metadata=NO_OPTION)
-    """Options of the optimizer's YAML that its class does not have."""
+    source: Source | None = field(default=None, metadata=NO_OPTION)
+    """Where the first weights come from; None: they are the recipe's."""
+    preset: tuple[Choice, ...] = field(default=(), metadata=NO_OPTION)
+    """What was chosen while the config was composed."""
 
     def __post_init__(self) -> None:
         for key in _AUTO_FIELDS:
@@ -126,7 +130,7 @@ class Config(SetOnce):
         """
         self.precision.check(hardware)
         recipe, chosen = self.recipe.resolve(hardware, self.data)
-        choices = [*self.dropped, *chosen]
+        choices = [*self.preset, *chosen]
         sizes = recipe.sizes(hardware)
         numbers: dict[str, Any] = {}
 

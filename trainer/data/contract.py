@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -44,3 +45,6 @@ class Datasets:
     """Whether fetching a sample takes considerable CPU time (decoding an image), so that workers are worthwhile."""
     test: Dataset | None = field(default=None, kw_only=True)
     """The test data, evaluated once, at the end, with the best weights; None: there is none."""
+
+    def keep(self, folder: Path) -> None:
+        """Write into the run folder what a later run needs of this data beside the weights."""

@@ -92,7 +92,7 @@ def earlier_result(folder: RunFolder) -> dict[str, Any] | None:
 def continued(folder: RunFolder, before: dict[str, Any], config: Config, resolved: Resolved) -> Resolved:
     """Return the resolved config with what ``auto`` became when the run in ``folder`` was started.
 
-    That is where data, memory or a measurement decides it.
+    That is where data, memory or a measurement decides it. The weights are the checkpoint's.
 
     Args:
         folder: of the run.
@@ -106,11 +106,14 @@ def continued(folder: RunFolder, before: dict[str, Any], config: Config, resolve
 
 
 def _as_before(before: dict[str, Any], config: Config) -> Config:
-    recipe = config.recipe
+    recipe, config = config.recipe, replace(config, source=None)
     if before.get("recipe") != recipe.name:
         return config  # another run, which check_same will report
     left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
     config = replace(config, recipe=replace(recipe, **{name: before[f"recipe.{name}"] for name in left}))
+    if config.init_from is not None and hasattr(config.data, "tokenizer") and "data.tokenizer" in before:
+        tokenizer: Any = {"tokenizer": before["data.tokenizer"]}  # where it is now
+        config = replace(config, data=replace(config.data, **tokenizer))
     if config.augment.kind != AutomaticAugment.kind or before.get("data") != config.data.kind:
         return config
     return config.with_augment(augment.from_record(augment.recorded(before, recipe.unit == "images")))

@@ -11,6 +11,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.errors import UserError
 from trainer.files import make_folder, read_json, read_object, write_json, write_text
 from trainer.parallel.world import launch_id, launched_processes
+from trainer.tracking.mlflow.delivery_record import TOKENIZER
 
 LAUNCH_FILE = "launch.json"
 
@@ -68,7 +69,7 @@ class RunFolder:
         write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
 
     def config(self) -> dict[str, Any]:
-        """Return what ``write_config`` recorded.
+        """Return what ``write_config`` recorded; a tokenizer that was in another run's folder is in this one.
 
         Raises:
             UserError: the file cannot be read.
@@ -79,6 +80,9 @@ class RunFolder:
                 raise ValueError("it has no keys")
         except (OSError, ValueError) as error:
             raise UserError(f"resume: {self.path}/config.json cannot be read ({error}); choose another run") from error
+        own = self.path / TOKENIZER
+        if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
+            recorded["data.tokenizer"] = str(own)
         return recorded
 
 

@@ -20,6 +20,7 @@ from trainer.profiling.dtypes import ModuleDtypes
 from trainer.run.folder import RunFolder
 from trainer.run.monitor import NonFiniteGradients
 from trainer.tracking.mlflow.datasets import dataset_facts
+from trainer.tracking.mlflow.delivery_record import SOURCE_FILE
 from trainer.tracking.mlflow.store import without_password
 from trainer.tracking.tracker import Tracker, countable
 from trainer.trainer import Trainer
@@ -83,6 +84,11 @@ def open_tracker(
     }
     facts = config.recipe.facts(trainer.model, trainer.datasets)
     tags |= {name: str(value) for name, value in facts.items()}
+    if source := files.read_object(folder / SOURCE_FILE):
+        tags |= {
+            f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
+        }
+        tags["init_from.sha256"] = " ".join(source["sha256"].values())
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
     return Tracker(

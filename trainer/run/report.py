@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.files import read_object
 from trainer.formats import duration, loss, quantity, size
 from trainer.precision.modes import family
 from trainer.run.terminal import Rows
+from trainer.tracking.mlflow.delivery_record import SOURCE_FILE
 from trainer.trainer import Trainer
 
 
@@ -39,8 +41,11 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
+    source = read_object(folder / SOURCE_FILE)
+    weights = [("weights", f"of {source['run']}, step {source['step']}")] if source else []
     return [
         ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}"),
+        *weights,
         ("data", trainer.datasets.description),
         ("precision", precision),
         ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),

@@ -52,6 +52,8 @@ def complete(arguments: list[str]) -> list[str]:
         return arguments
     if {"-m", "--multirun"} & set(arguments):
         raise UserError(f"resume={named[-1]} continues one run, but -m starts several; remove -m, or leave resume= out")
+    if any(override.key_or_group == "init_from" and override.value() is not None for override in typed.values()):
+        raise UserError(f"init_from starts a new run, resume={named[-1]} continues one; remove one of them")
     plain = {override.key_or_group: str(override.value()) for override in typed.values() if not _is_choice(override)}
     folder = local_folder(named[-1], plain.get("output_dir", "outputs"), plain.get("tracking.uri"))
     recorded = folder.config()

@@ -11,6 +11,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import flatten
 from trainer.config.schema import Config, Resolved
+from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
 from trainer.files import in_use
 from trainer.hardware import detect
@@ -21,7 +22,7 @@ from trainer.run.resume import SAME, check_same
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
-from trainer.tracking.mlflow.delivery_record import final_status
+from trainer.tracking.mlflow.delivery_record import SOURCE_FILE, final_status
 from trainer.tracking.tracker import finish_delivery
 
 
@@ -74,7 +75,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
             if folder is None:
-                folder = world.on_first(partial(_begun, resolved, stack))
+                folder = world.on_first(partial(_begun, resolved, datasets, stack))
             return run_class(trainer, folder, saved, terminal, signals, resolved.choices + trainer.choices).train()
         except Exception as error:
             if is_out_of_memory(error):
@@ -82,9 +83,12 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             raise
 
 
-def _begun(resolved: Resolved, stack: ExitStack) -> RunFolder:
+def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolder:
     folder = RunFolder.create(resolved.config.output_dir, resolved.plan.run_name)
     stack.enter_context(in_use(folder.path))
+    datasets.keep(folder.path)
+    if resolved.config.source is not None:
+        folder.write(SOURCE_FILE, resolved.config.source.facts())
     return folder
 
 

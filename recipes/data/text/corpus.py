@@ -72,6 +72,11 @@ class TokenizedText(TextSource):
         if override is None and self.tokenizer == "bytes":
             return TokenizerPlan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
         name = override or self.tokenizer
+        if (Path(name).expanduser() / Characters.file).is_file():
+            known = Characters.load(Path(name).expanduser())
+            return TokenizerPlan(
+                ["chars", known.characters], f"encoding with {known.label}", lambda: known, Characters.load
+            )
         opened = Pretrained.open(name, f"recipe.pretrained={name}" if override else f"data.tokenizer={name}")
         return TokenizerPlan(opened.identity(), f"encoding with {opened.label}", lambda: opened, lambda folder: opened)
 

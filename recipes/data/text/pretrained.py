@@ -21,7 +21,9 @@ class Pretrained:
     def __init__(self, name: str, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-        self.label = f"tokenizer {Path(name).name} of {self.vocab_size}"
+        path = Path(name)
+        label = path.parent.name if path.name in ("tokenizer", "best") and path.is_dir() else path.name  # of a run
+        self.label = f"tokenizer {label} of {self.vocab_size}"
         self.separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     @classmethod

@@ -51,6 +51,12 @@ class TextDatasets(Datasets):
     special: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Tokens that the recipe adds to the tokenizer's, by role: text and id, in the order of the ids."""
 
+    def keep(self, folder: Path) -> None:
+        """Write the tokenizer, without the recipe's own tokens, to ``tokenizer/``."""
+        path = folder / "tokenizer"
+        path.mkdir(exist_ok=True)
+        self.tokens.tokenizer.save(path)
+
 
 @dataclass
 class TextSource(DataSource):

@@ -71,6 +71,8 @@ class Bytes:
 class Characters:
     """Every character that the corpus uses, and the line end, in code point order (as nanoGPT does)."""
 
+    file = "characters.json"
+
     def __init__(self, characters: str) -> None:
         self.characters = characters
         self.vocab_size = len(characters)
@@ -96,7 +98,10 @@ class Characters:
         return [self._ids[character] for character in text]
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text, whose characters must be known."""
+        """Return the ids of each text. Raises UserError as ``encode`` does."""
+        unknown = set().union(*texts) - self._ids.keys()
+        if unknown:
+            raise UserError(f"the character {min(unknown)!r} is not among the {self.label} of the tokenizer")
         return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -108,7 +113,7 @@ class Characters:
         import tokenizers
         from tokenizers import Regex, decoders, models, pre_tokenizers
 
-        (folder / "characters.json").write_text(json.dumps(self.characters))
+        (folder / self.file).write_text(json.dumps(self.characters))
         tokenizer = tokenizers.Tokenizer(models.WordLevel(dict(self._ids)))  # without an id for what is unknown
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()  # no spaces between the tokens
@@ -117,7 +122,7 @@ class Characters:
     @classmethod
     def load(cls, folder: Path) -> Characters:
         """Open what ``save`` wrote."""
-        return cls(json.loads((folder / "characters.json").read_text()))
+        return cls(json.loads((folder / cls.file).read_text()))
 
 
 class BytePairs:

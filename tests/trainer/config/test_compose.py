@@ -76,7 +76,7 @@ def test_options_of_the_yaml_go_with_its_class() -> None:
     assert config.optimizer.options == {}
     config = compose(["optimizer.name=Adam"])
     assert config.optimizer.options == {"betas": [0.9, 0.95]}
-    assert not config.dropped
+    assert not config.preset
 
 
 def test_options_that_the_user_set_are_not_dropped() -> None:

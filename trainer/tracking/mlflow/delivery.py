@@ -17,7 +17,9 @@ from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import validation_data
 from trainer.tracking.mlflow.delivery_record import (
+    ARTIFACTS,
     METRICS_FILE,
+    PRECISION_FILE,
     RECORD_FILE,
     SUMMARY_FILE,
     log_size,
@@ -46,9 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mantissa")
 
 TRACKING_FILE = "tracking.json"
-PRECISION_FILE = "precision.json"
-ARTIFACTS = ("config.yaml", "config.json", PRECISION_FILE, SUMMARY_FILE, "failure.json", "plots", "profile", "best")
-"""What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 UPLOAD_BYTES_PER_S = 1e6
 """The slowest upload of an artifact that still counts as progress."""
 SET_UP_S = 60.0

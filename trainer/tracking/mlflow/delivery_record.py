@@ -12,6 +12,14 @@ from trainer.tracking.mlflow.store import SESSION_TAG, lasting_uri
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 RECORD_FILE = "mlflow.json"
+SOURCE_FILE = "init_from.json"
+"""In the folder of a run that started from another one: which one, and which weights of it."""
+TOKENIZER = "tokenizer"
+"""The folder in a run's that has the tokenizer of its text."""
+PRECISION_FILE = "precision.json"
+_FILES = ("config.yaml", "config.json", SOURCE_FILE, PRECISION_FILE, SUMMARY_FILE, "failure.json")
+ARTIFACTS = (*_FILES, TOKENIZER, "plots", "profile", "best")
+"""What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from trainer.errors import UserError, first_line
 from trainer.files import check_output_dir, flush, in_use, locked, read_object, write_json
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS
 from trainer.tracking.mlflow.delivery import RunInfo
-from trainer.tracking.mlflow.delivery_record import RECORD_FILE, SUMMARY_FILE, log_size, read_record
+from trainer.tracking.mlflow.delivery_record import (
+    RECORD_FILE,
+    SOURCE_FILE,
+    SUMMARY_FILE,
+    TOKENIZER,
+    log_size,
+    read_record,
+)
 from trainer.tracking.mlflow.store import (
     KEY_TAG,
     SESSION_TAG,
@@ -199,6 +206,11 @@ def _here(target: Path, wanted: _Wanted) -> bool:
 def _download(client: MlflowClient, run: Any, wanted: _Wanted, partial: Path) -> None:
     for name in COMPANIONS:
         _get(client, wanted.run_id, name, partial)
+    present = {item.path for item in client.list_artifacts(wanted.run_id)}
+    for name in {SOURCE_FILE} & present:
+        _get(client, wanted.run_id, name, partial)
+    for item in client.list_artifacts(wanted.run_id, TOKENIZER) if TOKENIZER in present else ():
+        _get(client, wanted.run_id, item.path, partial / TOKENIZER)
     if run.info.status == "FINISHED" and not wanted.is_new_run:
         _get(client, wanted.run_id, SUMMARY_FILE, partial)
     root = partial / CHECKPOINTS

@@ -1,0 +1,175 @@
+"""``init_from=RUN``: a new run from the weights of another, with its architecture and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.command_line.conftest import Result
+from tests.helpers import compose, start, trainer_of
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.reader import load
+from trainer.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+Train = Callable[..., Result]
+SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
+GPT2 = ("recipe=gpt2", "recipe.context=16", *SHORT)
+TEXT = "data=text"
+CACHE = "data.cache_dir=cache"
+
+
+def texts(folder: Path) -> None:
+    (folder / "one.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    (folder / "two.txt").write_text("a dog is over the brown fox; the fox is quick! " * 60)
+
+
+def config_of(run: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path("outputs", run, "config.json").read_text())
+    return content
+
+
+@pytest.fixture
+def source(train: Train, folder: Path) -> Path:
+    """A finished run with a tokenizer of its own text."""
+    texts(folder)
+    done = train(*GPT2, "recipe.size=nano", TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
+    assert done.code == 0, done.err
+    return Path("outputs/first")
+
+
+def test_a_run_starts_from_the_best_weights_with_the_same_shapes_and_tokens(source: Path, train: Train) -> None:
+    best = load_file(source / "best" / "model.safetensors")
+    trainer = trainer_of(*GPT2[:1], f"init_from={source}", TEXT, "data.path=one.txt", "data.vocab_size=300")
+    own = trainer.model.gpt2.state_dict()
+    vocabulary = trainer.datasets.vocabulary
+    assert len(own["transformer.wte.weight"]) > vocabulary == len(best["transformer.wte.weight"])
+    assert all(torch.equal(own[name][: len(tensor)], tensor) for name, tensor in best.items())
+
+    summary = json.loads((source / "summary.json").read_text())
+    trainer = trainer_of(
+        *GPT2, f"init_from={source}", TEXT, "data.path=one.txt", "optimizer.lr=1e-3", "seed=5", "recipe.size=nano"
+    )
+    assert trainer.evaluate()["loss"] == pytest.approx(summary["best"]["value"], abs=1e-5)
+
+
+def test_the_new_run_has_its_own_data_and_precision_and_is_resumed_without_the_first(
+    source: Path, train: Train
+) -> None:
+    new = (*SHORT, TEXT, CACHE, "data.path=two.txt", "precision=bf16", "deterministic=true")
+    done = train("recipe=gpt2", f"init_from={source}", *new, "run_name=second")
+    assert done.code == 0, done.err
+    assert "recipe.size=nano" in done.out
+    assert "as in outputs/first" in done.out
+    assert "of first, step 2" in done.out
+    config = config_of("second")
+    assert (config["init_from"], config["recipe.context"], config["data.path"]) == (str(source), 16, "two.txt")
+    record = json.loads(Path("outputs/second/init_from.json").read_text())
+    assert (record["run"], record["step"], record["weights"]) == ("first", 2, "best")
+    assert list(map(len, record["sha256"].values())) == [64]
+
+    whole = train("recipe=gpt2", f"init_from={source}", *new, "run_name=whole", "steps=4", "schedule=constant")
+    assert whole.code == 0, whole.err
+    part = train("recipe=gpt2", f"init_from={source}", *new, "run_name=part", "schedule=constant")
+    assert part.code == 0, part.err
+    shutil.rmtree(source)
+    shutil.rmtree("cache")
+    resumed = train("resume=outputs/part", "steps=4")
+    assert resumed.code == 0, resumed.err
+    assert "of first, step 2" in resumed.out
+    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path) -> None:
+    shutil.rmtree(source / "best")
+    expected = load(source / "checkpoints", checkpoint.best_step(source / "checkpoints")).tensors()
+    trainer = trainer_of(
+        "recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt", "recipe.vocabulary_multiple=1"
+    )
+    own = trainer.model.state_dict()
+    assert trainer.datasets.vocabulary == len(own["gpt2.transformer.wte.weight"])
+    rows = trainer.datasets.vocabulary
+    for name, tensor in own.items():
+        saved = expected.get(f"weights/{name}", expected["weights/gpt2.transformer.wte.weight"])
+        assert torch.equal(tensor, saved[:rows] if name.endswith(("wte.weight", "lm_head.weight")) else saved)
+
+
+REFUSED = {
+    "recipe=bignet": "init_from=outputs/first is a run of recipe=gpt2, not of recipe=bignet; set recipe=gpt2",
+    "recipe=gpt2 recipe.size=mini": "recipe.size=mini, but the run init_from=outputs/first has recipe.size=nano",
+    "recipe=gpt2 recipe.context=32": "recipe.context=32, but the run init_from=outputs/first has recipe.context=16",
+    "recipe=gpt2 data=text data.path=two.txt data.tokenizer=chars": "data.tokenizer=chars, but the run",
+    "recipe=gpt2 recipe.pretrained=x": "init_from and recipe.pretrained both bring weights; remove one",
+    "recipe=gpt2 data=synthetic data.vocab_size=90": "the weights do not fit: gpt2.transformer.wte.weight is 2",
+    "resume=outputs/first": "init_from starts a new run, resume=outputs/first continues one; remove one",
+}
+
+
+def test_options_that_do_not_fit_the_run_are_named(source: Path, train: Train) -> None:
+    for options, message in REFUSED.items():
+        refused = train(*options.split(), f"init_from={source}", "tracking=local", "device=cpu")
+        assert (refused.code, message in refused.err) == (2, True), refused.err
+    assert [path.name for path in Path("outputs").iterdir()] == ["first"]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_a_run_that_only_mlflow_has_gives_its_weights_and_its_tokenizer(
+    train: Train, folder: Path, empty_store: Path
+) -> None:
+    texts(folder)
+    shutil.copy(empty_store, folder / "mlflow.db")
+    tracked = (*GPT2[:-1], "steps=3", "tracking=mlflow", "tracking.uri=sqlite:///mlflow.db", "recipe.size=nano")
+    done = train(*tracked, TEXT, "data.path=one.txt", "data.vocab_size=300", "run_name=first")
+    assert done.code == 0, done.err
+    best = load_file("outputs/first/best/model.safetensors")
+    run_id = json.loads(Path("outputs/first/mlflow.json").read_text())["run_id"]
+    shutil.rmtree("outputs")
+    new = ("recipe=gpt2", f"init_from=mlflow:{run_id}", "tracking.uri=sqlite:///mlflow.db", TEXT, "data.path=two.txt")
+    trainer = start(compose("device=cpu", *new))
+    assert trainer.datasets.vocabulary == len(best["transformer.wte.weight"])
+    own = trainer.model.gpt2.state_dict()
+    assert all(torch.equal(own[name][: len(tensor)], tensor) for name, tensor in best.items())
+    assert compose("device=cpu", *new).source.facts()["mlflow_run_id"] == run_id
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("outputs/none", "init_from=outputs/none: there is no such folder; give a run folder"),
+        ("plain", "init_from=plain: this is not the folder of a run; .*save_pretrained"),
+        ("empty", "init_from=empty: the run has no weights"),
+        ("mlflow:123", "init_from=mlflow:123: "),
+    ],
+)
+def test_what_is_no_run_with_weights_is_refused(folder: Path, given: str, message: str) -> None:
+    for name, content in {"plain": {"model_type": "gpt2"}, "empty": {"recipe": "gpt2"}}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        compose("recipe=gpt2", f"init_from={given}")
+
+
+def test_new_classes_get_a_new_head_and_the_same_ones_do_not(train: Train, folder: Path, user_data: None) -> None:
+    images = (*SHORT, "recipe=resnet", "data=imagefolder", "data.path=images", "recipe.image_size=16")
+    done = train(*images, "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
+    assert done.code == 0, done.err
+    before = load_file("outputs/first/best/model.safetensors")
+    same = start(compose(*images, "init_from=outputs/first/best"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in same.model.state_dict().items())
+    assert not [choice for choice in same.choices if choice.key == "recipe.classes"]
+    (folder / "images" / "class1").rename(folder / "images" / "other")
+    other = start(compose(*images, "init_from=outputs/first"))
+    kept = {name: torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items()}
+    assert [name for name, same in kept.items() if not same] == ["fc.weight", "fc.bias"]
+    done = train(*images, "init_from=outputs/first", "run_name=second")
+    assert "recipe.classes=2" in done.out
+    assert "a new head (fc.weight, fc.bias): the run it starts from has other classes" in done.out

@@ -1,0 +1,186 @@
+"""``init_from=RUN``: a new run takes the best weights of another one, and the options that its model depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.reader import load
+from trainer.checkpoint.schema import sha256
+from trainer.checkpoint.weights import fill
+from trainer.data.contract import Datasets
+from trainer.errors import UserError
+from trainer.files import read_object
+from trainer.recipe import Choice, Recipe
+from trainer.tracking.mlflow.delivery_record import RECORD_FILE, SUMMARY_FILE, TOKENIZER
+
+BEST = "best"
+"""The folder in a run's that has its exported weights."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The run whose weights another one starts from."""
+
+    path: Path
+    """The run folder."""
+    config: dict[str, Any]
+    """What it was trained with, by dotted key."""
+    step: int
+    """Of the best weights."""
+    exported: bool
+    """Whether they are those in ``best/``; else those of a checkpoint."""
+
+    @classmethod
+    def open(cls, given: str, output_dir: str, uri: str | None) -> Source:
+        """Find the run and its best weights; nothing is loaded.
+
+        Args:
+            given: a run folder, its ``best/``, or ``mlflow:RUN_ID``, which is fetched to ``output_dir``.
+            output_dir: where run folders are.
+            uri: ``tracking.uri``.
+
+        Raises:
+            UserError: there is no such run, or it has no weights.
+        """
+        path = _folder(given, output_dir, uri)
+        exports = path.name == BEST and (path.parent / "config.json").is_file()
+        path = path.parent if exports else path
+        config = read_object(path / "config.json")
+        if not isinstance(config.get("recipe"), str):
+            remedy = f"give a run folder, such as {output_dir}/gpt2-bf16-s0"
+            if (path / "config.json").is_file():
+                remedy += "; a folder that save_pretrained wrote is opened with recipe.pretrained"
+            raise UserError(f"init_from={given}: this is not the folder of a run; {remedy}")
+        saved = checkpoint.best_step(path / "checkpoints")
+        best = read_object(path / SUMMARY_FILE).get("best")
+        step = int(best["step"]) if isinstance(best, dict) else saved
+        if any((path / BEST).glob("*.safetensors")) and step is not None and (exports or saved in (None, step)):
+            return cls(path, config, step, exported=True)
+        saved = saved or next(iter(reversed(checkpoint.steps(path / "checkpoints"))), None)
+        if saved is None:
+            raise UserError(
+                f"init_from={given}: the run has no weights (looked in {BEST}/ and checkpoints/); give another run"
+            )
+        return cls(path, config, saved, exported=False)
+
+    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Choice]:
+        """Overwrite the weights of a new model, on the host; return what is not taken over.
+
+        Raises:
+            UserError: the weights do not fit the model, or are damaged.
+        """
+        if self.exported:
+            weights = recipe.exported(self.path / BEST)
+        else:
+            saved = load(self.path / "checkpoints", self.step).tensors()
+            weights = {
+                name.removeprefix("weights/"): tensor for name, tensor in saved.items() if name.startswith("weights/")
+            }
+        about = read_object(self.path / BEST / "config.json") if self.exported else {}
+        weights, choices = recipe.fitted(weights, model, datasets, about)
+        fill(model, weights, f"init_from={self.path}")
+        return choices
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is recorded about it: the run, the step, and the hash of each file of weights."""
+        folder = self.path / BEST if self.exported else checkpoint.path_of(self.path / "checkpoints", self.step)
+        files = sorted(folder.glob("*.safetensors" if self.exported else "model*.safetensors"))
+        sent = read_object(self.path / RECORD_FILE).get("run_id")
+        return {
+            "run": self.path.name,
+            "folder": str(self.path.absolute()),
+            "mlflow_run_id": sent,
+            "recipe": self.config["recipe"],
+            "step": self.step,
+            "weights": str(folder.relative_to(self.path)),
+            "sha256": {file.name: sha256(file) for file in files},
+        }
+
+
+def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, list[Choice]]:
+    """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
+
+    Args:
+        composed: by Hydra; changed in place.
+        typed: the keys of the command line, which are not changed.
+
+    Returns:
+        The run, and the options taken over; None: a run from random weights, or one that is resumed.
+
+    Raises:
+        UserError: there is no such run, it is of another recipe, or a typed option contradicts it.
+    """
+    given, resume = composed.init_from, composed.resume
+    if given is None or resume not in (None, "auto", "same"):
+        return None, []
+    source = Source.open(given, composed.output_dir, composed.tracking.uri)
+    cls = OmegaConf.get_type(composed.recipe)
+    assert isinstance(cls, type)
+    assert issubclass(cls, Recipe)
+    name = source.config["recipe"]
+    if name != cls.name:
+        raise UserError(f"init_from={given} is a run of recipe={name}, not of recipe={cls.name}; set recipe={name}")
+    if "recipe.pretrained" in typed and composed.recipe.pretrained is not None:
+        raise UserError("init_from and recipe.pretrained both bring weights; remove one of them")
+    kept: dict[str, Any] = {}
+    for option in (*cls.architecture, *cls.adjustable):
+        key = f"recipe.{option}"
+        before = source.config.get(key)
+        if option == "pretrained" and before is not None and source.exported:
+            before = str(source.path / BEST)  # the same model, wherever the first one is by now
+        now = OmegaConf.select(composed, key)
+        if key not in source.config or before == now:
+            continue
+        if key not in typed:
+            kept[key] = before
+        elif option in cls.architecture and now != "auto":
+            raise UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
+    if cls.unit != "images":
+        kept |= _tokenizer(source, given, composed, typed)
+    for key, value in kept.items():
+        OmegaConf.update(composed, key, value)
+    return source, [Choice(key, value, f"as in {source.path}") for key, value in kept.items()]
+
+
+def _tokenizer(source: Source, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:
+    """Return ``data.tokenizer`` so that the text has the token ids that the weights were trained with."""
+    key = "data.tokenizer"
+    if "tokenizer" not in composed.data:
+        return {}
+    before, now = source.config.get(key), composed.data.tokenizer
+    if before is None:
+        return {}  # of synthetic numbers, the shapes of the weights will tell
+    own = source.path / TOKENIZER
+    if key in typed and now not in (before, str(own)):
+        raise UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
+    if before == "bytes":
+        return {} if now == before else {key: before}
+    if own.is_dir():
+        return {key: str(own)}
+    raise UserError(
+        f"init_from={given}: the run's folder has no {TOKENIZER}/ (it is of an earlier version, or was fetched from "
+        "MLflow before it had ended); use recipe.pretrained with its best/"
+    )
+
+
+def _folder(given: str, output_dir: str, uri: str | None) -> Path:
+    if given.startswith(("mlflow:", "runs:/")):
+        from trainer.tracking.mlflow.fetch import fetch
+
+        try:
+            return fetch(given, uri, output_dir)
+        except UserError as error:
+            raise UserError(str(error).replace("resume=", "init_from=")) from error
+    path = Path(given).expanduser()
+    if not path.is_dir():
+        raise UserError(
+            f"init_from={given}: there is no such folder; give a run folder, such as {output_dir}/gpt2-bf16-s0"
+        )
+    return path
