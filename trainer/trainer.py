@@ -21,6 +21,7 @@ from trainer.data.loader import DataOrder, to_device
 from trainer.hardware import Hardware, detect
 from trainer.kernels import attention, convolution
 from trainer.kernels.determinism import seed_everything, set_determinism
+from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.update import Update
 from trainer.parallel.freeze import freeze
@@ -112,7 +113,7 @@ class Trainer:
         self.masters = masters_of(config.precision.mode, self.model, config.seed)
         """The weights that the optimizer changes, where they are not the model's own."""
         changed = self.masters or self.model
-        self.optimizer = config.optimizer.build(changed, self.device)
+        self.optimizer = config.optimizer.build(changed, self.device, blocks)
         self.loss_scale = config.scaler.build(config.precision.mode, self.device)
         self.update = self.update_class(
             self.optimizer,
@@ -322,7 +323,8 @@ class Trainer:
         return self.recipe.metrics(sums.pop("loss") / targets, sums, targets)
 
     def _set_lr(self) -> float:
+        """Set the learning rate of every group, and return the highest."""
         lr = self.config.optimizer.lr * self.config.schedule.factor(self.step, self.plan.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+            group["lr"] = lr * group[LR_FACTOR]
+        return max(group["lr"] for group in self.optimizer.param_groups)

@@ -24,6 +24,8 @@ STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_sam
 RULES: dict[str, tuple[str, ...]] = {
     "freeze": ("freeze=['0.?',2.4.bias]",),
     "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
+    "groups": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5},1.?:{weight_decay:0.5}}", "optimizer.layer_decay=0.8"),
+    "groups bf16_master": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5}}", "precision=bf16_master"),
 }
 """Overrides by name."""
 

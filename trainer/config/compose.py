@@ -87,7 +87,8 @@ def quoted(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(quoted, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{quoted(item)}' for key, item in value.items())}}}"
+        keys = [re.sub(r"([\\()\[\]{}:=,\s])", r"\\\1", str(key)) for key in value]
+        return f"{{{','.join(f'{key}:{quoted(item)}' for key, item in zip(keys, value.values(), strict=True))}}}"
     return _in_quotes(str(value).replace("${", "\\${"))  # which OmegaConf would look up
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.errors import UserError, nearest
 from trainer.kernels.fused import fused_is_sound, start_momentum
-from trainer.optim.decay import decayed
+from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
 
 
@@ -28,6 +28,12 @@ class Optimizer:
     """Applied to the weights of linear, convolution, embedding and attention layers. Everything else is not decayed,
     whatever its shape: biases, norms, scales, class tokens, plain position embeddings. The rule is ``decayed``.
     """
+    groups: Any = None
+    """A mapping of name patterns to what the parameters that match have of their own: ``lr``, a multiple of the
+    learning rate, and ``weight_decay``, where they have any. Of several patterns the last one decides.
+    """
+    layer_decay: float | None = None
+    """Multiplies the learning rate from each block to the one below, from 1 at the head; see ``layer_factors``."""
     fused: bool | str = "auto"
     """Use one kernel for the whole update; auto: if torch has one for this device."""
     set_to_none: bool = True
@@ -45,6 +51,10 @@ class Optimizer:
             raise UserError(f"optimizer.lr={self.lr} must be a number above 0")
         if not 0 <= self.weight_decay < math.inf:
             raise UserError(f"optimizer.weight_decay={self.weight_decay} must be a number of at least 0")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise UserError(f"optimizer.layer_decay={self.layer_decay} must be above 0 and at most 1, such as 0.75")
+        self.groups = self.groups or None  # as in the records of runs of earlier versions
+        check_patterns(self.groups)
         if isinstance(self.fused, str) and self.fused != "auto":
             raise UserError(f"optimizer.fused={self.fused} must be true, false or auto")
         accepted = set(inspect.signature(cls).parameters) - {"params"}
@@ -66,28 +76,29 @@ class Optimizer:
     def _dampened(self) -> bool:
         return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
-    def build(self, model: nn.Module | MasterWeights, device: torch.device) -> torch.optim.Optimizer:
+    def build(
+        self, model: nn.Module | MasterWeights, device: torch.device, blocks: list[nn.Module] | None = None
+    ) -> torch.optim.Optimizer:
         """Return the optimizer of the trainable parameters of a model or its masters, first those with weight decay.
 
+        Args:
+            model: what it changes.
+            device: where that is.
+            blocks: the model's repeated blocks, for ``layer_decay``.
+
         Raises:
-            UserError: an option that this class, dtype or device does not support.
+            UserError: an option that this class, dtype, device or model does not support.
         """
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        parameters = [parameter for _, parameter in named]
-        weights = decayed(model.model if isinstance(model, MasterWeights) else model)
-        matrices = [parameter for name, parameter in named if name in weights]
-        others = [parameter for name, parameter in named if name not in weights]
-        groups = [
-            {"params": members, "weight_decay": decay}
-            for members, decay in ((matrices, self.weight_decay), (others, 0.0))
-            if members
-        ]
         cls = getattr(torch.optim, self.name)
         accepted = set(inspect.signature(cls).parameters)
+        whole = model.model if isinstance(model, MasterWeights) else model
+        factors = {} if self.layer_decay is None else layer_factors(whole, blocks or [], self.layer_decay)
+        groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, self.groups or {}, factors)
+        parameters = [parameter for group in groups for parameter in group["params"]]
         if "weight_decay" not in accepted:
-            if self.weight_decay:
+            decays = [group.pop("weight_decay") for group in groups]
+            if any(decays):
                 raise UserError(f"optimizer.weight_decay: torch.optim.{self.name} has no weight decay; set it to 0")
-            groups = [{"params": parameters}]
         keywords: dict[str, object] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
         }

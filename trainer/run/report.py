@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.files import read_object
 from trainer.formats import duration, loss, quantity, size
+from trainer.optim.groups import LR_FACTOR
 from trainer.precision.modes import family
 from trainer.run.terminal import Rows
 from trainer.tracking.mlflow.delivery_record import SOURCE_FILE
@@ -56,11 +57,18 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         (
             "optimizer",
-            f"{config.optimizer.name}, lr {config.optimizer.lr:g}, schedule {config.schedule.kind}, "
+            f"{config.optimizer.name}, lr {_lr(trainer)}, schedule {config.schedule.kind}, "
             f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}",
         ),
         ("output", str(folder)),
     ]
+
+
+def _lr(trainer: Trainer) -> str:
+    """Return the peak learning rate, or those of the slowest and the fastest group."""
+    factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
+    lrs = [trainer.config.optimizer.lr * factor for factor in (min(factors), max(factors))]
+    return " to ".join(f"{lr:g}" for lr in dict.fromkeys(lrs))
 
 
 @dataclass(frozen=True)

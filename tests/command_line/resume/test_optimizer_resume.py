@@ -18,6 +18,11 @@ BIGNET = ("recipe=bignet", "recipe.width=8", "data.samples=64", "batch_size=8", 
 OPTIONS = ("tracking=local", "deterministic=true", "eval_every=2", "output_dir=out")
 RULES: dict[str, tuple[str, ...]] = {
     "freeze": ("freeze=['[012].?']", "precision=bf16_master"),
+    "groups": (
+        "optimizer.groups={[01].?:{lr:3,weight_decay:0},bias:{lr:0.5}}".replace("[01]", "\\[01\\]"),
+        "precision=bf16_sr",
+    ),
+    "layer_decay": ("optimizer.layer_decay=0.7",),
 }
 
 

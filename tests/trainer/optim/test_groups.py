@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import copied, fit, trainer_of
+from trainer.errors import UserError
+from trainer.optim.groups import LR_FACTOR
+from trainer.optim.optimizer import Optimizer
+from trainer.trainer import Trainer
+
+GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64")
+BIGNET = ("recipe=bignet", "recipe.width=8", "recipe.layers=8", "data.samples=64", "batch_size=8")
+
+
+def of_parameters(trainer: Trainer, key: str) -> dict[str, Any]:
+    """A group's value by the names of its parameters."""
+    names = {id(parameter): name for name, parameter in (trainer.masters or trainer.model).named_parameters()}
+    groups = trainer.optimizer.param_groups
+    return {names[id(parameter)]: group[key] for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
+def test_of_several_patterns_the_last_one_decides(mode: str) -> None:
+    groups = "{h.0: {lr: 0.1, weight_decay: 0.5}, attn: {lr: 2}, h.0.mlp: {weight_decay: 0}}"
+    trainer = trainer_of(*GPT2, f"precision={mode}", f"optimizer.groups={groups}")
+    factors, decays = of_parameters(trainer, LR_FACTOR), of_parameters(trainer, "weight_decay")
+    found = {name.removeprefix("gpt2.transformer."): (factors[name], decays[name]) for name in factors}
+    assert found["wte.weight"] == (1.0, 0.1)
+    assert found["h.0.ln_1.weight"] == (0.1, 0.0)  # a norm is not decayed
+    assert found["h.0.attn.c_attn.weight"] == (2, 0.5)
+    assert found["h.0.attn.c_attn.bias"] == (2, 0.0)
+    assert found["h.0.mlp.c_fc.weight"] == (0.1, 0)
+    assert found["h.1.attn.c_attn.weight"] == (2, 0.1)
+    assert found["h.1.mlp.c_fc.weight"] == (1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (
+            GPT2,
+            {"wte.weight": 5, "wpe.weight": 5, "h.0.ln_1.bias": 4, "h.3.mlp.c_fc.weight": 1, "ln_f.weight": 0},
+        ),
+        (
+            ("recipe=bert", "recipe.size=nano", "data=synthetic", "data.vocab_size=90"),
+            {"embeddings.LayerNorm.weight": 3, "layer.0.output.dense.bias": 2, "qa_outputs.weight": 0},
+        ),
+        (
+            ("recipe=t5", "recipe.size=nano", "data=synthetic", "data.vocab_size=90"),
+            {
+                "shared.weight": 5,
+                "encoder.block.0.layer.0.SelfAttention.q.weight": 4,
+                "encoder.final_layer_norm.weight": 3,  # as the encoder's last block
+                "decoder.block.1.layer.2.layer_norm.weight": 1,
+                "decoder.final_layer_norm.weight": 0,
+            },
+        ),
+        (
+            ("recipe=resnet", "recipe.arch=resnet18"),
+            {"conv1.weight": 9, "bn1.bias": 9, "layer1.0.conv1.weight": 8, "layer4.1.bn2.bias": 1, "fc.weight": 0},
+        ),
+    ],
+    ids=["gpt2", "bert", "t5", "resnet18"],
+)
+def test_layer_decay_counts_blocks_from_the_head_down(recipe: tuple[str, ...], expected: dict[str, int]) -> None:
+    trainer = trainer_of(*recipe, "optimizer.layer_decay=0.5")
+    found = of_parameters(trainer, LR_FACTOR)
+    for end, depth in expected.items():
+        name = end if end in found else next(name for name in found if name.endswith(f".{end}"))
+        assert found[name] == 0.5**depth, name
+
+
+def test_a_pattern_takes_the_place_of_layer_decay() -> None:
+    found = of_parameters(
+        trainer_of(*GPT2, "optimizer.layer_decay=0.5", "optimizer.groups={wte: {lr: 3}, h.0: {weight_decay: 0}}"),
+        LR_FACTOR,
+    )
+    assert found["gpt2.transformer.wte.weight"] == 3
+    assert found["gpt2.transformer.h.0.attn.c_proj.weight"] == 0.5**4
+
+
+def test_the_schedule_multiplies_every_groups_rate_and_the_highest_is_logged() -> None:
+    line = (*BIGNET, "optimizer.groups={0.?: {lr: 0.25}, bias: {lr: 2}}", "optimizer.lr=0.5", "steps=4")
+    trainer = trainer_of(*line, "schedule=linear", "schedule.warmup_steps=2", "optimizer=sgd")
+    logged = []
+    for factor, record in zip((0.5, 1.0, 1.0, 0.5), fit(trainer), strict=True):
+        logged.append(record.lr)
+        assert record.lr == 2 * 0.5 * factor
+    rates = of_parameters(trainer, "lr")
+    assert (rates["0.0.weight"], rates["0.0.bias"], rates["1.0.weight"]) == (0.0625, 0.5, 0.25)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
+def test_an_update_is_that_of_its_own_rate_and_decay(mode: str) -> None:
+    """Plain SGD without decay: w − lr · factor · gradient, in fp32."""
+
+    def updates(*overrides: str) -> dict[str, torch.Tensor]:
+        trainer = trainer_of(
+            *BIGNET,
+            "optimizer=sgd",
+            "optimizer.options={momentum:0,nesterov:false}",
+            "optimizer.weight_decay=0",
+            f"precision={mode}",
+            *overrides,
+        )
+        changed = dict((trainer.masters or trainer.model).named_parameters())
+        before = copied({name: weight.float() for name, weight in trainer.model.named_parameters()})
+        seen: dict[str, torch.Tensor] = {}
+        apply = trainer.update.apply
+
+        def noted(skipped: torch.Tensor) -> None:
+            apply(skipped)
+            seen.update({name: weight.detach().clone() - before[name] for name, weight in changed.items()})
+
+        trainer.update.apply = noted  # type: ignore[method-assign]
+        fit(trainer, 1)
+        return seen
+
+    plain = updates("optimizer.lr=1")
+    grouped = updates("optimizer.lr=1", "optimizer.groups={0.?: {lr: 0.25}, bias: {lr: 2}}")
+    for name, update in plain.items():
+        factor = 2 if name.endswith("bias") else 0.25 if name.startswith("0.") else 1
+        assert torch.allclose(grouped[name], factor * update, rtol=1e-3, atol=1e-6), name
+        assert update.any()
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (["head"], r"optimizer.groups=\['head'\] must be a mapping, such as '{head: {lr: 10}}'"),
+        ({0.1: {"lr": 2.0}}, r"optimizer.groups: 0.1 is read as a number, not as a name; write 0.1.\* for"),
+        ({"0": 2.0}, r"optimizer.groups: 0 must have lr, weight_decay or both"),
+        ({"0": {}}, r"optimizer.groups: 0 must have lr, weight_decay or both"),
+        ({"0": {"lrr": 2.0}}, r"0 cannot have lrr, only lr and weight_decay; did you mean 'lr'"),
+        ({"0": {"lr": 0}}, r"0 has lr=0, .* use freeze="),
+        ({"0": {"lr": True}}, r"0 has lr=True"),
+        ({"0": {"weight_decay": float("nan")}}, r"0 has weight_decay=nan"),
+        ({"0": {"weight_decay": -1}}, r"0 has weight_decay=-1"),
+    ],
+)
+def test_values_that_cannot_work_are_named(groups: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Optimizer(groups=groups)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            Optimizer(groups={"0.wieght": {"lr": 2.0}}),
+            r"'0.wieght' matches no module, and no parameter; similar: 0.weig",
+        ),
+        (Optimizer(groups={"1": {"weight_decay": 0.1}}), r"'1' sets the weight decay of parameters that have none"),
+        (Optimizer("Rprop", groups={"0": {"weight_decay": 0.1}}), r"torch.optim.Rprop has no weight decay"),
+        (Optimizer(layer_decay=0.5), r"optimizer.layer_decay: this recipe's model has no repeated blocks"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(optimizer: Optimizer, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        optimizer.build(net(), torch.device("cpu"))
+
+
+def test_a_pattern_of_what_is_frozen_is_refused_and_a_part_of_it_is_not() -> None:
+    with pytest.raises(UserError, match=r"all that '0.\?' matches is frozen"):
+        trainer_of(*BIGNET, "freeze=['0.?']", "optimizer.groups={0.?: {lr: 2}}")
+    trainer = trainer_of(*BIGNET, "freeze=['0.?']", "optimizer.groups={bias: {lr: 2}}")
+    assert len([factor for factor in of_parameters(trainer, LR_FACTOR).values() if factor == 2]) == 4
+
+
+@pytest.mark.parametrize("layer_decay", [0.0, 1.5, float("nan")])
+def test_layer_decay_lies_between_0_and_1(layer_decay: float) -> None:
+    with pytest.raises(UserError, match=r"optimizer.layer_decay=.* must be above 0 and at most 1, such as 0.75"):
+        Optimizer(layer_decay=layer_decay)
