@@ -1,4 +1,4 @@
-"""Image classification with any torchvision classifier (He et al. 2015 and after)."""
+"""Image classification with any classifier of torchvision or timm (He et al. 2015 and after)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from torch import Tensor, nn
 
 from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.vision import objective
+from recipes.vision import architectures, objective
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
 
-USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
-_BLOCKS = {
-    *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseBlock"),  # ResNet and variants, RegNet, DenseNet
-    *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitLayer", "CNBlock"),
-    *("MBConv", "FusedMBConv", "InvertedResidual", "_InvertedResidual", "Fire"),
-    *("Inception", "InceptionA", "InceptionB", "InceptionC", "InceptionD", "InceptionE"),
-}
 TOP5_FROM = 10
 """With fewer classes, a guess is in the first five too often for top-5 to say anything."""
 
@@ -43,7 +36,7 @@ class ResNet(Recipe):
     adjustable: ClassVar[tuple[str, ...]] = ("image_size",)
 
     arch: str = "auto"
-    """Any classifier of torchvision.models, by its name there."""
+    """Any classifier of torchvision.models, by its name there; with ``timm/`` before it one of timm."""
     image_size: int | str = "auto"
     """Pixels on a side; auto: the data's own size."""
     classes: int | str = "auto"
@@ -80,7 +73,7 @@ class ResNet(Recipe):
         """Choose the architecture, or check the requested one."""
         _image_source(data)
         if self.arch != "auto":
-            _check_arch(self.arch)
+            architectures.check(self.arch)
             return self, []
         if hardware.is_gpu:
             choice = Choice("recipe.arch", "resnet50", "GPU default; recipe.arch=resnet18 for a smaller one")
@@ -106,12 +99,12 @@ class ResNet(Recipe):
         if found > outputs:
             raise UserError(f"recipe.classes={outputs}, but the data has {found} classes; use recipe.classes=auto")
         objective.class_weights(self.class_weights, datasets, outputs)
-        _check_size(self.arch, datasets.image_size, outputs)
+        architectures.check_size(self.arch, datasets.image_size, outputs)
         return datasets
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
         """Build the classifier with random weights. Its attribute ``normalise`` makes its input of pixels."""
-        model: Any = _build(self.arch, datasets.image_size, self._outputs(datasets))
+        model: Any = architectures.build(self.arch, datasets.image_size, self._outputs(datasets))
         model.normalise = Normalise(datasets.mean, datasets.std)
         weights = objective.class_weights(self.class_weights, datasets, self._outputs(datasets))
         model.class_weights = None if weights is None else objective.ClassWeights(weights)
@@ -119,14 +112,8 @@ class ResNet(Recipe):
         return classifier
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the outermost modules whose class is one of torchvision's building blocks."""
-        blocks: list[nn.Module] = []
-        inside: set[int] = set()
-        for module in model.modules():
-            if type(module).__name__ in _BLOCKS and id(module) not in inside:
-                blocks.append(module)
-                inside |= {id(child) for child in module.modules()}
-        return blocks
+        """Return the repeated blocks of the architecture."""
+        return architectures.blocks(model)
 
     def count_targets(self, batch: Batch) -> int:
         """Return the number of labels, which is the number of images."""
@@ -161,7 +148,7 @@ class ResNet(Recipe):
     ) -> tuple[dict[str, Tensor], list[Choice]]:
         """Return the weights, but a new head where the classes are others."""
         outputs, own = self._outputs(datasets), model.state_dict()
-        head = _head(self.arch, datasets.image_size, outputs)
+        head = architectures.head(self.arch, datasets.image_size, outputs)
         fits = all(name in weights and weights[name].shape == own[name].shape for name in head)
         if fits and about.get("classes", datasets.classes) == datasets.classes:
             return weights, []
@@ -169,15 +156,13 @@ class ResNet(Recipe):
         return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why)]
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
-        """Return what torchvision needs to build the model again, and how images become its input."""
-        import torchvision
-
+        """Return what the model's library needs to build it again, and how images become its input."""
+        outputs = self._outputs(datasets)
         return {
-            "library": "torchvision",
-            "torchvision": torchvision.__version__,
+            **architectures.library(self.arch),
             "torch": torch.__version__,
             "arch": self.arch,
-            "arch_options": {"num_classes": self._outputs(datasets)} | _options(self.arch, datasets.image_size),
+            "arch_options": architectures.options(self.arch, datasets.image_size, outputs),
             "classes": datasets.classes,
             "image_size": datasets.image_size,
             "mean": list(datasets.mean),
@@ -186,9 +171,11 @@ class ResNet(Recipe):
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
             "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
             "an image of that size as it is",
-            "load": "model = torchvision.models.get_model(config['arch'], **config['arch_options']); "
-            "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))",
         }
+
+    def packages(self) -> list[str]:
+        """Return timm where it has the architecture."""
+        return ["timm"] if self.arch.startswith(architectures.TIMM) else []
 
     def example(self, datasets: ImageDatasets) -> np.ndarray:
         """Return one image, 1 × H × W × 3."""
@@ -228,60 +215,3 @@ def _image_source(data: DataSource) -> ImageSource:
             "use data=digits, imagefolder, idx, hub or synthetic"
         )
     return data
-
-
-def _check_arch(arch: str) -> None:
-    import torchvision
-
-    known = torchvision.models.list_models(module=torchvision.models)
-    if arch not in known:
-        raise UserError(f"recipe.arch={arch} is not a classifier of torchvision.models{nearest(arch, known)}")
-
-
-def _build(arch: str, image_size: int, classes: int) -> nn.Module:
-    import torchvision
-
-    model: nn.Module = torchvision.models.get_model(
-        arch, weights=None, num_classes=classes, **_options(arch, image_size)
-    )
-    return model
-
-
-def _head(arch: str, image_size: int, classes: int) -> list[str]:
-    """Return the names of the weights whose shapes depend on the number of classes."""
-    sizes = classes, classes + 1
-    try:
-        with torch.device("meta"):
-            one, other = (_build(arch, image_size, count).state_dict() for count in sizes)
-    except NotImplementedError:  # regnet computes while it is built
-        with torch.random.fork_rng(devices=[]):
-            one, other = (_build(arch, image_size, count).state_dict() for count in sizes)
-    return [name for name, tensor in one.items() if tensor.shape != other[name].shape]
-
-
-def _options(arch: str, image_size: int) -> dict[str, Any]:
-    """Return what an architecture's constructor needs besides the number of classes."""
-    if arch in ("googlenet", "inception_v3"):  # their auxiliary heads would need a loss of their own
-        return {"aux_logits": False, "init_weights": True}
-    if arch.startswith("vit_"):
-        return {"image_size": image_size}
-    return {"input_size": [image_size, image_size]} if arch.startswith("maxvit") else {}
-
-
-def _check_size(arch: str, image_size: int, classes: int) -> None:
-    """Refuse images that the architecture cannot take, by trying it on tensors without memory."""
-
-    def failure(size: int) -> Exception | None:
-        try:
-            with torch.device("meta"), torch.no_grad():
-                _build(arch, size, classes).eval()(torch.empty(1, 3, size, size))
-        except NotImplementedError:
-            return None  # regnet computes with tensors while it is built; it takes images of any size
-        except (RuntimeError, ValueError, AssertionError) as error:
-            return error
-        return None
-
-    if error := failure(image_size):
-        fitting = next((size for size in USUAL_SIZES if size > image_size and not failure(size)), None)
-        advice = f"; use recipe.image_size={fitting}" if fitting else ""
-        raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}{advice}") from error

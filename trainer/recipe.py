@@ -210,6 +210,10 @@ class Recipe(SetOnce):
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {"recipe": self.name, "options": options, "torch": torch.__version__}
 
+    def packages(self) -> list[str]:
+        """Return what the exported model needs besides the packages that every model of the ``predictor`` needs."""
+        return []
+
     def example(self, datasets: Any) -> str | dict[str, str] | np.ndarray:
         """Return an input for the ``predictor``, such as a text; ``forward`` takes validation samples instead."""
         raise NotImplementedError

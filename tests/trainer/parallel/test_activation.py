@@ -16,7 +16,8 @@ from recipes.data.synthetic import Synthetic
 from recipes.gpt2 import GPT2
 from recipes.gpt2_model import Shape, new_gpt2
 from recipes.language_model import LanguageModel
-from recipes.resnet import ResNet, _build
+from recipes.resnet import ResNet
+from recipes.vision.architectures import build
 from tests.helpers import compose, same_bits
 from trainer.errors import UserError
 from trainer.parallel.activation import ActivationCheckpointing, _keep_expensive
@@ -49,7 +50,7 @@ def gpt2_case() -> Case:
 
 
 def image_case(arch: str) -> Case:
-    model = _build(arch, 16, 10).to(memory_format=torch.channels_last)
+    model = build(arch, 16, 10).to(memory_format=torch.channels_last)
     batch = lambda: (torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last),)  # noqa: E731
     return model, ResNet(arch=arch).blocks(model), batch
 
@@ -297,7 +298,7 @@ def test_every_family_of_torchvision_is_covered() -> None:
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_the_blocks_of_torchvisions_families(arch: str) -> None:
     with torch.device("cpu" if arch.startswith("regnet") else "meta"):
-        model = _build(arch, 224, 10)
+        model = build(arch, 224, 10)
     blocks = ResNet(arch=arch).blocks(model)
     assert len(blocks) == FAMILIES[arch]
     inside = [module for block in blocks for module in block.modules()]

@@ -70,7 +70,7 @@ def write_serving(
             save_file({"input": torch.from_numpy(example)}, target / "example.safetensors")
         else:
             facts["example"] = example
-        facts["requirements"] = _requirements(_PACKAGES[recipe.predictor])
+        facts["requirements"] = _requirements([*_PACKAGES[recipe.predictor], *recipe.packages()])
     write_json(target / "serving.json", facts)
 
 

@@ -1,4 +1,4 @@
-"""A torchvision classifier as an MLflow model: images in, classes out. Run by MLflow, never imported here."""
+"""A classifier of torchvision or timm as an MLflow model: images in, classes out. Run by MLflow only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ImageClassifier(PythonModel):
         """Build the architecture that config.json names, and load its best weights."""
         best = Path(context.artifacts["best"])
         self.config = json.loads((best / "config.json").read_text(encoding="utf-8"))
-        self.model = torchvision.models.get_model(self.config["arch"], **self.config["arch_options"]).eval()
+        self.model = _build(self.config["arch"], self.config["arch_options"]).eval()
         self.model.load_state_dict(load_file(best / "model.safetensors"))
         self.model.float()
 
@@ -40,6 +40,17 @@ class ImageClassifier(PythonModel):
         names = self.config["classes"]  # the head may have more outputs than the data has classes
         labels = [names[index] if index < len(names) else str(index) for index in best.tolist()]
         return pd.DataFrame({"label": labels, "probability": probability.double().numpy()})
+
+
+def _build(arch: str, options: dict[str, Any]) -> torch.nn.Module:
+    model: torch.nn.Module
+    if arch.startswith("timm/"):
+        import timm
+
+        model = timm.create_model(arch.removeprefix("timm/"), **options)
+    else:
+        model = torchvision.models.get_model(arch, **options)
+    return model
 
 
 set_model(ImageClassifier())

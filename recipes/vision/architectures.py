@@ -1,0 +1,160 @@
+"""Image classifiers by name: torchvision's, and with the prefix ``timm/`` those of timm (PyTorch Image Models)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import UserError, nearest
+
+TIMM = "timm/"
+"""The prefix of an architecture of timm; what follows is its name there, perhaps with the tag of its weights."""
+USUAL_SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
+_BLOCKS = {
+    *("BasicBlock", "Bottleneck", "ResBottleneckBlock", "_DenseBlock"),  # ResNet and variants, RegNet, DenseNet
+    *("EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2", "MaxVitLayer", "CNBlock"),
+    *("MBConv", "FusedMBConv", "InvertedResidual", "_InvertedResidual", "Fire"),
+    *("Inception", "InceptionA", "InceptionB", "InceptionC", "InceptionD", "InceptionE"),
+}
+_TIMM_BLOCKS = re.compile(r"Block|Bottle\w*neck|Residual|Basic$|Separable(Conv)?$|Inception|XceptionModule")
+"""In the names of timm's building blocks, of which there are hundreds."""
+
+
+def check(arch: str) -> None:
+    """Refuse an architecture that does not exist, or whose library is not installed.
+
+    Raises:
+        UserError: with the nearest name, or the command that installs the library.
+    """
+    if arch.startswith(TIMM):
+        _check_timm(arch.removeprefix(TIMM))
+        return
+    import torchvision
+
+    known = torchvision.models.list_models(module=torchvision.models)
+    if arch not in known:
+        raise UserError(
+            f"recipe.arch={arch} is not a classifier of torchvision.models{nearest(arch, known)} "
+            "(recipe.arch=timm/… is one of timm)"
+        )
+
+
+def build(arch: str, image_size: int, classes: int) -> nn.Module:
+    """Return the classifier with random weights from torch's global generator, fp32.
+
+    Args:
+        arch: has passed ``check``.
+        image_size: in pixels, for architectures that are built for one.
+        classes: outputs of the head.
+    """
+    model: nn.Module
+    if arch.startswith(TIMM):
+        import timm
+
+        model = timm.create_model(arch.removeprefix(TIMM), **options(arch, image_size, classes))
+    else:
+        import torchvision
+
+        model = torchvision.models.get_model(arch, weights=None, **options(arch, image_size, classes))
+    return model
+
+
+def options(arch: str, image_size: int, classes: int) -> dict[str, Any]:
+    """Return the arguments of an architecture's constructor."""
+    given: dict[str, Any] = {"num_classes": classes}
+    if arch.startswith(TIMM):
+        import timm
+
+        given["in_chans"] = 3
+        config = timm.get_pretrained_cfg(arch.removeprefix(TIMM))
+        return given | ({"img_size": image_size} if config is not None and config.fixed_input_size else {})
+    if arch in ("googlenet", "inception_v3"):  # their auxiliary heads would need a loss of their own
+        return given | {"aux_logits": False, "init_weights": True}
+    if arch.startswith("vit_"):
+        return given | {"image_size": image_size}
+    return given | ({"input_size": [image_size, image_size]} if arch.startswith("maxvit") else {})
+
+
+def library(arch: str) -> dict[str, Any]:
+    """Return the library of an architecture with its version, and the Python line that builds it from config.json."""
+    name = "timm" if arch.startswith(TIMM) else "torchvision"
+    load = "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))"
+    if name == "timm":
+        built = f"timm.create_model(config['arch'].removeprefix('{TIMM}'), **config['arch_options'])"
+    else:
+        built = "torchvision.models.get_model(config['arch'], **config['arch_options'])"
+    version = importlib.import_module(name).__version__
+    return {"library": name, name: version, "load": f"model = {built}; {load}"}
+
+
+def head(arch: str, image_size: int, classes: int) -> list[str]:
+    """Return the names of the weights whose shapes depend on the number of classes."""
+    sizes = classes, classes + 1
+    try:
+        with torch.device("meta"):
+            one, other = (build(arch, image_size, count).state_dict() for count in sizes)
+    except NotImplementedError:  # regnet computes with tensors while it is built
+        with torch.random.fork_rng(devices=[]):
+            one, other = (build(arch, image_size, count).state_dict() for count in sizes)
+    return [name for name, tensor in one.items() if tensor.shape != other[name].shape]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules whose class is one of the libraries' building blocks."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in list(model.modules())[1:]:
+        if id(module) not in inside and _is_block(type(module)):
+            found.append(module)
+            inside |= {id(child) for child in module.modules()}
+    return found
+
+
+def check_size(arch: str, image_size: int, classes: int) -> None:
+    """Refuse images that the architecture cannot take, by trying it on tensors without memory.
+
+    Raises:
+        UserError: names a size that fits, if a usual one does.
+    """
+
+    def failure(size: int) -> Exception | None:
+        try:
+            with torch.device("meta"), torch.no_grad():
+                output = build(arch, size, classes).eval()(torch.empty(1, 3, size, size))
+        except NotImplementedError:
+            return None  # regnet computes with tensors while it is built; it takes images of any size
+        except (RuntimeError, ValueError, AssertionError) as error:
+            return error
+        if not isinstance(output, torch.Tensor) or output.shape != (1, classes):
+            raise UserError(f"recipe.arch={arch} is no classifier: it has no head with a number of classes")
+        return None
+
+    if error := failure(image_size):
+        fitting = next((size for size in USUAL_SIZES if size > image_size and not failure(size)), None)
+        advice = f"; use recipe.image_size={fitting}" if fitting else ""
+        raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}{advice}") from error
+
+
+def _is_block(cls: type) -> bool:
+    if cls.__module__.startswith("timm."):
+        return _TIMM_BLOCKS.search(cls.__name__) is not None
+    return cls.__name__ in _BLOCKS
+
+
+def _check_timm(name: str) -> None:
+    if importlib.util.find_spec("timm") is None:
+        raise UserError(f"recipe.arch=timm/{name} needs timm, which is not installed: pip install 'mantissa[timm]'")
+    import timm
+
+    base, dot, tag = name.partition(".")
+    if not timm.is_model(base):
+        near = nearest(base, timm.list_models(), TIMM)
+        raise UserError(f"recipe.arch=timm/{name} is not a model of timm {timm.__version__}{near}")
+    tags = [each.partition(".")[2] for each in timm.list_models(f"{base}.*", pretrained=True)]
+    if dot and tag not in tags:
+        near = nearest(tag, tags, f"{TIMM}{base}.")
+        raise UserError(f"recipe.arch=timm/{name}: timm has no weights of that tag{near} ({', '.join(tags) or 'none'})")

@@ -1,0 +1,146 @@
+"""``recipe.arch=timm/…``, and exported classifiers that are opened again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes.data.images.arrays import Digits
+from recipes.resnet import ResNet
+from recipes.vision import architectures
+from recipes.vision.exported import open_classifier
+from tests.helpers import CPU, fit, same_bits, trainer_of
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+from trainer.trainer import Trainer
+
+TIMM = ("recipe=resnet", "recipe.arch=timm/test_resnet", "batch_size=4", "steps=2")
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trainer:
+    trainer = trainer_of(*TIMM)
+    fit(trainer)
+    return trainer
+
+
+def test_a_model_of_timm_trains_with_the_classes_and_the_size_of_the_data(trained: Trainer) -> None:
+    assert type(trained.model).__module__.startswith("timm.")
+    assert trained.recipe.facts(trained.model, trained.datasets)["size"] == "timm/test_resnet"
+    assert trained.model.get_classifier().out_features == 10  # type: ignore[operator]
+    assert trained.model.conv1[0].weight.shape[1] == 3  # type: ignore[index,union-attr]
+    vit = ResNet(arch="timm/test_vit", image_size=48)
+    model: Any = vit.build_model(vit.datasets(Digits(), 0))
+    assert model.patch_embed.img_size == (48, 48)
+    assert model(torch.zeros(1, 3, 48, 48)).shape == (1, 10)
+
+
+def test_its_blocks_are_recomputed_without_a_change(trained: Trainer) -> None:
+    names = [type(block).__name__ for block in trained.recipe.blocks(trained.model)]
+    assert names == ["BasicBlock", "BasicBlock", "Bottleneck", "BasicBlock"]
+    again = trainer_of(*TIMM, "activation_checkpointing=blocks")
+    fit(again)
+    assert same_bits(trained.model.state_dict(), again.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arch", "count"),
+    [("vit_tiny_patch16_224", 12), ("convnext_atto", 12), ("efficientnet_b0", 16), ("resnetv2_18", 8)],
+)
+def test_families_of_timm_have_blocks(arch: str, count: int) -> None:
+    with torch.device("meta"):
+        assert len(architectures.blocks(architectures.build(f"timm/{arch}", 224, 10))) == count
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("timm/resnet5O", r"timm/resnet5O is not a model of timm .*did you mean 'timm/resnet50'"),
+        ("timm/resnet50.a1_in1", r"has no weights of that tag; did you mean 'timm/resnet50\.a1_in1k'"),
+        ("resnet50d", r"resnet50d is not a classifier of torchvision\.models.*recipe\.arch=timm/… is one of timm"),
+    ],
+)
+def test_a_name_that_timm_does_not_have_is_refused_with_the_nearest(arch: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ResNet(arch=arch).resolve(CPU, Digits())
+
+
+def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs timm, which is not installed: pip install 'mantissa\[timm\]'"):
+        ResNet(arch="timm/resnet18").resolve(CPU, Digits())
+
+
+def test_images_of_another_size_than_the_model_takes_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"timm/vit_tiny_patch16_224 cannot take images of 15 × 15; use recipe\.image_size=32"
+    ):
+        ResNet(arch="timm/vit_tiny_patch16_224", image_size=15).datasets(Digits(), 0)
+
+
+def test_a_model_without_a_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "build", lambda *_: torch.nn.Flatten())
+    with pytest.raises(UserError, match=r"recipe\.arch=timm/encoder is no classifier"):
+        architectures.check_size("timm/encoder", 32, 10)
+
+
+# ------------------------------------------------------------------------------------------------ exported
+
+
+@pytest.mark.parametrize("arch", ["timm/test_resnet", "shufflenet_v2_x0_5"])
+def test_an_exported_folder_opens_as_what_was_evaluated(arch: str, trained: Trainer, tmp_path: Path) -> None:
+    trainer = trained if arch.startswith("timm") else trainer_of(*TIMM, f"recipe.arch={arch}")
+    model = trainer.model.eval()
+    trainer.recipe.export(model, trainer.datasets, tmp_path)
+    opened = open_classifier(tmp_path)
+    assert same_bits(opened.model.state_dict(), model.state_dict())
+    assert opened.classes == [str(digit) for digit in range(10)]
+    pixels = trainer.datasets.valid.batch([SampleId(5, None)])["image"]
+    image = Image.fromarray(pixels[0].permute(1, 2, 0).contiguous().numpy())
+    evaluated = model.normalise(pixels, torch.contiguous_format)  # type: ignore[operator]
+    torch.testing.assert_close(opened.transform(image)[None], evaluated)
+    trainer.model.train()
+
+
+def test_mlflow_serves_a_model_of_timm_and_names_the_package(trained: Trainer, tmp_path: Path) -> None:
+    import warnings
+
+    with warnings.catch_warnings():  # MLflow's own, when it is imported
+        warnings.simplefilter("ignore")
+        from trainer.tracking.mlflow.predictors.image_classifier import ImageClassifier
+    from trainer.tracking.mlflow.serving import write_serving
+
+    trained.model.eval()
+    trained.recipe.export(trained.model, trained.datasets, tmp_path / "best")
+    served = ImageClassifier()
+    served.load_context(SimpleNamespace(artifacts={"best": str(tmp_path / "best")}))
+    image = trained.recipe.example(trained.datasets)
+    assert isinstance(image, np.ndarray)
+    answer = open_classifier(tmp_path / "best")
+    logits = answer.model(answer.transform(Image.fromarray(image[0]))[None])
+    assert served.predict(None, image)["label"].tolist() == [answer.classes[logits.argmax()]]
+    write_serving(tmp_path, trained.recipe, trained.model, trained.device, trained.datasets, 2)
+    required = json.loads((tmp_path / "serving" / "serving.json").read_text())["requirements"]
+    assert any(each.startswith("timm==") for each in required)
+    trained.model.train()
+
+
+def test_a_folder_that_is_no_classifier_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not the exported folder of an image classifier"):
+        open_classifier(tmp_path)
+
+
+def test_weights_of_another_model_are_refused(trained: Trainer, tmp_path: Path) -> None:
+    trained.recipe.export(trained.model, trained.datasets, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"arch": "timm/test_efficientnet"}))
+    with pytest.raises(UserError, match=r"model\.safetensors does not fit its config\.json"):
+        open_classifier(tmp_path)
