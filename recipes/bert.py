@@ -1,4 +1,4 @@
-"""BERT that answers questions about a passage (Devlin et al. 2018), trained on any text, with random weights."""
+"""BERT that answers questions about a passage (Devlin et al. 2018), trained on any text; new or pretrained."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class Quotations(Dataset):
     continues beyond the passage, it has no end.
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, vocabulary: int) -> None:
+    def __init__(self, tokens: np.ndarray, context: int, vocabulary: int, special: Sequence[int] | None = None) -> None:
+        """Make them of a text's ids; the ids of [CLS], [SEP] and padding are ``special``, or those after the text's."""
         self.tokens, self.context = tokens, context
-        self.cls, self.sep, self.pad = range(vocabulary, vocabulary + 3)
+        self.cls, self.sep, self.pad = special or range(vocabulary, vocabulary + 3)
         self.longest = min(LONGEST_QUESTION, context // 8)
         self.room = context - 3 - self.longest
 
@@ -83,7 +84,7 @@ class Bert(SizedTextRecipe):
     """The ``recipe=bert`` config. A target is where an answer starts, or where it ends."""
 
     name: ClassVar[str] = "bert"
-    architecture: ClassVar[tuple[str, ...]] = ("size",)
+    architecture: ClassVar[tuple[str, ...]] = ("size", "pretrained")
     adjustable: ClassVar[tuple[str, ...]] = ("context", "dropout")
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
@@ -100,21 +101,36 @@ class Bert(SizedTextRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""
-        tokens = open_tokens(text_source(data, self.name), None, self.tokens_per_sample)
-        known = tokens.tokenizer.vocab_size
-        train, valid = (Quotations(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
+        tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
+        known, own = (
+            tokens.tokenizer.vocab_size,
+            self.own_special(tokens.tokenizer, ("cls_token", "sep_token", "pad_token")),
+        )
+        train, valid = (Quotations(part, self.tokens_per_sample, known, own) for part in (tokens.train, tokens.valid))
         description = f"{tokens.description}, questions about passages of {train.room} tokens"
         special = {
             "cls_token": ("[CLS]", train.cls),
             "sep_token": ("[SEP]", train.sep),
             "pad_token": ("[PAD]", train.pad),
         }
-        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=known + 3, special=special)
+        added = {} if own else special
+        vocabulary = max(known + len(added), self.own_vocabulary())
+        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary, special=added)
 
-    def build_model(self, datasets: TextDatasets) -> nn.Module:
-        """Return transformers' BERT with random weights in fp32, three token ids added for [CLS], [SEP] and padding."""
+    def build_model(self, datasets: Any) -> nn.Module:
+        """Return transformers' BERT in fp32: the pretrained one, or a new one.
+
+        A new one has three token ids more than the text, for [CLS], [SEP] and padding.
+        """
         from transformers import BertConfig, BertForQuestionAnswering
 
+        if self.pretrained:
+            dropouts = {"hidden_dropout_prob": self.dropout, "attention_probs_dropout_prob": self.dropout}
+            vocabulary, pad = datasets.vocabulary, datasets.train.pad
+            pretrained: nn.Module = self.open_pretrained(
+                BertForQuestionAnswering, vocabulary, pad_token_id=pad, **dropouts
+            )
+            return pretrained
         shape = SHAPES[self.size]
         config = BertConfig(
             vocab_size=datasets.vocabulary,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.synthetic import Synthetic
+from trainer.checkpoint.weights import fill
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import UserError
+from trainer.files import read_object
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
 
@@ -25,6 +29,8 @@ class BigNet(Recipe):
     name: ClassVar[str] = "bignet"
     unit: ClassVar[str] = "samples"
     architecture: ClassVar[tuple[str, ...]] = ("layers", "width")
+    pretrained: str | None = None
+    """The ``best/`` of a run, to start from its weights, with its layers and width."""
     layers: int = 20
     width: int = 1000
     loss_weight: float = 1.0
@@ -40,7 +46,24 @@ class BigNet(Recipe):
         """Refuse data that is not vectors."""
         if not isinstance(data, Synthetic):
             raise UserError(f"recipe=bignet cannot read data={data.kind}; use data=synthetic")
-        return self, []
+        return self._as_pretrained() if self.pretrained else (self, [])
+
+    def _as_pretrained(self) -> tuple[Self, list[Choice]]:
+        assert self.pretrained
+        about = read_object(Path(self.pretrained).expanduser() / "config.json")
+        if about.get("recipe") != self.name:
+            kind = about.get("recipe") or about.get("model_type")
+            use = f"it is of recipe={kind}" if kind else "there is no such export"
+            raise UserError(f"recipe.pretrained={self.pretrained}: {use}; give the best/ of a run of recipe=bignet")
+        default, choices = type(self)(), []
+        for name in self.architecture:
+            now, there = getattr(self, name), about["options"][name]
+            if now not in (there, getattr(default, name)):
+                raise UserError(
+                    f"recipe.{name}={now}, but recipe.pretrained={self.pretrained} has {there}; leave it out"
+                )
+            choices.append(Choice(f"recipe.{name}", there, "of the pretrained model"))
+        return self.chosen(choices), choices
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Batch 512 in one piece, long enough to see the loss fall."""
@@ -68,7 +91,10 @@ class BigNet(Recipe):
             if last or (index + 1) % _BLOCK == 0:
                 blocks.append(nn.Sequential(*layers))
                 layers = []
-        return nn.Sequential(*blocks)
+        model = nn.Sequential(*blocks)
+        if self.pretrained and torch.get_default_device().type != "meta":
+            fill(model, self.exported(Path(self.pretrained).expanduser()), f"recipe.pretrained={self.pretrained}")
+        return model
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -10,8 +10,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from recipes.data.text.source import TextDatasets, TextSource
+from recipes.data.text.pretrained import Pretrained
+from recipes.data.text.source import TextDatasets, TextSource, Tokenizer
+from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
+from recipes.pretrained import open_pretrained, pretrained_config
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, Recipe
@@ -64,7 +67,8 @@ def with_padding(weights: dict[str, Tensor], model: nn.Module, network: Any, voc
             continue
         rows = weights[name]
         if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
-            weights[name] = torch.cat([rows[:vocabulary], own[vocabulary:].detach().to(rows.dtype)])
+            known = rows[:vocabulary]  # of the rest the mean of these, see recipes.pretrained.open_pretrained
+            weights[name] = torch.cat([known, known.mean(0).expand(len(own) - vocabulary, -1)])
 
 
 class SizedRecipe(Recipe):
@@ -79,10 +83,29 @@ class SizedRecipe(Recipe):
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
     context_is: ClassVar[str] = "tokens per sample"
+    longest: ClassVar[int] = 512
+    """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     size: str
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
     context: int | str
     """Tokens, see ``context_is``; auto: the size's own."""
+    pretrained: str | None
+    """A hub id or folder whose model is fine-tuned; None: a new model."""
+    attention: str
+
+    def pretrained_config(self) -> Any:
+        """Return transformers' config of the pretrained model. Raises UserError where there is none of this kind."""
+        assert self.pretrained
+        return pretrained_config(self.pretrained, self.name)
+
+    def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
+        """Return the pretrained model as transformers' class ``cls``, see ``recipes.pretrained.open_pretrained``."""
+        assert self.pretrained
+        return open_pretrained(self.pretrained, self.name, cls, vocabulary, self._implementation, **options)
+
+    def own_vocabulary(self) -> int:
+        """Return the number of token ids that a pretrained model knows; 0: it is a new one."""
+        return int(self.pretrained_config().vocab_size) if self.pretrained else 0
 
     def choose_model(self, hardware: Hardware) -> list[Choice]:
         """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
@@ -90,6 +113,18 @@ class SizedRecipe(Recipe):
         Raises:
             UserError: there is no such size, or the options make no model.
         """
+        if self.pretrained:
+            if self.size != "auto":
+                raise UserError(
+                    "recipe.size has no effect with recipe.pretrained, which sets the size; remove one of them"
+                )
+            positions = self._positions()
+            if positions and isinstance(self.context, int) and self.context > positions:
+                raise UserError(
+                    f"recipe.context={self.context} is longer than the pretrained model's {positions}; "
+                    f"use recipe.context={positions}, or auto"
+                )
+            return []
         if self.size == "auto":
             if hardware.is_gpu:
                 return [Choice("recipe.size", self.on_gpu, "GPU default")]
@@ -103,6 +138,7 @@ class SizedRecipe(Recipe):
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size and the context."""
         text_source(data, self.name)
+        self._check_tokenizer(data)
         choices = self.choose_model(hardware)
         if self.context == "auto":
             tokens = self.chosen(choices).tokens_per_sample
@@ -110,7 +146,9 @@ class SizedRecipe(Recipe):
         return self.chosen(choices), choices
 
     def own_context(self) -> int:
-        """Return the size's own number of tokens."""
+        """Return the size's own number of tokens; of a pretrained model at most ``longest``."""
+        if self.pretrained:
+            return min(self.longest, self._positions() or self.longest)
         return int(self.shapes[self.size].context)
 
     @property
@@ -124,7 +162,27 @@ class SizedRecipe(Recipe):
         return [f"recipe.size={name}" for name in reversed(below)]
 
     def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
+        if self.pretrained:
+            return {"size": f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f}M pretrained"}
         return {"size": self.size}
+
+    def _positions(self) -> int | None:
+        """Return how many tokens the pretrained model takes; None: any number."""
+        positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
+        return positions
+
+    @property
+    def _implementation(self) -> str:
+        """The form of attention as transformers names it."""
+        return "eager" if self.attention == "eager" else "sdpa"
+
+    def _check_tokenizer(self, data: DataSource) -> None:
+        brought, chosen = self.pretrained, getattr(data, "tokenizer", OWN_BPE)
+        if brought and chosen not in (OWN_BPE, brought):  # the default need not be dropped
+            raise UserError(
+                f"data.tokenizer={chosen} has no effect with recipe.pretrained={brought}, which has its own "
+                "tokenizer; remove one of them"
+            )
 
 
 @dataclass
@@ -134,6 +192,8 @@ class SizedTextRecipe(SizedRecipe):
     template: ClassVar[str] = ""
     """Where the special tokens stand, see ``recipes.export.save_tokenizer``."""
     size: str = "auto"
+    pretrained: str | None = None
+    """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
     context: int | str = "auto"
     dropout: float = 0.1
     attention: str = "sdpa"
@@ -143,6 +203,22 @@ class SizedTextRecipe(SizedRecipe):
         check_attention(self.attention)
         check_dropout(self.dropout)
         check_context(self.context, least=16)
+
+    def own_special(self, tokenizer: Tokenizer, roles: Sequence[str]) -> list[int] | None:
+        """Return the ids of special tokens, where the pretrained model brings them with its tokenizer.
+
+        Raises:
+            UserError: its tokenizer lacks one.
+        """
+        if self.pretrained is None or not isinstance(tokenizer, Pretrained):
+            return None
+        found = {role: tokenizer.token_id(role) for role in roles}
+        if missing := [role for role, id in found.items() if id is None]:
+            raise UserError(
+                f"recipe.pretrained={self.pretrained}: its tokenizer has no {missing[0]}, which recipe={self.name} "
+                "needs" + ("; use a smaller recipe.context" if missing[0].startswith("<extra_id_") else "")
+            )
+        return [id for id in found.values() if id is not None]
 
     def fitted(
         self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]

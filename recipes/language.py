@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from recipes import attention
 from recipes.attention import FORMS
 from recipes.data.text.source import TextDatasets, TextSource, TokenData
-from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
 from recipes.huggingface import SizedRecipe, check_attention, check_context, text_source, with_padding
 from recipes.language_model import LanguageModel, torch_can_chunk
@@ -52,11 +51,13 @@ class TokenWindows(Dataset):
 
 @dataclass
 class LanguageRecipe(SizedRecipe):
-    """Text to next tokens. A subclass names its sizes and its model (``network``, ``attention_heads``, ``blocks``)."""
+    """Text to next tokens. A subclass names its sizes and its model (``network``, ``blocks``)."""
 
     unit = "tokens"
     measured: ClassVar[tuple[str, ...]] = ("attention",)
     predictor = "text_generation"
+    pretrained: str | None = None
+    """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
     context: int | str = "auto"
     """Tokens per sample; auto: the size's own."""
     chunked_loss: bool | str = "auto"
@@ -75,17 +76,23 @@ class LanguageRecipe(SizedRecipe):
         if self.vocabulary_multiple < 1:
             raise UserError(f"recipe.vocabulary_multiple={self.vocabulary_multiple} must be at least 1, such as 64")
 
-    def own_vocabulary(self) -> int:
-        """Return the number of token ids that a pretrained model knows; 0: it is a new one."""
-        return 0
-
     def network(self, vocabulary: int, context: int) -> Any:
         """Return transformers' model in fp32, for so many token ids and positions."""
         raise NotImplementedError
 
     def attention_heads(self) -> tuple[int, int]:
         """Return the number of attention's heads and the width of one."""
-        raise NotImplementedError
+        if self.pretrained:
+            config = self.pretrained_config()
+            heads = int(config.num_attention_heads)
+            return heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        shape = self.shape
+        return shape.heads, shape.width // shape.heads
+
+    @property
+    def shape(self) -> Any:
+        """The numbers of the named size."""
+        return self.shapes[self.size]
 
     def measure(
         self, hardware: Hardware, dtype: torch.dtype | None, micro_batch_size: int, deterministic: bool
@@ -99,7 +106,6 @@ class LanguageRecipe(SizedRecipe):
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size, the context and the form of the loss."""
-        self._check_tokenizer(data)
         resolved, choices = super().resolve(hardware, data)
         if self.chunked_loss is True and not torch_can_chunk():
             raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
@@ -108,7 +114,7 @@ class LanguageRecipe(SizedRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""
-        tokens = open_tokens(text_source(data, self.name), self._tokenizer(), self.tokens_per_sample)
+        tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
         description = f"{tokens.description}, samples of {self.tokens_per_sample} tokens"
         train, valid = (TokenWindows(part, self.tokens_per_sample) for part in (tokens.train, tokens.valid))
         vocabulary = max(tokens.tokenizer.vocab_size, self.own_vocabulary())
@@ -175,23 +181,6 @@ class LanguageRecipe(SizedRecipe):
             prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
         written = prompt[0, len(start) :].tolist()
         return f"a generated sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
-
-    def _check_tokenizer(self, data: DataSource) -> None:
-        brought, chosen = self._tokenizer(), getattr(data, "tokenizer", OWN_BPE)
-        if brought and chosen not in (OWN_BPE, brought):  # the default need not be dropped
-            raise UserError(
-                f"data.tokenizer={chosen} has no effect with recipe.pretrained={brought}, which has its own "
-                "tokenizer; remove one of them"
-            )
-
-    @property
-    def _implementation(self) -> str:
-        """The form of attention as transformers names it."""
-        return "eager" if self.attention == "eager" else "sdpa"
-
-    def _tokenizer(self) -> str | None:
-        """The tokenizer that the model brings, if it does."""
-        return None
 
 
 def open_tokens(data: TextSource, tokenizer: str | None, context: int) -> TokenData:

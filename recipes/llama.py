@@ -1,4 +1,4 @@
-"""Llama language modelling: Llama 3's layers in its own widths or any other, with random weights."""
+"""Llama language modelling: Llama 3's layers in its own widths or any other, or a pretrained folder."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class Llama(LanguageRecipe):
     """The ``recipe=llama`` config: a size, any number of which can be replaced."""
 
     name: ClassVar[str] = "llama"
-    architecture = ("size", *NUMBERS)
+    architecture = ("size", "pretrained", *NUMBERS)
     adjustable = ("context",)
+    longest = 8192
     shapes = SHAPES
     on_cpu = "nano"
     on_gpu = "1B"
@@ -71,7 +72,14 @@ class Llama(LanguageRecipe):
     def choose_model(self, hardware: Hardware) -> list[Choice]:
         """Choose the size, and refuse numbers that do not fit each other."""
         choices = super().choose_model(hardware)
-        shape = self.chosen(choices)._shape
+        if self.pretrained:
+            typed = [key for key in NUMBERS if getattr(self, key) is not None]
+            if typed:
+                raise UserError(
+                    f"recipe.{typed[0]} has no effect with recipe.pretrained, which sets the size; remove one of them"
+                )
+            return choices
+        shape = self.chosen(choices).shape
         if shape.width % (2 * shape.heads):
             raise UserError(
                 f"recipe.width={shape.width} must be a multiple of 2 × recipe.heads={shape.heads}; "
@@ -92,10 +100,12 @@ class Llama(LanguageRecipe):
         return Sizes(steps=500, batch_size=8, micro_batch_size=1)
 
     def network(self, vocabulary: int, context: int) -> Any:
-        """Return transformers' Llama with random weights in fp32."""
+        """Return transformers' Llama in fp32: with random weights, or the pretrained one."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        shape = self._shape
+        if self.pretrained:
+            return self.open_pretrained(LlamaForCausalLM, vocabulary)
+        shape = self.shape
         config = LlamaConfig(
             vocab_size=vocabulary,
             hidden_size=shape.width,
@@ -113,19 +123,18 @@ class Llama(LanguageRecipe):
         )
         return LlamaForCausalLM(config)
 
-    def attention_heads(self) -> tuple[int, int]:
-        """Return the number of heads of queries and the width of one."""
-        return self._shape.heads, self._shape.width // self._shape.heads
-
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
         return list(model.network.model.layers)
 
     def facts(self, model: nn.Module, datasets: TextDatasets) -> dict[str, Any]:
         """Return the size, and what was changed of it."""
+        if self.pretrained:
+            return super().facts(model, datasets)
         changed = [f"{key} {value}" for key in NUMBERS if (value := getattr(self, key)) is not None]
         return {"size": ", ".join([self.size, *changed])}
 
     @property
-    def _shape(self) -> Shape:
+    def shape(self) -> Shape:
+        """The numbers of the size, those that the user set in their place."""
         chosen = {key: value for key in NUMBERS if (value := getattr(self, key)) is not None}
         return SHAPES[self.size]._replace(**chosen)

@@ -1,4 +1,4 @@
-"""T5 that fills in removed spans of a text (Raffel et al. 2020), with random weights."""
+"""T5 that fills in removed spans of a text (Raffel et al. 2020); new or pretrained."""
 
 from __future__ import annotations
 
@@ -55,12 +55,18 @@ class SpanCorruption(Dataset):
     """
 
     def __init__(self, tokens: np.ndarray, context: int, vocabulary: int) -> None:
+        """Make them of a text's ids; those of the start, EOS and the sentinels follow, until ``use`` gives others."""
         self.tokens = tokens
         # The most tokens that leave room for sentinels and EOS.
         self.window = max(n for n in range(context, 2 * context) if n - _cuts(n)[0] + _cuts(n)[1] + 1 <= context)
         self.noise, self.spans = _cuts(self.window)
-        self.start, self.eos, self.sentinel = range(vocabulary, vocabulary + 3)
         self.vocabulary = vocabulary + 2 + self.spans
+        self.use(range(vocabulary, self.vocabulary))
+
+    def use(self, special: Sequence[int]) -> None:
+        """Take these ids for the start, EOS and the sentinels, in this order."""
+        self.start, self.eos, *sentinels = special
+        self.sentinels = np.array(sentinels)
 
     def __len__(self) -> int:
         return len(self.tokens) // self.window
@@ -82,7 +88,7 @@ class SpanCorruption(Dataset):
     def _with_sentinels(self, text: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Return ``text`` with a sentinel for each run of tokens that is ``out``, and EOS."""
         begins = out & ~np.concatenate([[False], out[:-1]])
-        marked = np.where(begins, self.sentinel - 1 + np.cumsum(begins), text)
+        marked = np.where(begins, self.sentinels[np.cumsum(begins) - 1], text)
         return np.append(marked[begins | ~out], self.eos)
 
 
@@ -103,7 +109,7 @@ class T5(SizedTextRecipe):
     """The ``recipe=t5`` config."""
 
     name: ClassVar[str] = "t5"
-    architecture: ClassVar[tuple[str, ...]] = ("size", "context")
+    architecture: ClassVar[tuple[str, ...]] = ("size", "pretrained", "context")
     adjustable: ClassVar[tuple[str, ...]] = ("dropout",)
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
@@ -121,22 +127,37 @@ class T5(SizedTextRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and remove spans."""
-        tokens = open_tokens(text_source(data, self.name), None, self.tokens_per_sample)
+        tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
         train, valid = (SpanCorruption(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
         cut = f"{train.noise} tokens in {train.spans} spans removed from each {train.window}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", train.start), "eos_token": ("</s>", train.eos)}
-        special |= {f"sentinel_{n}": (f"<extra_id_{n}>", train.sentinel + n) for n in range(train.spans)}
+        names = [f"<extra_id_{n}>" for n in range(train.spans)]
+        special |= {f"sentinel_{n}": (name, int(train.sentinels[n])) for n, name in enumerate(names)}
+        own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
+        if own:
+            train.use(own)
+            valid.use(own)
+        vocabulary = max(known if own else train.vocabulary, self.own_vocabulary())
         description = f"{tokens.description}, {cut}"
-        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=train.vocabulary, special=special)
+        added = {} if own else special
+        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary, special=added)
 
     def build_model(self, datasets: TextDatasets) -> nn.Module:
-        """Return transformers' T5 with random weights in fp32, token ids added for its start, EOS and sentinels."""
+        """Return transformers' T5 in fp32: the pretrained one, or a new one.
+
+        A new one has token ids for its start, EOS and sentinels beside the text's, and padding.
+        """
         from transformers import T5Config, T5ForConditionalGeneration
 
         if self.attention == "sdpa" and not T5ForConditionalGeneration._supports_sdpa:
             raise UserError("the T5 of this version of transformers has no recipe.attention=sdpa; use eager")
+        if self.pretrained:
+            pretrained: nn.Module = self.open_pretrained(
+                T5ForConditionalGeneration, datasets.vocabulary, dropout_rate=self.dropout
+            )
+            return pretrained
         shape, start = SHAPES[self.size], datasets.special["pad_token"][1]
         config = T5Config(
             vocab_size=math.ceil(datasets.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,

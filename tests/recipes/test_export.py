@@ -236,5 +236,5 @@ def test_bignet_and_other_recipes_export_their_options(tmp_path: Path) -> None:
     export(tmp_path, "recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=8", "batch_size=2")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["recipe"] == "bignet"
-    assert config["options"] == {"layers": 2, "width": 8, "loss_weight": 1.0}
+    assert config["options"] == {"layers": 2, "width": 8, "pretrained": None, "loss_weight": 1.0}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

@@ -142,7 +142,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
             kept[key] = before
         elif option in cls.architecture and now != "auto":
             raise UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
-    if cls.unit != "images":
+    if cls.unit != "images" and "recipe.pretrained" not in kept:  # which brings its tokenizer
         kept |= _tokenizer(source, given, composed, typed)
     for key, value in kept.items():
         OmegaConf.update(composed, key, value)

@@ -20,7 +20,8 @@ class Pretrained:
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.vocab_size = max(len(tokenizer), 1 + max(self._vocabulary.values()))
         path = Path(name)
         label = path.parent.name if path.name in ("tokenizer", "best") and path.is_dir() else path.name  # of a run
         self.label = f"tokenizer {label} of {self.vocab_size}"
@@ -62,6 +63,13 @@ class Pretrained:
         """Return everything that decides how it encodes."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return str(backend.to_str()) if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+
+    def token_id(self, role: str) -> int | None:
+        """Return the id of a special token, by transformers' name of its role (``cls_token``) or by its text."""
+        if role in self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
+            found: int | None = getattr(self._tokenizer, f"{role}_id")
+            return found
+        return self._vocabulary.get(role)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0]

@@ -1,0 +1,216 @@
+"""``recipe.pretrained``: folders of transformers' own, written here by transformers, and the ``best/`` of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.helpers import fit, trainer_of
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+from trainer.trainer import Trainer
+
+WORDS = 90
+
+
+def words(folder: Path, special: dict[str, str], more: Sequence[str] = ()) -> dict[str, int]:
+    """Write a tokenizer of 90 words, in front of which its special tokens stand; return the ids."""
+    names = [*special.values(), *more, *(f"w{index}" for index in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", **special).save_pretrained(folder)
+    return {name: id for id, name in enumerate(names)}
+
+
+@pytest.fixture(params=["llama", "llama-tied", "bert", "t5"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """The recipe, and a folder with a tiny model, in the shape of a published one, and its tokenizer."""
+    torch.manual_seed(0)
+    path, recipe = tmp_path / "model", request.param.partition("-")[0]
+    if recipe == "llama":
+        words(path, {"eos_token": "<|end|>"})
+        config = LlamaConfig(
+            vocab_size=WORDS + 1, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=32, tie_word_embeddings="tied" in request.param,
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, initializer_range=0.2,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(path)
+    elif recipe == "bert":
+        ids = words(path, {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}, ["[MASK]"])
+        config = BertConfig(
+            vocab_size=len(ids), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+            max_position_embeddings=32, initializer_range=0.2,
+        )  # fmt: skip
+        BertForQuestionAnswering(config).save_pretrained(path)
+    else:
+        sentinels = [f"<extra_id_{number}>" for number in reversed(range(8))]  # as published: the first is the last id
+        ids = words(path, {"pad_token": "<pad>", "eos_token": "</s>"}, sentinels)
+        config = T5Config(
+            vocab_size=len(ids) + 4, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=1, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+        )  # fmt: skip
+        T5ForConditionalGeneration(config).save_pretrained(path)
+    return recipe, path
+
+
+def options(recipe: str, path: Path, *more: str) -> list[str]:
+    text = path.parent / "text.txt"
+    text.write_text(" ".join(f"w{(index * index) % WORDS}" for index in range(3000)))
+    data = ["data=text", f"data.path={text}", f"data.cache_dir={path.parent / 'cache'}", "device=cpu"]
+    return [f"recipe={recipe}", f"recipe.pretrained={path}", "recipe.context=32", "batch_size=4", "steps=3",
+            "eval_samples=8", *data, *more]  # fmt: skip
+
+
+def transformers_loss(recipe: str, path: Path, trainer: Trainer) -> float:
+    """The loss that transformers' own model computes for the first eight samples, from the files alone."""
+    batch = trainer.datasets.valid.batch([SampleId(index, None) for index in range(8)])
+    with torch.no_grad():
+        if recipe == "llama":
+            tokens = batch["tokens"]
+            return float(LlamaForCausalLM.from_pretrained(path).eval()(tokens, labels=tokens).loss)
+        if recipe == "t5":
+            model = T5ForConditionalGeneration.from_pretrained(path).eval()
+            return float(model(input_ids=batch["inputs"], labels=batch["labels"]).loss)
+        model = BertForQuestionAnswering.from_pretrained(path).eval()
+        given = {"input_ids": batch["tokens"], "token_type_ids": batch["segments"]}
+        both = model(**given, attention_mask=(batch["tokens"] != model.config.pad_token_id).long())
+        total = sum(
+            torch.nn.functional.cross_entropy(logits, batch[name], reduction="sum")
+            for logits, name in ((both.start_logits, "start"), (both.end_logits, "end"))
+        )
+        return float(total) / trainer.recipe.count_targets(batch)
+
+
+@torch.no_grad()
+def own_loss(trainer: Trainer) -> float:
+    """The trainer's loss of the same samples."""
+    batch = trainer.datasets.valid.batch([SampleId(index, None) for index in range(8)])
+    output = trainer.recipe.loss(trainer.model.eval(), batch)
+    return float(output.loss_sum) / trainer.recipe.count_targets(batch)
+
+
+def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, Path]) -> None:
+    recipe, path = folder
+    trainer = trainer_of(*options(recipe, path))
+    expected = transformers_loss(recipe, path, trainer)
+    assert own_loss(trainer) == pytest.approx(expected, rel=2e-5)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert "pretrained" in trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
+    if recipe == "llama":
+        unpadded = trainer_of(*options(recipe, path, "recipe.vocabulary_multiple=1"))
+        assert own_loss(unpadded) == pytest.approx(expected, rel=2e-5)
+
+
+def test_the_samples_have_the_tokens_that_the_model_was_trained_with(folder: tuple[str, Path]) -> None:
+    recipe, path = folder
+    trainer = trainer_of(*options(recipe, path))
+    batch = trainer.datasets.valid.batch([SampleId(0, None)])
+    if recipe == "bert":  # [PAD] 0, [CLS] 1, [SEP] 2
+        tokens = batch["tokens"][0].tolist()
+        assert tokens[0] == 1
+        assert tokens.count(2) == 2
+        assert trainer.model.config.pad_token_id == 0
+        assert trainer.datasets.vocabulary == WORDS + 4
+    elif recipe == "t5":  # <pad> 0, </s> 1, <extra_id_7> 2, … <extra_id_0> 9
+        inputs = [id for id in batch["inputs"][0].tolist() if id < 10]
+        assert inputs == [9, 8, 1]
+        assert [id for id in batch["labels"][0].tolist() if id < 10] == [9, 8, 1]
+        assert trainer.datasets.vocabulary == WORDS + 10 + 4
+    else:
+        assert trainer.model.network.get_input_embeddings().weight.shape == (128, 32)
+
+
+def test_it_learns_and_its_export_is_another_such_folder(folder: tuple[str, Path], tmp_path: Path) -> None:
+    recipe, path = folder
+    trainer = trainer_of(*options(recipe, path, "precision=bf16", "optimizer.lr=3e-3"))
+    first = trainer.evaluate()["loss"]
+    fit(trainer)
+    trainer.model.eval()
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
+    again = trainer_of(*options(recipe, tmp_path / "best", f"data.path={path.parent / 'text.txt'}"))
+    assert again.datasets.vocabulary == trainer.datasets.vocabulary
+    assert again.evaluate()["loss"] < first
+    assert own_loss(again) == pytest.approx(transformers_loss(recipe, tmp_path / "best", again), rel=2e-5)
+
+
+def test_what_contradicts_the_folder_is_named(folder: tuple[str, Path]) -> None:
+    recipe, path = folder
+    refused = {
+        "recipe.size=nano": "recipe.size has no effect with recipe.pretrained",
+        "data.tokenizer=chars": "data.tokenizer=chars has no effect with recipe.pretrained",
+    }
+    if recipe != "t5":  # its positions are relative
+        refused["recipe.context=64"] = "recipe.context=64 is longer than the pretrained model's 32; use .*=32"
+    if recipe == "llama":
+        refused["recipe.layers=3"] = "recipe.layers has no effect with recipe.pretrained"
+    for option, message in refused.items():
+        with pytest.raises(UserError, match=message):
+            trainer_of(*options(recipe, path, option))
+    other = "gpt2" if recipe == "t5" else "t5"
+    with pytest.raises(UserError, match=f"is of type {recipe}, not {other}; use recipe={recipe}"):
+        trainer_of(*options(other, path))
+
+
+def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=WORDS + 1, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "model")
+    words(tmp_path / "model", {"pad_token": "[PAD]"})
+    with pytest.raises(UserError, match="its tokenizer has no cls_token, which recipe=bert needs"):
+        trainer_of(*options("bert", tmp_path / "model"))
+
+
+@pytest.mark.parametrize("recipe", ["bert", "t5"])
+def test_the_best_of_our_own_run_keeps_its_special_tokens(recipe: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
+    own = (f"recipe={recipe}", "recipe.context=32", "data=text", f"data.path={text}", "data.vocab_size=300",
+           f"data.cache_dir={tmp_path}", "batch_size=4", "steps=2", "eval_samples=8")  # fmt: skip
+    before = trainer_of(*own)
+    fit(before)
+    before.model.eval()
+    before.recipe.export(before.model, before.datasets, tmp_path / "best")
+    after = trainer_of(*own, f"recipe.pretrained={tmp_path / 'best'}", f"data.path={text}")
+    one, other = (each.datasets.valid.batch([SampleId(0, None)]) for each in (before, after))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert after.datasets.vocabulary == before.datasets.vocabulary
+    assert own_loss(after) == pytest.approx(transformers_loss(recipe, tmp_path / "best", after), rel=2e-5)
+    if recipe == "bert":  # T5's padding of the vocabulary, which is not exported, was in its softmax
+        assert own_loss(after) == pytest.approx(own_loss(before), rel=1e-5)
+
+
+def test_bignet_opens_the_best_of_a_run(tmp_path: Path) -> None:
+    tiny = ("recipe=bignet", "data.samples=32", "batch_size=8", "steps=3", "profiler=none", "eval_samples=8")
+    before = trainer_of(*tiny, "recipe.width=8", "recipe.layers=3")
+    fit(before)
+    before.recipe.export(before.model, before.datasets, tmp_path / "best")
+    after = trainer_of(*tiny, f"recipe.pretrained={tmp_path / 'best'}")
+    assert (after.recipe.layers, after.recipe.width) == (3, 8)
+    assert after.evaluate() == before.evaluate()
+    with pytest.raises(UserError, match=r"recipe.width=9, but recipe.pretrained=.* has 8; leave it out"):
+        trainer_of(*tiny, f"recipe.pretrained={tmp_path / 'best'}", "recipe.width=9")
+    with pytest.raises(UserError, match="there is no such export; give the best/ of a run of recipe=bignet"):
+        trainer_of(*tiny, "recipe.pretrained=nowhere")
+
+
+def test_weights_without_the_head_get_a_new_one(tmp_path: Path) -> None:
+    ids = words(tmp_path / "model", {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"})
+    config: Any = BertConfig(vocab_size=len(ids), hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(tmp_path / "model")
+    one, other = (trainer_of(*options("bert", tmp_path / "model")).model.qa_outputs.weight for _ in range(2))
+    assert torch.equal(one, other)
+    assert one.std() > 0
