@@ -44,6 +44,9 @@ ELSEWHERE = {
     "python scripts/doctor.py": (
         f"{HERE}/test_doctor_stories.py::test_an_overflow_in_t5", "examines runs that fail",
     ),
+    "python scripts/lr_range.py": (
+        "tests/evidence/search/test_lr_range.py::test_the_command_suggests_a_rate_and_leaves_no_run", "takes a minute",
+    ),
     "python scripts/max_batch.py": (
         f"{HERE}/test_memory_commands.py::test_max_batch_prints_what_to_paste", "fills memory",
     ),

@@ -1,0 +1,1 @@
+"""The search for good options: the learning-rate range test, and Optuna's trials."""

@@ -1,0 +1,140 @@
+"""The learning-rate range test: its schedule, when it ends, what it suggests, and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from evidence.search.command import lr_range
+from evidence.search.lr_range import SMOOTHING, Curve, Exponential, range_test
+from tests.helpers import CPU, compose
+from trainer.errors import RunError, UserError
+from trainer.trainer import StepRecord, Trainer
+
+BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=16", "tracking=local", "device=cpu")
+
+
+def record(step: int, lr: float, loss: float, skipped: bool = False) -> StepRecord:
+    one = torch.tensor(1.0)
+    return StepRecord(step, torch.tensor(loss), one, torch.tensor(skipped), one, lr, 1)
+
+
+def curve_of(losses: np.ndarray, lr: np.ndarray) -> Curve:
+    curve = Curve("")
+    for step, (rate, loss) in enumerate(zip(lr.tolist(), losses.tolist(), strict=True), 1):
+        if not curve.add(record(step, rate, loss), recovers=False):
+            break
+    return curve
+
+
+def test_the_rate_rises_by_the_same_factor_from_the_lowest_to_the_highest() -> None:
+    schedule = Exponential(first=1e-8)
+    rates = [10 * schedule.factor(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(1e-7)
+    assert rates[-1] == 10
+    ratios = np.divide(rates[1:], rates[:-1])
+    assert ratios == pytest.approx(np.full(99, 1e8 ** (1 / 99)))
+
+
+def test_the_smoothed_loss_is_the_exponential_average_without_its_bias() -> None:
+    losses = np.random.default_rng(0).uniform(1, 2, 40)
+    found = curve_of(losses, np.geomspace(1e-7, 1, 40)).smoothed
+    for count in (1, 2, 17, 40):
+        weights = SMOOTHING ** np.arange(count)[::-1]
+        assert found[count - 1] == pytest.approx(float((weights * losses[:count]).sum() / weights.sum()), abs=1e-6)
+
+
+def test_it_suggests_where_the_loss_falls_fastest_and_a_tenth_of_the_lowest() -> None:
+    lr = np.geomspace(1e-7, 10, 400)
+    falls = 4 - 2 / (1 + np.exp(-4 * np.log10(lr / 1e-3)))  # fastest at 1e-3
+    rises = 40 * np.clip(np.log10(lr / 1e-1), 0, None)
+    curve = curve_of(falls + rises, lr)
+    fastest, tenth = curve.suggestions().values()
+    delay = (1e8) ** (SMOOTHING / (1 - SMOOTHING) / 399)  # of the smoothed loss
+    assert fastest == pytest.approx(1e-3 * delay, rel=0.15)
+    assert tenth == pytest.approx(1e-2, rel=0.1)  # the lowest is where both curves meet
+    assert curve.ended == "the smoothed loss was 4 times its lowest value"
+    assert len(curve.lr) < 400
+
+
+def test_nothing_is_suggested_where_the_loss_does_not_fall() -> None:
+    assert curve_of(np.linspace(1, 2, 50), np.geomspace(1e-7, 1, 50)).suggestions() == {}
+    assert Curve("").suggestions() == {}
+
+
+def test_it_ends_at_a_loss_that_is_not_finite_but_not_at_a_step_that_the_loss_scale_skips() -> None:
+    curve = Curve("")
+    assert curve.add(record(1, 1e-3, 1.0, skipped=True), recovers=True)
+    assert curve.skipped_steps == 1
+    assert not curve.add(record(2, 1e-2, math.nan), recovers=True)
+    assert "not finite" in curve.ended
+    assert len(curve.loss) == len(curve.smoothed) + 1
+    assert not Curve("").add(record(1, 1e-3, 1.0, skipped=True), recovers=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_takes_the_steps_of_training(precision: str) -> None:
+    """With one rate for all steps, the losses are those of a run with a constant schedule."""
+    config = compose(*BIGNET, f"precision={precision}", "steps=5", "schedule=constant", "schedule.warmup_steps=0")
+    near = range_test(config, CPU, 1e-3 * (1 - 1e-12), 1e-3, "", lambda _: None)
+    trainer = Trainer.from_config(config, CPU)
+    assert trainer.config.optimizer.lr == 1e-3
+    losses = [float(trainer.train_step(batch).loss) for batch in trainer.batches()]
+    assert near.loss == pytest.approx(losses, rel=1e-6)
+    assert losses[0] != losses[-1]
+
+
+def test_the_command_suggests_a_rate_and_leaves_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lr_range([*BIGNET, "precision=fp32,bf16", "steps=60", "max=100", f"output_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    rates = [float(line.split()[0].partition("=")[2]) for line in out.splitlines() if "optimizer.lr=" in line]
+    assert len(rates) == 4
+    assert all(1e-7 < rate < 100 for rate in rates)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.iterdir()] == ["lr_range"]
+    folder = tmp_path / "lr_range" / "bignet"
+    assert sorted(path.name for path in folder.iterdir()) == ["lr_range.csv", "lr_range.json", "lr_range.png"]
+    with (folder / "lr_range.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["test"] for row in rows} == {"fp32", "bf16"}
+    recorded = json.loads((folder / "lr_range.json").read_text())
+    assert "lr_range.py recipe=bignet" in recorded["command"]
+    assert [sum(row["test"] == test["label"] for row in rows) for test in recorded["tests"]] == [
+        test["steps"] for test in recorded["tests"]
+    ]
+    for row in rows[:3]:
+        assert float(row["lr"]) == pytest.approx(1e-7 * 1e9 ** ((int(row["step"]) - 1) / 59))
+    with Image.open(folder / "lr_range.png") as picture:
+        assert picture.size == (960, 540)
+
+
+def test_a_range_in_which_nothing_is_learnt_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"the loss does not fall within this range: set a larger max"):
+        lr_range([*BIGNET, "min=1e-12", "max=1e-11", "steps=21", f"output_dir={tmp_path}"])
+    assert (tmp_path / "lr_range" / "bignet-fp32-s0" / "lr_range.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("min=0", r"min=0 must be a learning rate above 0, such as min=1e-07"),
+        ("max=nan", r"max=nan must be a learning rate above 0"),
+        ("max=1e-8", r"min=1e-07 must be below max=1e-08"),
+        ("steps=5", r"steps=5 are too few"),
+        ("max=much", r"max=much must be a number"),
+        ("optimizer.lr=1", r"optimizer.lr=1 has no effect"),
+        ("schedule=wsd", r"schedule=wsd has no effect"),
+        ("parallel=ddp", r"leave out parallel=ddp|starts several|torchrun"),
+        ("recipe.widht=3", r"did you mean 'recipe.width'"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_trained(typed: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        lr_range([*BIGNET, typed, f"output_dir={tmp_path}"])
+    assert not list(tmp_path.iterdir())
