@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
-PACKAGES = ("trainer", "recipes", "evidence")
+PACKAGES = ("trainer", "recipes", "evidence", "inference")
 CORE = ("trainer/trainer.py", "trainer/precision", "trainer/optim", "trainer/data")
 NAMES = 16
 """In a folder of code."""

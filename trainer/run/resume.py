@@ -8,6 +8,7 @@ as ``precision=bf16`` or an experiment stand for many values: they have to agree
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import hydra
@@ -67,14 +68,22 @@ def complete(arguments: list[str]) -> list[str]:
     return [*base, *kept, f"resume={quoted(str(folder.path))}"]
 
 
-def recorded_overrides(folder: RunFolder) -> list[str]:
+def recorded_overrides(folder: RunFolder, only: Collection[str] | None = None) -> list[str]:
     """Return overrides that make up the config that the run in ``folder`` was started with.
+
+    Args:
+        folder: of the run.
+        only: the groups, and the keys of no group, that are wanted; None: all of them.
 
     Raises:
         UserError: its config.json cannot be read, or is of another version.
     """
     recorded = folder.config()
-    return _base(folder, recorded | augment.recorded(recorded, _reads_images(recorded)), set())
+    recorded |= augment.recorded(recorded, _reads_images(recorded))
+    if only is None:
+        return _base(folder, recorded, set())
+    wanted = {key: value for key, value in recorded.items() if key.partition(".")[0] in only}
+    return _base(folder, wanted, groups().keys() - set(only))
 
 
 def check_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False) -> None:

@@ -1,0 +1,152 @@
+"""The data that a trained model is evaluated on: with its tokenizer, its classes and its normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from inference.exported import Exported
+from inference.setting import Setting
+from recipes.data.images.source import ImageDatasets
+from recipes.data.text.corpus import TokenizedText
+from recipes.data.text.source import TextDatasets, TextSource, TokenData, Tokenizer
+from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.errors import UserError
+
+SPLITS = ("valid", "test", "train", "all")
+
+
+def open_data(setting: Setting, exported: Exported) -> Datasets:
+    """Open the data of a setting as the model knows it.
+
+    Raises:
+        UserError: the recipe cannot read it, its text has characters without a token, or it has other classes.
+    """
+    config, source = setting.config, setting.config.data
+    tuned = exported.recorded().get("recipe.pretrained")  # such a model brought its tokenizer
+    if isinstance(source, TokenizedText) and (tuned or not setting.own_data) and source.tokenizer != "bytes":
+        source = Encoded(source, exported)
+    try:
+        datasets = config.recipe.datasets(source, config.seed)
+    except Exception as error:
+        if "Missing [UNK] token" not in str(error):  # tokenizers has no type for it
+            raise
+        raise UserError(
+            f"data={config.data.kind}: the text has a character that the model's tokenizer does not know "
+            f"({exported.folder} was trained with data.tokenizer=chars); remove such characters from the text"
+        ) from None
+    if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
+        return _with_classes(datasets, exported.config)
+    if isinstance(datasets, TextDatasets) and datasets.vocabulary > exported.config.get("vocab_size", 0):
+        raise UserError(
+            f"data={config.data.kind} has {datasets.vocabulary} token ids, the model of run={exported.given} knows "
+            f"{exported.config.get('vocab_size', 0)}; leave out data.tokenizer and data.vocab_size"
+        )
+    return datasets
+
+
+def part_of(datasets: Datasets, split: str) -> Dataset:
+    """Return the samples of ``split``: one of SPLITS.
+
+    Raises:
+        UserError: there is no such split.
+    """
+    if split not in SPLITS:
+        raise UserError(f"split={split} is unknown; use split={'|'.join(SPLITS)}")
+    if split == "all":
+        return Joined([datasets.train, datasets.valid])
+    found: Dataset | None = getattr(datasets, split, None)
+    if found is None:
+        raise UserError(f"split={split}: this data has none; use split=valid, or split=all for everything")
+    return found
+
+
+@dataclass
+class Encoded(TextSource):
+    """A text, encoded with the tokenizer of an exported model."""
+
+    text: TokenizedText
+    exported: Exported
+
+    def tokens(self, tokenizer: str | None) -> TokenData:
+        """Return the ids, and a tokenizer without the special tokens that the recipe adds to it."""
+        found = self.text.tokens(str(self.exported.folder))
+        role = {"bert": "cls_token_id", "t5": "pad_token_id"}.get(self.exported.recipe)  # the first of those added
+        known = self.exported.config.get(role) if role else None
+        if known is None:
+            return found
+        return replace(found, tokenizer=_Known(found.tokenizer, known))
+
+
+class _Known:
+    """The first ``vocab_size`` ids of a tokenizer."""
+
+    def __init__(self, whole: Tokenizer, vocab_size: int) -> None:
+        self.whole, self.vocab_size = whole, vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return self.whole.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.whole.decode([id for id in ids if id < self.vocab_size])
+
+    def save(self, folder: Path) -> None:
+        self.whole.save(folder)
+
+
+def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatasets:
+    """Return the images with the labels and the normalisation of a trained model."""
+    names: list[str] = config["classes"]
+    if unknown := [name for name in datasets.classes if name not in names]:
+        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        raise UserError(
+            f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
+            f"{shown}); leave such images out, or rename their class"
+        )
+    train, valid, test = datasets.train, datasets.valid, getattr(datasets, "test", None)
+    if datasets.classes != names:
+        labels = torch.tensor([names.index(name) for name in datasets.classes])
+        train, valid = Relabelled(train, labels), Relabelled(valid, labels)
+        test = test and Relabelled(test, labels)
+    changed: dict[str, Any] = {"train": train, "valid": valid} | ({} if test is None else {"test": test})
+    return replace(datasets, **changed, classes=names, mean=tuple(config["mean"]), std=tuple(config["std"]))
+
+
+class Relabelled:
+    """A dataset whose label ``i`` becomes ``labels[i]`` (int64)."""
+
+    def __init__(self, dataset: Dataset, labels: torch.Tensor) -> None:
+        self.dataset, self.labels = dataset, labels
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        batch = self.dataset.batch(samples)
+        return batch | {"label": self.labels[batch["label"]]}
+
+
+class Joined:
+    """Datasets one after the other."""
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self.datasets = datasets
+        self.starts = np.cumsum([0, *map(len, datasets)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return the samples, which lie in the order of the datasets, as those of an evaluation do."""
+        parts = []
+        for dataset, first, end in zip(self.datasets, self.starts, self.starts[1:], strict=False):
+            own = [
+                SampleId(sample.index - int(first), sample.seed) for sample in samples if first <= sample.index < end
+            ]
+            parts += [dataset.batch(own)] if own else []
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

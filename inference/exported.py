@@ -1,0 +1,104 @@
+"""Where the weights of a trained model are: a run folder, its ``best/``, an exported folder, or a run in MLflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import groups
+from trainer.errors import UserError
+from trainer.files import read_object
+from trainer.run.folder import RunFolder
+
+BEST = "best"
+_FAMILIES = ("gpt2", "llama", "bert", "t5")
+"""Recipes whose exported folders are transformers': the ``model_type`` there is the name here."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The exported weights of a model, and the run that they come from, if that is known."""
+
+    given: str
+    """``run=…`` as the user gave it, for messages."""
+    folder: Path
+    """Holds ``config.json`` and the weights."""
+    config: dict[str, Any]
+    """The content of that ``config.json``."""
+    run: RunFolder | None
+    recipe: str
+    """The name of the recipe that trained it, or that could have trained it."""
+
+    @property
+    def evaluation(self) -> Path:
+        """Where the results of evaluating the model are written."""
+        return (self.run.path if self.run else self.folder) / "evaluation"
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the run's options by dotted key; of an exported folder alone, none."""
+        return self.run.config() if self.run else {}
+
+
+def find(given: str, uri: str | None = None, output_dir: str = "outputs") -> Exported:
+    """Return the weights that ``run=`` names.
+
+    Args:
+        given: a run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``.
+        uri: ``tracking.uri``, for a run in MLflow.
+        output_dir: the folder that a run in MLflow is downloaded to.
+
+    Raises:
+        UserError: there is no such folder, it holds no exported weights, or those of a model that no recipe has.
+    """
+    if not given:
+        raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
+    if given.startswith(("mlflow:", "runs:/")):
+        from inference.fetched import fetch
+
+        path = fetch(given, uri, output_dir)
+    else:
+        path = Path(given).expanduser()
+    if not path.is_dir():
+        raise UserError(f"run={given}: no such folder; give a run folder, such as run=outputs/gpt2-bf16-s0")
+    if _is_run(path):
+        return _of_run(given, RunFolder(path))
+    if path.resolve().name == BEST and _is_run(path.resolve().parent):
+        return _of_run(given, RunFolder(path.parent if path.name == BEST else path.resolve().parent))
+    config = read_object(path / "config.json")
+    if not config:
+        raise UserError(
+            f"run={given}: the folder has no config.json, so it is no run and no exported model; "
+            "give a run folder, its best/, or a folder that save_pretrained wrote"
+        )
+    return Exported(given, path, config, None, _recipe_of(given, config))
+
+
+def _is_run(path: Path) -> bool:
+    return "precision.mode" in read_object(path / "config.json")
+
+
+def _of_run(given: str, run: RunFolder) -> Exported:
+    best, recipe = run.path / BEST, str(run.config().get("recipe"))
+    config = read_object(best / "config.json")
+    if not config or not any(best.glob("*.safetensors")):
+        if run.config().get("checkpoint.enabled") is False:
+            remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"
+        else:
+            remedy = f"it has not ended; finish it with:\n  python scripts/train.py resume={run.path}"
+        raise UserError(f"run={given} has no weights in {best}: {remedy}")
+    if recipe not in groups()["recipe"]:
+        raise UserError(f"{run.path}/config.json names recipe={recipe:.60}, which this version does not have")
+    return Exported(given, best, config, run, recipe)
+
+
+def _recipe_of(given: str, config: dict[str, Any]) -> str:
+    """Return the recipe of an exported folder, by its own config.json."""
+    name = str(config.get("recipe", "resnet" if "arch" in config and "classes" in config else config.get("model_type")))
+    known = [*_FAMILIES, "resnet"] if "recipe" not in config else list(groups()["recipe"])
+    if name not in known:
+        raise UserError(
+            f"run={given}: config.json names a model of type {name:.60}, which no recipe has; "
+            f"use a folder of one of {', '.join(known)}"
+        )
+    return name

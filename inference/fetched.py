@@ -1,0 +1,101 @@
+"""Downloads the best weights of a run from MLflow: ``run=mlflow:RUN_ID``, from any tracking server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError, first_line
+from trainer.files import check_output_dir, locked, read_object
+from trainer.tracking.mlflow.delivery_record import SUMMARY_FILE
+from trainer.tracking.mlflow.models import BEST
+from trainer.tracking.mlflow.store import connect, database_file, find_run, tracking_uri, without_password
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
+_FILES = ("config.json", "precision.json", SUMMARY_FILE)
+
+
+def fetch(given: str, uri: str | None, output_dir: str) -> Path:
+    """Return a folder with the config and the best weights of a run in MLflow, downloaded once.
+
+    It is ``<output_dir>/mlflow-<RUN_ID>``, a folder of its own, because no run can be resumed without checkpoints.
+
+    Args:
+        given: ``mlflow:RUN_ID`` or ``runs:/RUN_ID``.
+        uri: ``tracking.uri``.
+        output_dir: the parent of the new folder.
+
+    Raises:
+        UserError: there is no such run, it has no weights there, or the server does not answer.
+    """
+    match = _ADDRESS.fullmatch(given)
+    if not match:
+        raise UserError(f"run={given} is not a valid run; use run=mlflow:RUN_ID, with the id from MLflow's page")
+    check_output_dir(output_dir)
+    store = tracking_uri(uri)
+    database = database_file(store)
+    if database is not None and not database.exists():
+        raise UserError(f"run={given}: there is no {database}; name the store with tracking.uri=http://host:port")
+    target = Path(output_dir).expanduser() / f"mlflow-{match[1]}"
+    if read_object(target / "config.json"):
+        return target
+    try:
+        return _fetch(given, match[1], store, target)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        raise UserError(
+            f"run={given}: the run cannot be fetched from MLflow at {without_password(store)} ({first_line(error)}); "
+            "check tracking.uri or MLFLOW_TRACKING_URI and that the server answers"
+        ) from error
+
+
+def _fetch(given: str, run_id: str, store: str, target: Path) -> Path:
+    client = connect(store)
+    run = find_run(client, run_id)
+    if run is None:
+        raise UserError(f"run={given}: MLflow at {without_password(store)} has no such run; check the run's id")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    with locked(partial.with_suffix(".lock")):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir()
+            print(f"fetching the best weights of {run.info.run_name} from MLflow at {without_password(store)}")
+            there = {item.path for item in client.list_artifacts(run_id)}
+            for name in _FILES:
+                if name in there:
+                    client.download_artifacts(run_id, name, str(partial))
+            _download_best(client, given, run, partial, in_run=BEST in there)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _download_best(client: MlflowClient, given: str, run: Any, partial: Path, in_run: bool) -> None:
+    """Download ``best/``: from the run's newest model, where there is one, else from its artifacts."""
+    models = run.outputs.model_outputs if run.outputs else []
+    if models:
+        from mlflow.artifacts import download_artifacts
+
+        newest = max(models, key=lambda model: model.step)
+        scratch = partial / ".model"
+        scratch.mkdir()
+        uri = f"models:/{newest.model_id}"
+        got = Path(download_artifacts(artifact_uri=uri, dst_path=str(scratch), tracking_uri=client.tracking_uri))
+        (got / "artifacts" / BEST).rename(partial / BEST)
+        shutil.rmtree(scratch)
+    elif in_run:
+        client.download_artifacts(run.info.run_id, BEST, str(partial))
+    else:
+        raise UserError(
+            f"run={given}: MLflow has no weights of this run: it has not ended, or is not sent completely "
+            "(scripts/sync.py sends it from where it was trained); choose another run"
+        )

@@ -1,0 +1,97 @@
+"""From an exported folder to the model that the recipe evaluates, in fp32 on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from inference.exported import Exported
+from recipes.language import LanguageRecipe
+from recipes.language_model import LanguageModel
+from trainer.data.contract import Datasets
+from trainer.errors import UserError, first_line
+from trainer.recipe import Recipe
+
+_CLASSES = {
+    "gpt2": "AutoModelForCausalLM",
+    "llama": "AutoModelForCausalLM",
+    "bert": "AutoModelForQuestionAnswering",
+    "t5": "AutoModelForSeq2SeqLM",
+}
+
+
+def load_model(exported: Exported, recipe: Recipe, datasets: Datasets) -> nn.Module:
+    """Return the model with its exported weights, in evaluation mode.
+
+    Raises:
+        UserError: the files do not fit the recipe.
+    """
+    if "model_type" in exported.config:
+        attention = "eager" if getattr(recipe, "attention", "") == "eager" else "sdpa"
+        network = open_transformers(exported, attention)
+        if isinstance(recipe, LanguageRecipe):  # the vocabulary has no padding here
+            chunked, in_fp32 = recipe.chunked_loss is True, recipe.attention == "sdpa_fp32"
+            return LanguageModel(network, recipe.name, chunked, attention_in_fp32=in_fp32).eval()
+        return network
+    return load_weights(exported, recipe.build_model(datasets))
+
+
+def load_weights(exported: Exported, model: nn.Module) -> nn.Module:
+    """Fill a model with the exported weights of the same names, and return it in evaluation mode.
+
+    Raises:
+        UserError: the file cannot be read, or is of another model.
+    """
+    from safetensors.torch import load_model as load
+
+    try:
+        load(model, str(exported.folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(
+            f"run={exported.given}: {exported.folder}/model.safetensors does not fit recipe={exported.recipe} with "
+            f"these options ({first_line(error)}); leave out the recipe's options, or export the model again"
+        ) from error
+    return model.eval()
+
+
+def open_transformers(exported: Exported, attention: str = "sdpa") -> Any:
+    """Return transformers' model of an exported folder, fp32, in evaluation mode.
+
+    Args:
+        exported: whose config.json has a ``model_type``.
+        attention: ``sdpa`` or ``eager``.
+
+    Raises:
+        UserError: the folder cannot be opened, or lacks weights of the model that the recipe trains.
+    """
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    kind = getattr(transformers, _CLASSES[exported.recipe])
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # what is missing is reported here
+    try:
+        model, found = kind.from_pretrained(
+            exported.folder,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(
+            f"run={exported.given}: {exported.folder} cannot be opened by transformers ({first_line(error)}); "
+            "give a folder that save_pretrained wrote"
+        ) from error
+    finally:
+        transformers.logging.set_verbosity(level)
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"run={exported.given}: {exported.folder} has no weights for {missing[0]}, so it is not the model that "
+            f"recipe={exported.recipe} trains; give a folder of a {type(model).__name__}"
+        )
+    return model.eval()

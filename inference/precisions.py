@@ -1,0 +1,91 @@
+"""Does inference in another precision cost anything: batches of the same samples, compared pair by pair."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from inference.evaluate import Evaluation
+from trainer.formats import columns, loss
+
+BATCHES = 20
+"""Pairs that an interval is made of, at least."""
+LEVEL = 0.95
+
+
+class Cost(NamedTuple):
+    """The difference of a mean to that of the first precision, and the half width of its 95 % interval."""
+
+    mean: float
+    half_width: float
+
+    @property
+    def is_measurable(self) -> bool:
+        """Whether the interval leaves out 0. A mean that is not finite is a cost that every measurement shows."""
+        return not abs(self.mean) <= self.half_width
+
+
+def paired(first: np.ndarray, other: np.ndarray, targets: np.ndarray) -> Cost:
+    """Return the mean difference per target and its interval.
+
+    The mean is that over all targets: each batch's difference counts as much as it has targets. Its variance is
+    n / (n - 1) · Σ w² (d - mean)² with w the batch's share of the targets (the ratio estimator's, Cochran 1977,
+    section 6.3), which for batches of one size is that of the paired t test; Student's t has n - 1 degrees of freedom.
+
+    Args:
+        first: float64, sums of each batch in the first precision.
+        other: the same in the other.
+        targets: int64, the targets of each batch.
+    """
+    from scipy.special import stdtrit
+
+    count = len(targets)
+    weights = targets / targets.sum()
+    differences = (other - first) / np.maximum(targets, 1)
+    mean = float((weights * differences).sum())
+    variance = count / (count - 1) * float((weights**2 * (differences - mean) ** 2).sum())
+    return Cost(mean, float(stdtrit(count - 1, (1 + LEVEL) / 2)) * math.sqrt(variance))
+
+
+def compared(results: dict[str, Evaluation]) -> dict[str, dict[str, Cost]]:
+    """Return the costs of every precision but the first, by label and by sum (``loss``, ``top1``)."""
+    labels = list(results)
+    first = results[labels[0]]
+    return {
+        label: {name: paired(first.sums[name], results[label].sums[name], first.targets) for name in first.sums}
+        for label in labels[1:]
+    }
+
+
+def table(results: dict[str, Evaluation], costs: dict[str, dict[str, Cost]], unit: str) -> str:
+    """Return metrics, differences and speed of each precision as lines of text."""
+    first, *_ = results
+    names = list(results[first].metrics)
+    sums = list(results[first].sums)
+    rows = [["precision", *names, *(f"{name} − {first}'s" for name in sums), f"{unit}/s"]]
+    for label, result in results.items():
+        own = costs.get(label)
+        shown = [f"{own[name].mean:+.2g} ± {own[name].half_width:.1g}" if own else "" for name in sums]
+        rows.append([label, *(loss(result.metrics[name]) for name in names), *shown, f"{result.units_per_s:,.0f}"])
+    return columns(rows)
+
+
+def verdict(label: str, first: str, cost: Cost, of: float) -> str:
+    """Return the sentence about a precision's loss.
+
+    Args:
+        label: of the precision.
+        first: the label of the one that it is compared with.
+        cost: of its loss.
+        of: the loss in the first precision.
+    """
+    if not math.isfinite(cost.mean):
+        return f"{label}: its loss is not finite; use {first}"
+    if not cost.is_measurable:
+        part = f" ({100 * cost.half_width / of:.2g} %)" if of else ""
+        return f"{label}: no measurable cost against {first}; one of more than {cost.half_width:.1g}{part} would show"
+    relative = f" ({100 * cost.mean / of:+.2g} %)" if of else ""
+    change = "costs" if cost.mean > 0 else "gains"
+    return f"{label}: {change} {abs(cost.mean):.2g} ± {cost.half_width:.1g} in loss against {first}{relative}"

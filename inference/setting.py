@@ -1,0 +1,117 @@
+"""The config under which a trained model is evaluated: as it was trained, with other data or another precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inference.exported import Exported
+from trainer.config.compose import compose, quoted
+from trainer.config.schema import Config, groups
+from trainer.errors import UserError, nearest
+from trainer.hardware import Hardware, detect
+from trainer.run.resume import recorded_overrides
+
+_KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "deterministic")
+_GROUPS = ("recipe", "data", "augment", "precision", "loader")
+_LONGEST = 1024
+"""Tokens of a sample for an exported folder alone, where its model takes more."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What evaluation needs beside weights and data."""
+
+    config: Config
+    """Resolved."""
+    hardware: Hardware
+    own_data: bool
+    """Whether it is the data that the run was trained on."""
+    own_precision: bool
+    """Whether it is the precision that the run was trained in."""
+    eval_samples: int | None
+    """Samples to evaluate; None: all of them."""
+
+
+def configure(exported: Exported, overrides: Sequence[str]) -> Setting:
+    """Return the setting for these overrides of the command line.
+
+    Raises:
+        UserError: an override that is unknown or has no effect, or data that is missing or does not suit the recipe.
+    """
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    _check_keys(exported, typed)
+    other_data = any(key.partition(".")[0] == "data" for key in typed)
+    base = _of_run(exported, typed, other_data) if exported.run else _of_folder(exported, typed)
+    config = compose([*base, *overrides])
+    size = config.micro_batch_size
+    config = replace(config, batch_size=size, run_name="evaluation")  # training's batch need not be a multiple of it
+    hardware = detect(config.device)
+    samples = config.eval_samples
+    config, _, _ = config.resolve(hardware)
+    return Setting(
+        config,
+        hardware,
+        own_data=exported.run is not None and not other_data,
+        own_precision=exported.run is not None and not any(key.partition(".")[0] == "precision" for key in typed),
+        eval_samples=samples if isinstance(samples, int) else None,
+    )
+
+
+def _check_keys(exported: Exported, typed: set[str]) -> None:
+    every = {entry.name for entry in dataclasses.fields(Config)} | groups().keys()
+    for key in sorted(typed):
+        group = key.partition(".")[0]
+        if key == "recipe":
+            raise UserError(f"recipe= has no effect: run={exported.given} is a {exported.recipe}; leave it out")
+        if group in (*_KEYS, *_GROUPS):
+            continue
+        if group in every or group == "experiment":
+            raise UserError(f"{key} has no effect on a model that is trained; leave it out")
+        raise UserError(f"{key} is not an option{nearest(group, (*_KEYS, *_GROUPS))}; --help lists them")
+
+
+def _of_run(exported: Exported, typed: set[str], other_data: bool) -> list[str]:
+    """Return overrides that make up the run's config, as far as evaluation needs it."""
+    assert exported.run
+    left_out = typed & {"data", "augment", "precision", "loader"}  # chosen anew, with the defaults of that choice
+    left_out |= {"eval_samples"} if other_data else set()
+    found = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
+    # What a model was fine-tuned from is in its weights.
+    dropped = ("recipe.pretrained=", "output_dir=", *(["loader.workers="] if other_data else []))
+    found = [override for override in found if not override.startswith(dropped)]
+    if other_data and "image_size" in exported.config and "recipe.image_size" not in typed:
+        found.append(f"recipe.image_size={exported.config['image_size']}")
+    return found
+
+
+def _of_folder(exported: Exported, typed: set[str]) -> list[str]:
+    """Return overrides for an exported folder without its run."""
+    if "data" not in typed:
+        example = (
+            "data=imagefolder data.path=photos" if exported.recipe == "resnet" else "data=text data.path=notes.txt"
+        )
+        raise UserError(
+            f"run={exported.given} is an exported model without its run, so its data is not known; "
+            f"add data=…, such as {example}"
+        )
+    options = {key: value for key, value in _options(exported).items() if f"recipe.{key}" not in typed}
+    found = [f"recipe={exported.recipe}", *(f"recipe.{key}={quoted(value)}" for key, value in options.items())]
+    if exported.recipe == "resnet" and "augment" not in typed:
+        part = exported.config.get("evaluated_part", 1.0)
+        found += ["augment=none"] if part == 1 else ["augment=imagenet", f"augment.evaluated={part}"]
+    return found
+
+
+def _options(exported: Exported) -> Mapping[str, Any]:
+    """Return the recipe's options that an exported folder tells."""
+    config = exported.config
+    if "options" in config:  # of a recipe without a library that knows it
+        return dict(config["options"])
+    if exported.recipe == "resnet":
+        outputs = config.get("arch_options", {}).get("num_classes", len(config["classes"]))
+        return {"arch": config["arch"], "image_size": config["image_size"], "classes": outputs}
+    longest = config.get("n_positions", config.get("max_position_embeddings"))
+    return {} if longest is None or exported.recipe == "t5" else {"context": min(longest, _LONGEST)}

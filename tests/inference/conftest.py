@@ -1,0 +1,99 @@
+"""Tiny trained models, and the command lines that use them, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.command_line.conftest import Result, _command, empty_store
+from trainer.config.options import run as run_script
+
+__all__ = ["empty_store"]
+
+TEXT = "The quick brown fox jumps over the lazy dog; “naïve” ones wait.\n"
+SIZES = ("batch_size=8", "eval_every=2", "eval_samples=24", "tracking=local", "log_every=2")
+JOBS = {
+    "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "precision=bf16", "data.vocab_size=300"),
+    "chars": ("recipe=llama", "recipe.context=16", "data.tokenizer=chars"),
+    "bert": ("recipe=bert", "recipe.context=32", "data.vocab_size=300"),
+    "t5": ("recipe=t5", "recipe.context=32", "data.vocab_size=300"),
+    "images": ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "precision=bf16"),
+}
+
+
+def photo(path: Path, brightness: int, rng: np.random.Generator, size: tuple[int, int] = (40, 36)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray((rng.integers(0, 60, (*size, 3)) + brightness).astype(np.uint8)).save(path)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with data (text.txt, other.txt, photos/), and outputs/ with a run of each of JOBS."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("".join(f"{number}: {TEXT}" for number in range(300)))
+    (folder / "other.txt").write_text("".join(f"{TEXT}{number * 7}\n" for number in range(150)))
+    rng = np.random.default_rng(0)
+    for number in range(30):
+        for name, brightness in (("bright", 180), ("dark", 0), ("grey", 90)):
+            photo(folder / "photos" / name / f"{number}.png", brightness, rng)
+    before, threads, drawn = Path.cwd(), torch.get_num_threads(), "trainer.tracking.plots.plot_run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANTISSA_CACHE", str(folder / "cache"))
+        patch.setattr(drawn, lambda *_: [])
+        patch.setattr("recipes.attention.choose", _sdpa)
+        patch.chdir(folder)
+        torch.set_num_threads(1)
+        for name, job in JOBS.items():
+            data = "data=text data.path=text.txt"
+            if name == "images":
+                data = "data=imagefolder data.path=photos loader.workers=0"
+            done = _command(*job, *data.split(), *SIZES, f"run_name={name}", "steps=4")
+            assert done.code == 0, done.err
+    torch.set_num_threads(threads)
+    os.chdir(before)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sdpa(*_: object) -> object:
+    from trainer.recipe import Choice
+
+    return Choice("recipe.attention", "sdpa", "not measured in tests")
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the trained models as the current one; what commands write goes to ``tmp_path / "out"``."""
+    monkeypatch.chdir(trained)
+    monkeypatch.setenv("MANTISSA_CACHE", str(trained / "cache"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield trained
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    logger = logging.getLogger("mantissa")
+    logger.handlers.clear()
+    logger.propagate = True
+
+
+def script(main: str) -> Callable[..., Result]:
+    """``script("inference.command:evaluation")("run=…")``: its exit code and output."""
+
+    def call(*arguments: str) -> Result:
+        out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run_script(main, "", list(arguments))
+        out.flush()
+        return Result(code, out.buffer.getvalue().decode(), err.getvalue())  # type: ignore[attr-defined]
+
+    return call

@@ -1,0 +1,277 @@
+"""Evaluation gives what training reported, on its own data and on other data, for every recipe."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mlflow import MlflowClient
+from sklearn.metrics import precision_recall_fscore_support
+from transformers import AutoTokenizer
+
+from inference.classes import class_scores, table
+from inference.data import Joined
+from inference.exported import find
+from inference.setting import configure
+from inference.textbytes import bytes_of_tokens
+from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
+from tests.command_line.conftest import _command
+from tests.inference.conftest import photo, script
+from trainer.data.contract import SampleId
+from trainer.files import read_json_lines
+
+evaluate = script("inference.command:evaluation")
+
+
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
+    return found
+
+
+def recorded(run: Path) -> dict[str, float]:
+    """The metrics of the evaluation that the run calls its best."""
+    best = json.loads((run / "summary.json").read_text())["best"]["step"]
+    lines = [line for line in read_json_lines(run / "metrics.jsonl") if line["step"] == best]
+    return {key.removeprefix("valid/"): line[key] for line in lines for key in line if key.startswith("valid/")}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "chars", "bert", "images"])
+def test_the_best_metrics_of_the_run_come_out_again(name: str, here: Path, tmp_path: Path) -> None:
+    done = evaluate(f"run=outputs/{name}", f"output={tmp_path}")
+    assert done.code == 0, done.err
+    expected = recorded(Path("outputs", name))
+    found = results(tmp_path)["metrics"]
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert f"loss {expected['loss']:.4f}" in done.out
+
+
+def test_the_padding_of_t5s_vocabulary_is_all_that_evaluation_leaves_out(here: Path, tmp_path: Path) -> None:
+    assert evaluate("run=outputs/t5", f"output={tmp_path}").code == 0
+    found, expected = results(tmp_path)["metrics"]["loss"], recorded(Path("outputs/t5"))["loss"]
+    rows = json.loads(Path("outputs/t5/best/config.json").read_text())["vocab_size"]
+    padded = math.ceil(rows / 128) * 128
+    assert expected - math.log(padded / rows) * 1.5 < found < expected
+
+
+def test_of_all_samples_in_another_batch_size_and_place(here: Path, tmp_path: Path) -> None:
+    done = evaluate("run=outputs/images/best", "split=all", "eval_samples=500", f"output={tmp_path}")
+    assert done.code == 0, done.err
+    found = results(tmp_path)
+    assert found["samples"] == 90
+    assert found["run"] == "outputs/images"
+    assert sum(row["samples"] for row in found["classes"]) == 90
+    valid = evaluate("run=outputs/images", "micro_batch_size=5", f"output={tmp_path}")
+    assert "batches of 5" in valid.out
+    assert results(tmp_path)["metrics"]["loss"] == pytest.approx(recorded(Path("outputs/images"))["loss"], rel=1e-3)
+
+
+def test_results_are_in_the_run_folder_unless_another_is_given(here: Path) -> None:
+    assert evaluate("run=outputs/images").code == 0
+    folder = Path("outputs/images/evaluation")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("classes.csv", "confusion.csv", "confusion.png", "evaluation.json")
+    ]
+    rows = list(csv.reader((folder / "confusion.csv").read_text(encoding="utf-8").splitlines()))
+    assert rows[0] == ["class \\ given", "bright", "dark", "grey"]
+    assert sum(int(cell) for row in rows[1:] for cell in row[1:]) == results(folder)["samples"]
+    from PIL import Image
+
+    with Image.open(folder / "confusion.png") as picture:
+        assert min(picture.size) > 300
+
+
+def test_the_table_of_classes_is_scikit_learns() -> None:
+    rng = np.random.default_rng(0)
+    label, given = rng.integers(0, 6, 200), rng.integers(0, 5, 200)
+    confusion = np.zeros((7, 7), dtype=np.int64)
+    np.add.at(confusion, (label, given), 1)
+    found = class_scores(confusion, ["a", "b", "c", "d", "e", "f"])
+    expected = precision_recall_fscore_support(label, given, labels=range(6), zero_division=0)
+    assert [row.name for row in found] == ["a", "b", "c", "d", "e", "f"]
+    assert found[5].precision is None  # never given
+    for row, *values in zip(found, *expected, strict=True):
+        assert [row.precision or 0, row.recall, row.f1, row.samples] == pytest.approx(values)
+    many = class_scores(np.eye(40, dtype=np.int64), [f"class{number}" for number in range(40)])
+    assert len(table(many).splitlines()) == 31
+
+
+def test_no_graph_is_made(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.resnet import ResNet
+
+    seen = []
+    loss = ResNet.loss
+
+    def watched(self: ResNet, model: Any, batch: Any) -> Any:
+        output = loss(self, model, batch)
+        seen.append((torch.is_inference_mode_enabled(), output.loss_sum.requires_grad, model.training))
+        return output
+
+    monkeypatch.setattr(ResNet, "loss", watched)
+    assert evaluate("run=outputs/images", f"output={tmp_path}").code == 0
+    assert set(seen) == {(True, False, False)}
+
+
+def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(here: Path, tmp_path: Path) -> None:
+    for name in ("grey", "dark"):
+        shutil.copytree(f"photos/{name}", tmp_path / "two" / name)
+    data = ("data=imagefolder", f"data.path={tmp_path}/two", "split=all", "loader.workers=0")
+    assert evaluate("run=outputs/images", *data, f"output={tmp_path}").code == 0
+    two = {row["name"]: row for row in results(tmp_path)["classes"]}
+    assert evaluate("run=outputs/images", "split=all", "eval_samples=90", f"output={tmp_path}").code == 0
+    own = {row["name"]: row for row in results(tmp_path)["classes"]}
+    for name in ("grey", "dark"):
+        assert (two[name]["samples"], two[name]["recall"]) == (30, own[name]["recall"])
+    photo(tmp_path / "two" / "green" / "1.png", 9, np.random.default_rng(0))
+    refused = evaluate("run=outputs/images", *data)
+    assert refused.code == 2
+    assert "the class 'green', which the model was not trained on (its 3 classes: bright, dark, grey)" in refused.err
+
+
+@pytest.mark.parametrize("name", ["gpt2", "chars", "bert", "t5"])
+def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, tmp_path: Path) -> None:
+    from inference.data import open_data
+
+    exported = find(f"outputs/{name}")
+    overrides = ["data=text", "data.path=other.txt"]
+    datasets: Any = open_data(configure(exported, overrides), exported)
+    ids = datasets.tokens.train[:50].tolist()
+    text = Path("other.txt").read_text()
+    assert text.startswith(AutoTokenizer.from_pretrained(exported.folder).decode(ids))
+    assert datasets.vocabulary == exported.config["vocab_size"]
+    done = evaluate(f"run=outputs/{name}", *overrides, f"output={tmp_path}")
+    assert done.code == 0, done.err
+    assert results(tmp_path)["samples"] == len(datasets.valid)
+
+
+def test_bits_per_byte_is_the_loss_per_byte(here: Path, tmp_path: Path) -> None:
+    assert evaluate("run=outputs/gpt2", f"output={tmp_path}").code == 0
+    found = results(tmp_path)
+    datasets: Any = configure(find("outputs/gpt2"), []).config.open_datasets()
+    chosen = np.linspace(0, len(datasets.valid) - 1, 24).astype(int)
+    tokens = datasets.valid.batch([SampleId(int(index), None) for index in chosen])["tokens"][:, 1:]
+    text_bytes = sum(len(datasets.tokens.tokenizer.decode(row.tolist()).encode()) for row in tokens)
+    expected = found["metrics"]["loss"] * found["targets"] / (math.log(2) * text_bytes)
+    assert found["targets"] == tokens.numel()
+    assert found["metrics"]["bits_per_byte"] == pytest.approx(expected, rel=0.02)  # characters cut at the edges
+
+
+def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
+    text = "The quick fox — naïve, “quoted” 😀.\n\tagain\n" * 3
+    for number, tokenizer in enumerate((Bytes(), Characters.collect([text]), BytePairs.train([text * 20], 300))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tokenizer.save(folder)
+        table = bytes_of_tokens(folder, 400)
+        assert len(table) == 400
+        assert table[tokenizer.encode(text)].sum() == len(text.encode())
+    assert table[BytePairs.load(tmp_path / "2").separator[0]] == 0
+
+
+def test_joined_datasets_are_one_after_the_other() -> None:
+    class Numbers:
+        def __init__(self, first: int, length: int) -> None:
+            self.first, self.length = first, length
+
+        def __len__(self) -> int:
+            return self.length
+
+        def batch(self, samples: Any) -> Any:
+            return {"x": torch.tensor([self.first + sample.index for sample in samples])}
+
+    joined = Joined([Numbers(0, 3), Numbers(10, 2), Numbers(20, 4)])
+    assert len(joined) == 9
+    assert joined.batch([SampleId(index, None) for index in (1, 2, 3, 6)])["x"].tolist() == [1, 2, 10, 21]
+
+
+def test_an_exported_folder_alone_has_what_is_needed(here: Path, tmp_path: Path) -> None:
+    shutil.copytree("outputs/images/best", tmp_path / "images")
+    shutil.copytree("outputs/gpt2/best", tmp_path / "text")
+    photos = ("data=imagefolder", "data.path=photos", "loader.workers=0", "precision=bf16", f"output={tmp_path}")
+    assert evaluate(f"run={tmp_path}/images", *photos).code == 0
+    assert results(tmp_path)["metrics"]["loss"] == pytest.approx(recorded(Path("outputs/images"))["loss"], rel=1e-3)
+    text = ("data=text", "data.path=text.txt", "precision=bf16", "eval_samples=24", f"output={tmp_path}")
+    assert evaluate(f"run={tmp_path}/text", *text).code == 0
+    assert results(tmp_path)["metrics"]["loss"] == pytest.approx(recorded(Path("outputs/gpt2"))["loss"], rel=1e-4)
+    refused = evaluate(f"run={tmp_path}/text")
+    assert refused.code == 2
+    assert "add data=…, such as data=text data.path=notes.txt" in refused.err
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.parametrize("name", ["model", "artifact"])
+def test_a_run_in_mlflow_brings_its_weights_and_its_config(
+    name: str, here: Path, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    data = here / "text.txt"
+    monkeypatch.chdir(tmp_path)
+    job = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text", f"data.path={data}", "steps=2")
+    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *_: [])
+    if name == "artifact":  # as of a recipe that cannot be served
+        monkeypatch.setattr("trainer.run.export.write_serving", lambda *_: None)
+    done = _command(*job, "batch_size=4", "eval_samples=8", "run_name=sent", "tracking.system_metrics=false")
+    assert done.code == 0, done.err
+    run_id = json.loads(Path("outputs/sent/mlflow.json").read_text())["run_id"]
+    assert bool(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(run_id).outputs.model_outputs) == (
+        name == "model"
+    )
+    shutil.move("outputs/sent", "gone")
+    for again in (False, True):
+        done = evaluate(f"run=mlflow:{run_id}")
+        assert done.code == 0, done.err
+        assert ("fetching" in done.out) is not again
+    folder = Path(f"outputs/mlflow-{run_id}")
+    assert results(folder / "evaluation")["metrics"]["loss"] == pytest.approx(recorded(Path("gone"))["loss"], rel=1e-6)
+    missing = evaluate("run=mlflow:0123")
+    assert missing.code == 2
+    assert "no such run" in missing.err
+
+
+MISTAKES = {
+    "": "missing required option: run; set a run folder",
+    "run=nowhere": "no such folder; give a run folder",
+    "run=photos": "the folder has no config.json, so it is no run and no exported model",
+    "run=empty": "has no weights in empty/best: it has not ended; finish it with:\n  python scripts/train.py resume=",
+    "run=unsaved": "it was trained with checkpoint=none, which keeps none",
+    "run=foreign": "names a model of type mamba, which no recipe has",
+    "run=outputs/gpt2 recipe=llama": "recipe= has no effect: run=outputs/gpt2 is a gpt2; leave it out",
+    "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr has no effect on a model that is trained",
+    "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
+    "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
+    "run=outputs/images data=text data.path=text.txt": "recipe=resnet needs images, and data=text has none",
+    "run=outputs/images data=digits": "the class '0', which the model was not trained on",
+    "run=outputs/chars data=text data.path=greek.txt": "the text has a character that the model's tokenizer does not",
+    "run=outputs/gpt2 split=tset": "split=tset is unknown; use split=valid|test|train|all",
+    "run=outputs/gpt2 split=test": "split=test: this data has none; use split=valid",
+    "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",
+    "run=outputs/gpt2 -m precision=fp32": "-m compares precisions on the same samples",
+    "run=outputs/gpt2 -m micro_batch_size=4,8": "-m compares precisions on the same samples",
+    "run=outputs/gpt2 -m precision=fp32,bf16 eval_samples=9": "20 batches are needed for an interval, and there are 9",
+    "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
+    "run=outputs/gpt2 output=text.txt/here": "cannot be written",
+    "run=outputs/images data.path=nowhere": "data.path=nowhere is not a folder",
+    "run=damaged": "damaged/best/model.safetensors does not fit recipe=resnet",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> None:
+    Path("greek.txt").write_text("λόγος\n" * 400)
+    Path("foreign").mkdir(exist_ok=True)
+    Path("foreign/config.json").write_text('{"model_type": "mamba"}')
+    for name, config in (("empty", {}), ("unsaved", {"checkpoint.enabled": False})):
+        Path(name).mkdir(exist_ok=True)
+        of = json.loads(Path("outputs/gpt2/config.json").read_text())
+        Path(name, "config.json").write_text(json.dumps(of | config))
+    shutil.copytree("outputs/images", "damaged", dirs_exist_ok=True)
+    Path("damaged/best/model.safetensors").write_bytes(b"\0" * 100)
+    done = evaluate(*command.split())
+    assert done.code == 2, done.out
+    assert MISTAKES[command] in done.err

@@ -1,0 +1,70 @@
+"""What inference in 16 bits costs: intervals as scipy has them, and verdicts about models that do differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from inference.precisions import Cost, paired, verdict
+from tests.inference.conftest import script
+
+evaluate = script("inference.command:evaluation")
+
+
+def test_batches_of_one_size_give_the_paired_t_interval() -> None:
+    rng = np.random.default_rng(0)
+    first = rng.normal(80, 5, 25)
+    other = first + rng.normal(0.4, 1, 25)
+    expected = stats.ttest_rel(other / 8, first / 8).confidence_interval(0.95)
+    found = paired(first, other, np.full(25, 8))
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(
+        (expected.low, expected.high)
+    )
+
+
+def test_batches_count_by_their_targets() -> None:
+    targets = np.array([90, 10, 100])
+    first, other = np.zeros(3), np.array([90.0, 30.0, 100.0])
+    assert paired(first, other, targets).mean == pytest.approx(220 / 200)
+    assert paired(first, first + targets, targets) == pytest.approx((1, 0))
+
+
+def test_the_verdict_follows_the_interval() -> None:
+    assert "bf16: no measurable cost against fp32" in verdict("bf16", "fp32", Cost(0.001, 0.002), 2.0)
+    assert verdict("bf16", "fp32", Cost(0.02, 0.01), 2.0) == "bf16: costs 0.02 ± 0.01 in loss against fp32 (+1 %)"
+    assert "gains 0.02 ± 0.01" in verdict("bf16", "fp32", Cost(-0.02, 0.01), 2.0)
+    assert "not finite; use fp32" in verdict("fp16", "fp32", Cost(math.nan, math.nan), 2.0)
+
+
+def test_precisions_are_compared_on_twenty_batches_of_the_same_samples(here: Path, tmp_path: Path) -> None:
+    done = evaluate("-m", "run=outputs/gpt2", "precision=fp32,bf16,bf16_pure", f"output={tmp_path}")
+    assert done.code == 0, done.err
+    assert "24 samples of split=valid in batches of 1\n" in done.out
+    assert "no measurable cost against fp32" in done.out or "costs" in done.out or "gains" in done.out
+    found = json.loads((tmp_path / "precisions.json").read_text())["precisions"]
+    assert list(found) == ["fp32", "bf16", "bf16_pure"]
+    assert found["fp32"]["costs"] == {}
+    for name in ("bf16", "bf16_pure"):
+        difference = found[name]["metrics"]["loss"] - found["fp32"]["metrics"]["loss"]
+        assert difference != 0  # it did compute in 16 bits
+        assert found[name]["costs"]["loss"]["mean"] == pytest.approx(difference, rel=1e-3)
+    assert found["bf16"]["metrics"]["loss"] != found["bf16_pure"]["metrics"]["loss"]
+
+
+def test_modules_in_fp32_lower_the_cost(here: Path, tmp_path: Path) -> None:
+    fp32 = "precision.fp32_modules=[*]"
+    done = evaluate("-m", "run=outputs/gpt2", "precision=fp32,bf16", fp32, f"output={tmp_path}")
+    assert done.code == 2  # fp32 has no such option
+    losses = []
+    for options in ((), (fp32,)):
+        assert evaluate("run=outputs/gpt2", "precision=bf16", *options, f"output={tmp_path}").code == 0
+        losses.append(json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["loss"])
+    assert evaluate("run=outputs/gpt2", "precision=fp32", f"output={tmp_path}").code == 0
+    exact = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["loss"]
+    assert losses[1] == pytest.approx(exact, rel=1e-7)
+    assert losses[0] != losses[1]
