@@ -31,15 +31,7 @@ def open_data(setting: Setting, exported: Exported) -> Datasets:
     tuned = exported.recorded().get("recipe.pretrained")  # such a model brought its tokenizer
     if isinstance(source, TokenizedText) and (tuned or not setting.own_data) and source.tokenizer != "bytes":
         source = Encoded(source, exported)
-    try:
-        datasets = config.recipe.datasets(source, config.seed)
-    except Exception as error:
-        if "Missing [UNK] token" not in str(error):  # tokenizers has no type for it
-            raise
-        raise UserError(
-            f"data={config.data.kind}: the text has a character that the model's tokenizer does not know "
-            f"({exported.folder} was trained with data.tokenizer=chars); remove such characters from the text"
-        ) from None
+    datasets = config.recipe.datasets(source, config.seed)
     if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
         return _with_classes(datasets, exported.config)
     if isinstance(datasets, TextDatasets) and datasets.vocabulary > exported.config.get("vocab_size", 0):
@@ -60,7 +52,7 @@ def part_of(datasets: Datasets, split: str) -> Dataset:
         raise UserError(f"split={split} is unknown; use split={'|'.join(SPLITS)}")
     if split == "all":
         return Joined([datasets.train, datasets.valid])
-    found: Dataset | None = getattr(datasets, split, None)
+    found: Dataset | None = getattr(datasets, split)
     if found is None:
         raise UserError(f"split={split}: this data has none; use split=valid, or split=all for everything")
     return found
@@ -108,13 +100,13 @@ def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatas
             f"the data has the class {unknown[0]!r}, which the model was not trained on (its {len(names)} classes: "
             f"{shown}); leave such images out, or rename their class"
         )
-    train, valid, test = datasets.train, datasets.valid, getattr(datasets, "test", None)
+    train, valid, test = datasets.train, datasets.valid, datasets.test
     if datasets.classes != names:
         labels = torch.tensor([names.index(name) for name in datasets.classes])
         train, valid = Relabelled(train, labels), Relabelled(valid, labels)
         test = test and Relabelled(test, labels)
-    changed: dict[str, Any] = {"train": train, "valid": valid} | ({} if test is None else {"test": test})
-    return replace(datasets, **changed, classes=names, mean=tuple(config["mean"]), std=tuple(config["std"]))
+    mean, std = tuple(config["mean"]), tuple(config["std"])
+    return replace(datasets, train=train, valid=valid, test=test, classes=names, mean=mean, std=std)
 
 
 class Relabelled:

@@ -19,11 +19,12 @@ from inference.textbytes import bytes_of_tokens
 from recipes.data.text.corpus import TokenizedText
 from recipes.language import LanguageRecipe
 from trainer.data.contract import Dataset, Datasets, SampleId
-from trainer.data.loader import checked, evaluation_samples, to_device
+from trainer.data.evaluation import evaluation_samples
+from trainer.data.loader import checked, to_device
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.kernels import attention, convolution
-from trainer.trainer import set_determinism
+from trainer.kernels.determinism import set_determinism
 
 
 @dataclass

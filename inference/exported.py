@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.schema import groups
+from trainer.config.registration import groups
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.run.folder import RunFolder

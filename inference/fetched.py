@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, first_line
 from trainer.files import check_output_dir, locked, read_object
-from trainer.tracking.mlflow.delivery_record import SUMMARY_FILE
+from trainer.tracking.mlflow.delivery_record import SUMMARY_FILE, TOKENIZER
 from trainer.tracking.mlflow.models import BEST
 from trainer.tracking.mlflow.store import connect, database_file, find_run, tracking_uri, without_password
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
-_FILES = ("config.json", "precision.json", SUMMARY_FILE)
+_FILES = ("config.json", "precision.json", SUMMARY_FILE, TOKENIZER)
 
 
 def fetch(given: str, uri: str | None, output_dir: str) -> Path:

@@ -11,6 +11,7 @@ from torch import nn
 from inference.exported import Exported
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
+from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
 from trainer.recipe import Recipe
@@ -36,24 +37,16 @@ def load_model(exported: Exported, recipe: Recipe, datasets: Datasets) -> nn.Mod
             chunked, in_fp32 = recipe.chunked_loss is True, recipe.attention == "sdpa_fp32"
             return LanguageModel(network, recipe.name, chunked, attention_in_fp32=in_fp32).eval()
         return network
-    return load_weights(exported, recipe.build_model(datasets))
+    return load_weights(exported, recipe, recipe.build_model(datasets))
 
 
-def load_weights(exported: Exported, model: nn.Module) -> nn.Module:
+def load_weights(exported: Exported, recipe: Recipe, model: nn.Module) -> nn.Module:
     """Fill a model with the exported weights of the same names, and return it in evaluation mode.
 
     Raises:
         UserError: the file cannot be read, or is of another model.
     """
-    from safetensors.torch import load_model as load
-
-    try:
-        load(model, str(exported.folder / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise UserError(
-            f"run={exported.given}: {exported.folder}/model.safetensors does not fit recipe={exported.recipe} with "
-            f"these options ({first_line(error)}); leave out the recipe's options, or export the model again"
-        ) from error
+    fill(model, recipe.exported(exported.folder), f"run={exported.given}")
     return model.eval()
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from inference.exported import Exported
 from trainer.config.compose import compose, quoted
-from trainer.config.schema import Config, groups
+from trainer.config.registration import groups
+from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
 from trainer.run.resume import recorded_overrides
@@ -79,8 +80,13 @@ def _of_run(exported: Exported, typed: set[str], other_data: bool) -> list[str]:
     left_out = typed & {"data", "augment", "precision", "loader"}  # chosen anew, with the defaults of that choice
     left_out |= {"eval_samples"} if other_data else set()
     found = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
-    # What a model was fine-tuned from is in its weights.
-    dropped = ("recipe.pretrained=", "output_dir=", *(["loader.workers="] if other_data else []))
+    # What a model was fine-tuned from is in its weights, and the weights of classes are of the training loss.
+    dropped = (
+        "recipe.pretrained=",
+        "recipe.class_weights=",
+        "output_dir=",
+        *(["loader.workers="] if other_data else []),
+    )
     found = [override for override in found if not override.startswith(dropped)]
     if other_data and "image_size" in exported.config and "recipe.image_size" not in typed:
         found.append(f"recipe.image_size={exported.config['image_size']}")

@@ -66,9 +66,10 @@ def test_the_imports_are_read() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
 
 
-def test_nothing_in_the_trainer_or_the_recipes_imports_the_evidence() -> None:
-    found = {(name, other) for name, others in IMPORTS.items() for other in others if other.startswith("evidence")}
-    assert {name for name, _ in found if not name.startswith("evidence")} == set()
+@pytest.mark.parametrize("above", ["evidence", "inference"])
+def test_nothing_below_imports_the_evidence_or_the_inference(above: str) -> None:
+    found = {(name, other) for name, others in IMPORTS.items() for other in others if other.startswith(above)}
+    assert {name for name, _ in found if not name.startswith(above)} == set()
 
 
 def test_files_form_no_circle() -> None:

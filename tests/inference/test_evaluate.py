@@ -247,7 +247,7 @@ MISTAKES = {
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
     "run=outputs/images data=text data.path=text.txt": "recipe=resnet needs images, and data=text has none",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
-    "run=outputs/chars data=text data.path=greek.txt": "the text has a character that the model's tokenizer does not",
+    "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the",
     "run=outputs/gpt2 split=tset": "split=tset is unknown; use split=valid|test|train|all",
     "run=outputs/gpt2 split=test": "split=test: this data has none; use split=valid",
     "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",
@@ -257,7 +257,7 @@ MISTAKES = {
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",
     "run=outputs/images data.path=nowhere": "data.path=nowhere is not a folder",
-    "run=damaged": "damaged/best/model.safetensors does not fit recipe=resnet",
+    "run=damaged": "the weights in damaged/best cannot be read",
 }
 
 
