@@ -1,6 +1,6 @@
 """Four runs at once into an MLflow server over PostgreSQL, stopped, and continued from it in an emptied folder.
 
-    python -m tests.mlflow_postgres [folder]
+    python -m tests.command_line.tracking.mlflow_postgres [folder]
 
 needs Debian's postgresql and psycopg2. Each run is compared with one that was never stopped: every tensor of the last
 checkpoint, the best weights, and the points in MLflow. Not part of ``make test``.
