@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recipes.data.images import mixing
 from recipes.data.images.source import ImageDatasets, ImageSource
-from recipes.vision import architectures, objective
+from recipes.vision import architectures, objective, pretrained
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
@@ -32,6 +32,7 @@ class ResNet(Recipe):
     unit: ClassVar[str] = "images"
     predictor: ClassVar[str] = "image_classifier"
     mixes_images: ClassVar[bool] = True
+    fine_tuning_lr: ClassVar[float | None] = 0.1  # Kornblith et al. 2019: SGD at about 0.01, where training takes 0.1
     architecture: ClassVar[tuple[str, ...]] = ("arch",)
     adjustable: ClassVar[tuple[str, ...]] = ("image_size",)
 
@@ -39,6 +40,10 @@ class ResNet(Recipe):
     """Any classifier of torchvision.models, by its name there; with ``timm/`` before it one of timm."""
     image_size: int | str = "auto"
     """Pixels on a side; auto: the data's own size."""
+    pretrained: str | None = None
+    """Weights to start from: a name of torchvision's, such as IMAGENET1K_V2, or DEFAULT (also for timm); a file
+    (.pth, .safetensors); or the ``best/`` of a run. The head is new where the classes are others, and images are
+    normalised as the weights need it."""
     classes: int | str = "auto"
     """Outputs of the head; auto: as many as the data has."""
     channels_last: bool = True
@@ -74,12 +79,20 @@ class ResNet(Recipe):
         _image_source(data)
         if self.arch != "auto":
             architectures.check(self.arch)
+            if self.pretrained is not None:
+                pretrained.check(self.arch, self.pretrained)
             return self, []
+        if found := pretrained.exported_config(self.pretrained or ""):
+            choices = [Choice("recipe.arch", found["arch"], "that of recipe.pretrained")]
+            if self.image_size == "auto":
+                choices += [Choice("recipe.image_size", found["image_size"], "that of recipe.pretrained")]
+            recipe = self.chosen(choices)
+            return recipe.resolve(hardware, data)[0], choices
         if hardware.is_gpu:
             choice = Choice("recipe.arch", "resnet50", "GPU default; recipe.arch=resnet18 for a smaller one")
         else:
             choice = Choice("recipe.arch", "resnet18", "CPU default; recipe.arch=resnet50 for the published size")
-        return self.chosen([choice]), [choice]
+        return self.chosen([choice]).resolve(hardware, data)[0], [choice]
 
     def smaller(self) -> list[str]:
         """Return ResNet-18."""
@@ -100,13 +113,30 @@ class ResNet(Recipe):
             raise UserError(f"recipe.classes={outputs}, but the data has {found} classes; use recipe.classes=auto")
         objective.class_weights(self.class_weights, datasets, outputs)
         architectures.check_size(self.arch, datasets.image_size, outputs)
-        return datasets
+        if self.pretrained is None:
+            return datasets
+        weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)  # before the other ranks do
+        new_head = pretrained.new_head(weights, self.arch, datasets, outputs)
+        return replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
+
+    def decided(self, datasets: ImageDatasets) -> list[Choice]:
+        """Return what becomes of the pretrained weights."""
+        if self.pretrained is None:
+            return []
+        colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
+        new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
+        why = f"{new if datasets.new_head else 'with its head'}; images are normalised as for it ({colours})"
+        return [Choice("recipe.pretrained", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
-        """Build the classifier with random weights. Its attribute ``normalise`` makes its input of pixels."""
-        model: Any = architectures.build(self.arch, datasets.image_size, self._outputs(datasets))
+        """Build the classifier, random or pretrained. Its attribute ``normalise`` makes its input of pixels."""
+        outputs = self._outputs(datasets)
+        model: Any = architectures.build(self.arch, datasets.image_size, outputs)
+        if self.pretrained is not None and torch.get_default_device().type != "meta":  # which needs only the shapes
+            found = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
+            pretrained.start_from(found, model, self.arch, datasets, outputs, self.pretrained)
         model.normalise = Normalise(datasets.mean, datasets.std)
-        weights = objective.class_weights(self.class_weights, datasets, self._outputs(datasets))
+        weights = objective.class_weights(self.class_weights, datasets, outputs)
         model.class_weights = None if weights is None else objective.ClassWeights(weights)
         classifier: nn.Module = model.to(memory_format=torch.channels_last) if self.channels_last else model
         return classifier
@@ -184,7 +214,8 @@ class ResNet(Recipe):
 
     def facts(self, model: nn.Module, datasets: ImageDatasets) -> dict[str, Any]:
         """Return the architecture as the size, with what it was built for."""
-        return {"size": self.arch, "image_size": datasets.image_size, "classes": self._outputs(datasets)}
+        facts = {"size": self.arch, "image_size": datasets.image_size, "classes": self._outputs(datasets)}
+        return facts if self.pretrained is None else facts | {"pretrained": self.pretrained}
 
     def _outputs(self, datasets: ImageDatasets) -> int:
         return self.classes if isinstance(self.classes, int) else len(datasets.classes)

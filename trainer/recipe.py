@@ -98,6 +98,8 @@ class Recipe(SetOnce):
     """Fields that the names and shapes of the weights depend on: with ``init_from`` they are those of that run."""
     adjustable: ClassVar[tuple[str, ...]] = ()
     """Fields that ``init_from`` takes over, too, though the same weights can be used with other values."""
+    fine_tuning_lr: ClassVar[float | None] = None
+    """Factor of the optimizer's default learning rate with ``recipe.pretrained``; None: it stays."""
     measured: ClassVar[tuple[str, ...]] = ()
     """Fields whose ``auto`` is decided by ``measure``; a resumed run keeps their values."""
 
@@ -141,6 +143,10 @@ class Recipe(SetOnce):
     def datasets(self, data: DataSource, seed: int) -> Datasets:
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError
+
+    def decided(self, datasets: Any) -> list[Choice]:
+        """Return what was chosen when the data was opened, to be shown."""
+        return []
 
     def build_model(self, datasets: Any) -> nn.Module:
         """Build the model in fp32 on the CPU, from torch's global RNG, for the data that ``datasets`` returned."""

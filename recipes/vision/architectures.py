@@ -91,16 +91,21 @@ def library(arch: str) -> dict[str, Any]:
     return {"library": name, name: version, "load": f"model = {built}; {load}"}
 
 
-def head(arch: str, image_size: int, classes: int) -> list[str]:
-    """Return the names of the weights whose shapes depend on the number of classes."""
-    sizes = classes, classes + 1
+def shapes(arch: str, image_size: int, classes: int) -> dict[str, torch.Size]:
+    """Return the shapes of an architecture's weights and buffers by name."""
     try:
         with torch.device("meta"):
-            one, other = (build(arch, image_size, count).state_dict() for count in sizes)
+            model = build(arch, image_size, classes)
     except NotImplementedError:  # regnet computes with tensors while it is built
-        with torch.random.fork_rng(devices=[]):
-            one, other = (build(arch, image_size, count).state_dict() for count in sizes)
-    return [name for name, tensor in one.items() if tensor.shape != other[name].shape]
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            model = build(arch, image_size, classes)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def head(arch: str, image_size: int, classes: int) -> list[str]:
+    """Return the names of the weights whose shapes depend on the number of classes."""
+    one, other = (shapes(arch, image_size, count) for count in (classes, classes + 1))
+    return [name for name, shape in one.items() if shape != other[name]]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

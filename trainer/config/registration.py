@@ -98,6 +98,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     dropped = _drop_options(composed, typed)
     source, kept = adopt(composed, typed)
+    kept += _fine_tuned(composed, typed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
@@ -119,6 +120,18 @@ def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
     left = composed.optimizer.options
     why = f"{composed.optimizer.name} has no {' and no '.join(map(str, foreign))}"
     return [Choice("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
+
+
+def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
+    """Lower the learning rate for pretrained weights, if it is the optimizer's default."""
+    cls = OmegaConf.get_type(composed.recipe)
+    factor = getattr(cls, "fine_tuning_lr", None)
+    if factor is None or composed.recipe.pretrained is None or {"optimizer.lr", "experiment"} & set(typed):
+        return []
+    lr = float(f"{factor * composed.optimizer.lr:.6g}")
+    choice = Choice("optimizer.lr", lr, f"for pretrained weights; {composed.optimizer.lr} for random ones")
+    composed.optimizer.lr = lr
+    return [choice]
 
 
 def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:

@@ -107,12 +107,13 @@ class Config(SetOnce):
         """Return the config with the ``auto`` values that depend on the data resolved, and the choices to report."""
         workers = self.loader.processes(datasets.decodes, hardware)
         config = replace(self, loader=replace(self.loader, workers=workers))
+        decided = self.recipe.decided(datasets)
         if not isinstance(self.augment, AutomaticAugment):
-            return config, []
+            return config, decided
         augment = self.augment.chosen
         if augment is None:  # no images were opened
-            return config.with_augment(Augment()), []
-        return config.with_augment(augment), [Choice("augment", augment.kind, REASONS[augment.kind])]
+            return config.with_augment(Augment()), decided
+        return config.with_augment(augment), [*decided, Choice("augment", augment.kind, REASONS[augment.kind])]
 
     def default_name(self) -> str:
         """Return the default name of a run."""

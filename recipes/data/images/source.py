@@ -25,6 +25,8 @@ class ImageDatasets(Datasets):
     """Of the three channels, after division by 255; the recipe normalises on the device."""
     augment: Augment = field(default_factory=Augment)
     """What is done to the images as they are fetched, and which part of them is evaluated."""
+    new_head: list[str] = field(default_factory=list)
+    """Names of the weights that pretrained ones do not give, because these data have other classes."""
 
 
 @dataclass

@@ -1,0 +1,194 @@
+"""``recipe.pretrained`` of image classifiers: published weights by name, a file, or the exported folder of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
+from recipes.data.images.source import ImageDatasets
+from recipes.vision import architectures
+from recipes.vision.exported import read_config
+from trainer.checkpoint.weights import fill
+from trainer.errors import UserError, first_line, nearest
+
+Colours = tuple[float, float, float]
+DEFAULT = "DEFAULT"
+"""The weights that the library recommends."""
+_FILE = "give a file or the best/ of a run: recipe.pretrained=weights.pth"
+_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+"""Heads that are used in training only, which the recipe leaves out."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights to start from, in memory."""
+
+    state: dict[str, Tensor]
+    """By the names of the model, on the CPU."""
+    mean: Colours
+    std: Colours
+    """Of the images they were trained on, as in ``ImageDatasets``."""
+    classes: list[str] | None
+    """The names of the head's outputs, where they are known."""
+
+
+def exported_config(pretrained: str) -> dict[str, Any]:
+    """Return the ``config.json`` of an exported folder, also where its weights file is given; empty for all else."""
+    path = Path(pretrained).expanduser()
+    folder = path.parent if path.name == "model.safetensors" else path
+    if path.is_dir() or (path.is_file() and (folder / "config.json").is_file()):
+        return read_config(folder)
+    return {}
+
+
+def check(arch: str, pretrained: str) -> None:
+    """Refuse weights that do not exist, as far as that can be known without a download.
+
+    Raises:
+        UserError: no such file, no such name (with the nearest one), or the folder of another architecture.
+    """
+    path = Path(pretrained).expanduser()
+    if path.exists():
+        other = exported_config(pretrained).get("arch", arch)
+        if other != arch:
+            raise UserError(f"recipe.pretrained={pretrained} is a {other}; set recipe.arch={other}, or leave it out")
+    elif "/" in pretrained or path.suffix in _SUFFIXES:
+        raise UserError(f"recipe.pretrained={pretrained}: there is no such file or folder; {_FILE}")
+    elif arch.startswith(architectures.TIMM):
+        _check_timm(arch, pretrained)
+    else:
+        import torchvision
+
+        names = list(torchvision.models.get_model_weights(arch).__members__)
+        if pretrained not in names:
+            raise UserError(
+                f"recipe.pretrained={pretrained} is not among torchvision's weights of {arch}"
+                f"{nearest(pretrained, names)} ({', '.join(names) or 'it has none'}); or {_FILE}"
+            )
+
+
+def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
+    """Load the weights; those with a name are downloaded, once for this machine.
+
+    Raises:
+        UserError: the download failed, or the file cannot be read.
+    """
+    path = Path(pretrained).expanduser()
+    if not path.exists():
+        return _published(arch, pretrained, image_size)
+    about = exported_config(pretrained)
+    state = _read(path / "model.safetensors" if path.is_dir() else path)
+    state = {name: tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
+    if about:
+        mean, std = (_colours(about[name]) for name in ("mean", "std"))
+        return Weights(state, mean, std, about["classes"])
+    return Weights(state, *_normalisation(arch), None)
+
+
+def new_head(weights: Weights, arch: str, datasets: ImageDatasets, outputs: int) -> list[str]:
+    """Return the names of the head's weights where a new head is needed: the classes are others."""
+    head = architectures.head(arch, datasets.image_size, outputs)
+    shapes = architectures.shapes(arch, datasets.image_size, outputs)
+    fits = all(name in weights.state and weights.state[name].shape == shapes[name] for name in head)
+    return [] if fits and weights.classes in (None, datasets.classes) else head
+
+
+def start_from(
+    weights: Weights, model: nn.Module, arch: str, datasets: ImageDatasets, outputs: int, where: str
+) -> None:
+    """Overwrite the weights of a new model, but for the head where the classes are others.
+
+    Raises:
+        UserError: they are of another architecture, or for images of another size; ``where`` is ``recipe.pretrained``.
+    """
+    own = model.state_dict()
+    kept = [name for name in own if name.endswith("num_batches_tracked") and name not in weights.state]
+    kept += new_head(weights, arch, datasets, outputs)
+    try:
+        fill(model, weights.state | {name: own[name] for name in kept}, f"recipe.pretrained={where}")
+    except UserError as error:
+        raise UserError(
+            f"{error}; set the recipe.arch and the recipe.image_size that the weights were trained with"
+        ) from error
+
+
+def _published(arch: str, name: str, image_size: int) -> Weights:
+    """Build the published model, so that its library converts what has to be; and return its weights."""
+    try:
+        # With its own classes; what is random about building it must not change the run.
+        with torch.random.fork_rng(devices=[]):
+            if arch.startswith(architectures.TIMM):
+                import timm
+
+                options = architectures.options(arch, image_size, 0)
+                options.pop("num_classes")
+                model = timm.create_model(arch.removeprefix(architectures.TIMM), pretrained=True, **options)
+            else:
+                import torchvision
+
+                weights = torchvision.models.get_model_weights(arch)[name]
+                model = torchvision.models.get_model(arch, weights=weights, progress=False)
+    except Exception as error:  # of urllib, requests, httpx, the hub, or torch for a damaged file
+        raise UserError(
+            f"recipe.pretrained={name}: the weights of {arch} could not be downloaded or opened ({first_line(error)}); "
+            f"{_FILE}"
+        ) from error
+    state = {key: value for key, value in model.state_dict().items() if not key.startswith(_AUXILIARY)}
+    return Weights(state, *_normalisation(arch, name), None)
+
+
+def _normalisation(arch: str, name: str = DEFAULT) -> tuple[Colours, Colours]:
+    """Return mean and standard deviation of the images that published weights of this architecture were trained on."""
+    if arch.startswith(architectures.TIMM):
+        import timm
+
+        config = timm.get_pretrained_cfg(arch.removeprefix(architectures.TIMM))
+        return (_colours(config.mean), _colours(config.std)) if config else (IMAGENET_MEAN, IMAGENET_STD)
+    import torchvision
+
+    if arch in ("googlenet", "inception_v3"):  # torchvision converts to this inside of the model (transform_input)
+        return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    published = torchvision.models.get_model_weights(arch).__members__.get(name)
+    if published is None:
+        return IMAGENET_MEAN, IMAGENET_STD
+    transform = published.transforms()
+    return _colours(transform.mean), _colours(transform.std)
+
+
+def _colours(values: Any) -> Colours:
+    red, green, blue = map(float, values)
+    return red, green, blue
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name: safetensors, or torch's format, without running any code in it."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        for key in ("state_dict", "model"):  # what training scripts of timm and torchvision write
+            content = content.get(key, content)
+        return {name.removeprefix("module."): value for name, value in content.items() if isinstance(value, Tensor)}
+    except Exception as error:  # of pickle, zipfile, safetensors, or of a content that is no dictionary
+        raise UserError(f"recipe.pretrained={path} cannot be read as weights ({first_line(error)}); {_FILE}") from error
+
+
+def _check_timm(arch: str, name: str) -> None:
+    import timm
+
+    model = arch.removeprefix(architectures.TIMM)
+    base = model.partition(".")[0]
+    tags = timm.list_models(f"{base}.*", pretrained=True)
+    if name != DEFAULT:
+        choices = f" (by recipe.arch: {', '.join(f'timm/{tag}' for tag in tags)})" if tags else ""
+        raise UserError(f"recipe.pretrained={name} must be DEFAULT for an architecture of timm{choices}; or {_FILE}")
+    if not timm.models.is_model_pretrained(model):
+        raise UserError(f"recipe.pretrained=DEFAULT: timm has no weights of {model}; {_FILE}")

@@ -1,0 +1,216 @@
+"""``recipe.pretrained`` of image classifiers: names, files, folders; the head, the normalisation, the learning rate."""
+
+from __future__ import annotations
+
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from recipes.data.images.pixels import IMAGENET_MEAN
+from recipes.vision.exported import open_classifier
+from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+from trainer.run.memory.forecast import meta_model
+
+ARCH = "shufflenet_v2_x0_5"
+SMALL = ("recipe=resnet", f"recipe.arch={ARCH}", "batch_size=4", "steps=2", "eval_samples=8")
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, Tensor]:
+    """What stands for the published weights of 1,000 classes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return torchvision.models.get_model(ARCH).state_dict()
+
+
+@pytest.fixture
+def hub(published: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of torch.hub, as after a download."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    url = torchvision.models.get_model_weights(ARCH)["IMAGENET1K_V1"].url
+    file = tmp_path / "hub" / "checkpoints" / url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    torch.save(published, file)
+
+
+def body(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
+
+
+def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
+    hub: None, published: dict[str, Tensor]
+) -> None:
+    trainer = trainer_of(*SMALL, "recipe.pretrained=IMAGENET1K_V1")
+    state = trainer.model.state_dict()
+    assert same_bits(body(state), body(published))
+    assert state["fc.weight"].shape == (10, 1024)
+    assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
+    assert trainer.recipe.description(trainer.datasets)["mean"] == list(IMAGENET_MEAN)
+    batch = trainer.datasets.valid.batch([SampleId(0, None)])["image"]
+    normalised = trainer.model.normalise(batch, torch.contiguous_format)  # type: ignore[operator]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    torch.testing.assert_close(normalised[0], (batch[0] / 255 - mean) / std)
+    (choice,) = (choice for choice in trainer.choices if choice.key == "recipe.pretrained")
+    assert choice.why.startswith(
+        "a new head for 10 classes (fc.weight, fc.bias); images are normalised as for it (0.485"
+    )
+    assert trainer.recipe.facts(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
+
+
+def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:
+    trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT", "data=synthetic", "recipe.image_size=32")
+    assert same_bits(trainer.model.state_dict(), published)
+    assert [choice.why[:13] for choice in trainer.choices if choice.key == "recipe.pretrained"] == ["with its head"]
+
+
+@pytest.mark.parametrize("form", ["plain.pth", "timm.pth", "weights.safetensors"])
+def test_weights_from_a_file(form: str, published: dict[str, Tensor], tmp_path: Path) -> None:
+    file = tmp_path / form
+    if form == "timm.pth":  # of a training script, under DDP
+        torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in published.items()}, "epoch": 3}, file)
+    elif form == "plain.pth":
+        torch.save(published, file)
+    else:
+        save_file(published, file)
+    trainer = trainer_of(*SMALL, f"recipe.pretrained={file}")
+    assert same_bits(body(trainer.model.state_dict()), body(published))
+    assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The exported folder of a run on digits of 24 pixels."""
+    folder = tmp_path_factory.mktemp("run") / "best"
+    trainer = trainer_of(*SMALL, "recipe.image_size=24")
+    fit(trainer)
+    trainer.model.eval()
+    trainer.recipe.export(trainer.model, trainer.datasets, folder)
+    return folder
+
+
+def test_the_folder_of_a_run_gives_architecture_size_head_and_normalisation(best: Path) -> None:
+    trainer = trainer_of("recipe=resnet", f"recipe.pretrained={best}", "batch_size=4", "steps=2")
+    exported = open_classifier(best)
+    assert trainer.recipe.arch == ARCH  # type: ignore[attr-defined]
+    assert trainer.datasets.image_size == 24  # type: ignore[attr-defined]
+    assert same_bits(trainer.model.state_dict(), exported.model.state_dict())
+    assert list(trainer.datasets.mean) == exported.config["mean"]  # type: ignore[attr-defined]
+
+
+def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: Path) -> None:
+    for index in range(40):
+        file = tmp_path / "photos" / "abcdefghij"[index % 10] / f"{index}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(index).integers(0, 256, (30, 30, 3), np.uint8)).save(file)
+    photos = ("data=imagefolder", f"data.path={tmp_path / 'photos'}", "loader.workers=0")
+    for source in (best, best / "model.safetensors"):
+        trainer = trainer_of(*SMALL, f"recipe.pretrained={source}", "recipe.image_size=24", *photos)
+        exported, state = open_classifier(best).model.state_dict(), trainer.model.state_dict()
+        assert same_bits(body(state), body(exported))
+        assert not torch.equal(state["fc.weight"], exported["fc.weight"])
+
+
+def test_the_same_seed_gives_the_same_new_head_and_the_same_training(hub: None) -> None:
+    one, other = (trainer_of(*SMALL, "recipe.pretrained=DEFAULT") for _ in range(2))
+    assert same_bits(one.model.state_dict(), other.model.state_dict())
+    fit(one), fit(other)
+    assert same_bits(one.model.state_dict(), other.model.state_dict())
+
+
+def test_a_forecast_reads_no_weights(hub: None) -> None:
+    trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT")
+    assert next(meta_model(trainer.recipe, trainer.datasets).parameters()).is_meta
+
+
+def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import timm
+    from timm.models import _builder
+
+    model = timm.create_model("test_vit")
+    torch.nn.init.normal_(model.head.weight)
+    wanted: list[str] = []
+
+    def download(name: str, **_: object) -> dict[str, Tensor]:
+        wanted.append(name)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    monkeypatch.setattr(_builder, "load_state_dict_from_hf", download)
+    arch = "recipe.arch=timm/test_vit.r160_in1k"
+    trainer = trainer_of(*SMALL, arch, "recipe.pretrained=DEFAULT", "recipe.image_size=48")
+    assert set(wanted) == {"timm/test_vit.r160_in1k"}
+    state = trainer.model.state_dict()
+    assert torch.equal(state["blocks.1.mlp.fc1.weight"], model.state_dict()["blocks.1.mlp.fc1.weight"])
+    assert state["pos_embed"].shape[1] == 10 != model.state_dict()["pos_embed"].shape[1]  # resampled by timm
+    assert state["head.weight"].shape[0] == 10
+    assert trainer.datasets.mean == (0.5, 0.5, 0.5)  # type: ignore[attr-defined]
+
+
+def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None:
+    def rate(*overrides: str) -> tuple[float, list[str]]:
+        config = compose("recipe=resnet", f"recipe.arch={ARCH}", *overrides)
+        return config.optimizer.lr, [choice.key for choice in config.resolve(CPU).choices]
+
+    assert rate()[0] == 1e-3
+    lr, keys = rate("recipe.pretrained=DEFAULT")
+    assert lr == 1e-4
+    assert "optimizer.lr" in keys
+    assert rate("recipe.pretrained=DEFAULT", "optimizer=sgd")[0] == pytest.approx(0.1 * rate("optimizer=sgd")[0])
+
+
+def test_a_typed_learning_rate_stays() -> None:
+    from trainer.config.compose import compose as compose_typed
+
+    config = compose_typed(["recipe=resnet", "recipe.pretrained=DEFAULT", "optimizer.lr=0.003"])
+    assert config.optimizer.lr == 0.003
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.pretrained=IMAGENET1K_V3"], r"not among torchvision's weights of .*did you mean 'IMAGENET1K_V1'"),
+        (["recipe.pretrained=none/w.pth"], r"pretrained=none/w\.pth: there is no such file or folder"),
+        (["recipe.arch=timm/test_vit", "recipe.pretrained=r160_in1k"], r"must be DEFAULT .*timm/test_vit\.r160_in1k"),
+        (["recipe.arch=timm/mixer_s32_224", "recipe.pretrained=DEFAULT"], r"timm has no weights of mixer_s32_224"),
+        (["recipe.pretrained={best}", "recipe.arch=resnet18"], rf"is a {ARCH}; set recipe\.arch={ARCH}"),
+    ],
+)
+def test_weights_that_do_not_exist_are_refused_before_data_is_opened(
+    overrides: list[str], message: str, best: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(*SMALL, *(each.format(best=best) for each in overrides)).resolve(CPU)
+
+
+def test_a_failed_download_names_a_file_as_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.hub.download_url_to_file", offline)
+    with pytest.raises(
+        UserError, match=r"could not be downloaded .*no route to host.* recipe\.pretrained=weights\.pth"
+    ):
+        start(compose(*SMALL, "recipe.pretrained=DEFAULT"))
+
+
+def test_files_that_are_no_weights_of_this_model_are_refused(published: dict[str, Tensor], tmp_path: Path) -> None:
+    def refused(message: str, *overrides: str) -> None:
+        with pytest.raises(UserError, match=message):
+            start(compose(*SMALL, f"recipe.pretrained={tmp_path / 'w.pth'}", *overrides))
+
+    (tmp_path / "w.pth").write_bytes(b"no weights")
+    refused("cannot be read as weights")
+    torch.save(published, tmp_path / "w.pth")
+    refused(r"they lack .*set the recipe\.arch", "recipe.arch=squeezenet1_1", "recipe.image_size=32")
+    torch.save({name: tensor for name, tensor in published.items() if name != "conv5.0.weight"}, tmp_path / "w.pth")
+    refused("they lack conv5.0.weight")
