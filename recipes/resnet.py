@@ -82,7 +82,7 @@ class ResNet(Recipe):
             if self.pretrained is not None:
                 pretrained.check(self.arch, self.pretrained)
             return self, []
-        if found := pretrained.exported_config(self.pretrained or ""):
+        if self.pretrained is not None and (found := pretrained.exported_config(self.pretrained)):
             choices = [Choice("recipe.arch", found["arch"], "that of recipe.pretrained")]
             if self.image_size == "auto":
                 choices += [Choice("recipe.image_size", found["image_size"], "that of recipe.pretrained")]
