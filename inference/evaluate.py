@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from inference.data import open_data, part_of
 from inference.exported import Exported
-from inference.model import load_model
+from inference.model import in_precision, load_model
 from inference.setting import Setting
 from inference.textbytes import bytes_of_tokens
 from recipes.data.text.corpus import TokenizedText
@@ -22,9 +21,6 @@ from trainer.data.contract import Dataset, Datasets, SampleId
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import checked, to_device
 from trainer.errors import UserError
-from trainer.files import read_object
-from trainer.kernels import attention, convolution
-from trainer.kernels.determinism import set_determinism
 
 
 @dataclass
@@ -65,25 +61,17 @@ def open_all(exported: Exported, setting: Setting, split: str) -> Opened:
     Raises:
         UserError: the data does not suit the model, or the files cannot be read.
     """
-    config, device = setting.config, setting.hardware.device
-    config.precision.apply()
-    attention.allow_cudnn(not config.recipe.masks_attention)
-    set_determinism(config.deterministic)
     datasets = open_data(setting, exported)
     part = part_of(datasets, split)
     if not len(part):
         raise UserError(f"split={split}: this part of the data is empty; choose another split")
-    config, _ = config.with_data(datasets, setting.hardware)
-    model = load_model(exported, config.recipe, datasets).to(device)
-    config.precision.convert(model, device)
-    if exported.run and setting.own_precision and config.precision.half is not None and device.type == "cpu":
-        with suppress(KeyError, AttributeError):  # those that training computed in fp32
-            effective = read_object(exported.run.path / "precision.json")["effective"]
-            convolution.compute_in_fp32(model, effective["conv_in_fp32"], config.precision.half)
+    setting = setting.with_data(datasets)
+    config = setting.config
+    model = in_precision(load_model(exported, config.recipe, datasets), exported, setting)
     table = None
     if isinstance(config.recipe, LanguageRecipe) and isinstance(config.data, TokenizedText):
         table = bytes_of_tokens(exported.folder, exported.config["vocab_size"])
-    return Opened(replace(setting, config=config), datasets, part, model, table)
+    return Opened(setting, datasets, part, model, table)
 
 
 def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:

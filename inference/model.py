@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from inference.exported import Exported
+from inference.setting import Setting
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
+from trainer.files import read_object
+from trainer.kernels import convolution
 from trainer.recipe import Recipe
 
 _CLASSES = {
@@ -48,6 +52,21 @@ def load_weights(exported: Exported, recipe: Recipe, model: nn.Module) -> nn.Mod
     """
     fill(model, recipe.exported(exported.folder), f"run={exported.given}")
     return model.eval()
+
+
+def in_precision(model: nn.Module, exported: Exported, setting: Setting) -> nn.Module:
+    """Return the model on its device, converted as in training.
+
+    Raises:
+        UserError: see ``Precision.convert``.
+    """
+    precision, device = setting.config.precision, setting.hardware.device
+    precision.convert(model.to(device), device)
+    if exported.run and setting.own_precision and precision.half is not None and device.type == "cpu":
+        with suppress(KeyError, AttributeError):  # those that training computed in fp32
+            effective = read_object(exported.run.path / "precision.json")["effective"]
+            convolution.compute_in_fp32(model, effective["conv_in_fp32"], precision.half)
+    return model
 
 
 def open_transformers(exported: Exported, attention: str = "sdpa") -> Any:

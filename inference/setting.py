@@ -11,12 +11,17 @@ from inference.exported import Exported
 from trainer.config.compose import compose, quoted
 from trainer.config.registration import groups
 from trainer.config.schema import Config
+from trainer.data.contract import Datasets
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
+from trainer.kernels import attention
+from trainer.kernels.determinism import set_determinism
 from trainer.run.resume import recorded_overrides
 
 _KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "deterministic")
 _GROUPS = ("recipe", "data", "augment", "precision", "loader")
+_WITHOUT_DATA = ("precision", "loader", "device", "deterministic")
+"""What can be set where the data is not that of a recipe."""
 _LONGEST = 1024
 """Tokens of a sample for an exported folder alone, where its model takes more."""
 
@@ -35,17 +40,33 @@ class Setting:
     eval_samples: int | None
     """Samples to evaluate; None: all of them."""
 
+    def with_data(self, datasets: Datasets) -> Setting:
+        """Return the setting with what the open data decides, and tell torch about its precision."""
+        config, _ = self.config.with_data(datasets, self.hardware)
+        config.precision.apply()
+        attention.allow_cudnn(not config.recipe.masks_attention)
+        set_determinism(config.deterministic)
+        return replace(self, config=config)
 
-def configure(exported: Exported, overrides: Sequence[str]) -> Setting:
+
+def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True) -> Setting:
     """Return the setting for these overrides of the command line.
+
+    Args:
+        exported: the trained model.
+        overrides: of its config.
+        with_data: whether samples of a data source are evaluated; else inputs of another kind, such as a prompt.
 
     Raises:
         UserError: an override that is unknown or has no effect, or data that is missing or does not suit the recipe.
     """
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
-    _check_keys(exported, typed)
+    _check_keys(exported, typed, (*_KEYS, *_GROUPS) if with_data else _WITHOUT_DATA)
     other_data = any(key.partition(".")[0] == "data" for key in typed)
-    base = _of_run(exported, typed, other_data) if exported.run else _of_folder(exported, typed)
+    if exported.run:
+        base = _of_run(exported, typed, other_data or not with_data, with_data)
+    else:
+        base = _of_folder(exported, typed, with_data)
     config = compose([*base, *overrides])
     size = config.micro_batch_size
     config = replace(config, batch_size=size, run_name="evaluation")  # training's batch need not be a multiple of it
@@ -61,24 +82,25 @@ def configure(exported: Exported, overrides: Sequence[str]) -> Setting:
     )
 
 
-def _check_keys(exported: Exported, typed: set[str]) -> None:
+def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> None:
     every = {entry.name for entry in dataclasses.fields(Config)} | groups().keys()
     for key in sorted(typed):
         group = key.partition(".")[0]
         if key == "recipe":
             raise UserError(f"recipe= has no effect: run={exported.given} is a {exported.recipe}; leave it out")
-        if group in (*_KEYS, *_GROUPS):
+        if group in allowed:
             continue
         if group in every or group == "experiment":
             raise UserError(f"{key} has no effect on a model that is trained; leave it out")
-        raise UserError(f"{key} is not an option{nearest(group, (*_KEYS, *_GROUPS))}; --help lists them")
+        raise UserError(f"{key} is not an option{nearest(group, allowed)}; --help lists them")
 
 
-def _of_run(exported: Exported, typed: set[str], other_data: bool) -> list[str]:
+def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bool) -> list[str]:
     """Return overrides that make up the run's config, as far as evaluation needs it."""
     assert exported.run
     left_out = typed & {"data", "augment", "precision", "loader"}  # chosen anew, with the defaults of that choice
     left_out |= {"eval_samples"} if other_data else set()
+    left_out |= set() if with_data else {"data", "augment"}
     found = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
     # What a model was fine-tuned from is in its weights, and the weights of classes are of the training loss.
     dropped = (
@@ -93,9 +115,9 @@ def _of_run(exported: Exported, typed: set[str], other_data: bool) -> list[str]:
     return found
 
 
-def _of_folder(exported: Exported, typed: set[str]) -> list[str]:
+def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> list[str]:
     """Return overrides for an exported folder without its run."""
-    if "data" not in typed:
+    if with_data and "data" not in typed:
         example = (
             "data=imagefolder data.path=photos" if exported.recipe == "resnet" else "data=text data.path=notes.txt"
         )
@@ -105,7 +127,7 @@ def _of_folder(exported: Exported, typed: set[str]) -> list[str]:
         )
     options = {key: value for key, value in _options(exported).items() if f"recipe.{key}" not in typed}
     found = [f"recipe={exported.recipe}", *(f"recipe.{key}={quoted(value)}" for key, value in options.items())]
-    if exported.recipe == "resnet" and "augment" not in typed:
+    if exported.recipe == "resnet" and with_data and "augment" not in typed:
         part = exported.config.get("evaluated_part", 1.0)
         found += ["augment=none"] if part == 1 else ["augment=imagenet", f"augment.evaluated={part}"]
     return found

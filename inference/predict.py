@@ -1,0 +1,158 @@
+"""The command of scripts/predict.py: the classes of photos."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inference.classes import name_of
+from inference.exported import Exported, find
+from inference.model import in_precision, load_model
+from inference.setting import Setting, configure
+from recipes.data.images.augment import Augment, ImageNet
+from recipes.data.images.folder import EXTENSIONS
+from recipes.data.images.pixels import DecodedImages, unreadable
+from recipes.data.images.source import ImageDatasets
+from trainer.config.options import parse
+from trainer.data.evaluation import evaluation_samples
+from trainer.data.loader import checked, to_device
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_WORKERS_FROM = 256
+"""Photos. Starting processes takes longer than decoding fewer of them."""
+
+
+@dataclass
+class PredictOptions:
+    """Of scripts/predict.py."""
+
+    run: str = ""
+    path: str = ""
+    top: int = 5
+    batch_size: int = 32
+    output: str = ""
+    uri: str = ""
+    output_dir: str = "outputs"
+
+
+class Photos(DecodedImages):
+    """Image files without labels, cut and scaled as in the evaluation of the model.
+
+    Args:
+        files: that Pillow can decode, of any size.
+        config: ``config.json`` of an exported classifier.
+    """
+
+    def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
+        part = config.get("evaluated_part", 1.0)
+        self.files = list(files)
+        self.labels = torch.zeros(len(files), dtype=torch.int64)
+        self.image_size = config["image_size"]
+        self.augment = Augment() if part == 1 else ImageNet(evaluated=part)
+
+    @contextmanager
+    def open(self, index: int) -> Iterator[Image.Image]:
+        from PIL import Image
+
+        try:
+            with Image.open(self.files[index]) as image:
+                yield image
+        except unreadable() as error:
+            raise UserError(
+                f"path: {self.files[index]} cannot be read as an image ({error}); repair it or leave it out"
+            ) from error
+
+
+def predict(arguments: list[str]) -> int:
+    """Print the most probable classes of each photo, and write them as CSV."""
+    options, overrides = parse(arguments, PredictOptions, "overrides")
+    exported = find(options.run, options.uri or None, options.output_dir)
+    if "classes" not in exported.config:
+        raise UserError(
+            f"run={exported.given} is a {exported.recipe}, which does not classify images; "
+            "give a run of recipe=resnet, or use scripts/generate.py for a language model"
+        )
+    files = _files(options.path)
+    setting = configure(exported, overrides, with_data=False)
+    names: list[str] = exported.config["classes"]
+    top = min(options.top, len(names))
+    target = Path(options.output).expanduser() if options.output else exported.evaluation.with_name("predictions.csv")
+    width = max(len(str(file)) for file in files)
+    try:
+        with target.open("w", newline="", encoding="utf-8") as table:
+            rows = csv.writer(table)
+            rows.writerow(
+                ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
+            )
+            for file, best in predictions(exported, setting, files, options.batch_size, top):
+                rows.writerow([file, *(part for index, share in best for part in (name_of(index, names), share))])
+                shown = "  ".join(f"{name_of(index, names)} {share:.3f}" for index, share in best)
+                print(f"{file!s:<{width}}  {shown}")
+    except OSError as error:
+        raise UserError(f"output={target} cannot be written ({error.strerror}); choose another file") from error
+    print(f"\n{len(files)} photos, written to {target}")
+    return 0
+
+
+@torch.inference_mode()
+def predictions(
+    exported: Exported, setting: Setting, files: Sequence[Path], batch_size: int, top: int
+) -> Iterator[tuple[Path, list[tuple[int, float]]]]:
+    """Yield each file with the model's ``top`` most probable outputs, and their probabilities (softmax, fp32).
+
+    Raises:
+        UserError: a file cannot be decoded.
+    """
+    photos, config = Photos(files, exported.config), exported.config
+    datasets = ImageDatasets(
+        photos,
+        photos,
+        "photos",
+        decodes=len(files) >= _WORKERS_FROM,
+        classes=config["classes"],
+        image_size=config["image_size"],
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+    )
+    setting = setting.with_data(datasets)
+    recipe, precision, device = setting.config.recipe, setting.config.precision, setting.hardware.device
+    model = in_precision(load_model(exported, recipe, datasets), exported, setting)
+    batches = evaluation_samples(len(files), None, batch_size)
+    loaded = checked(setting.config.loader.loader(photos, batches, setting.hardware))
+    for samples, batch in zip(batches, loaded, strict=True):
+        with precision.autocast(device):
+            scores = recipe.loss(model, to_device(batch, device)).scores
+        assert scores is not None
+        best = scores[:, : len(config["classes"])].softmax(1).topk(top)
+        for sample, index, share in zip(samples, best.indices.tolist(), best.values.tolist(), strict=True):
+            yield photos.files[sample.index], list(zip(index, share, strict=True))
+
+
+def _files(given: str) -> list[Path]:
+    """Return the photo, or those in a folder and below it, sorted.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not given:
+        raise UserError("missing required option: path; set a photo or a folder of photos, such as path=photo.jpg")
+    path = Path(given).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UserError(f"path={given}: there is no such file or folder")
+    every = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
+    found = sorted(file for file in every if file.suffix.lower() in EXTENSIONS and not file.name.startswith("."))
+    if not found:
+        raise UserError(f"path={given}: no images in this folder (looked for {', '.join(EXTENSIONS)})")
+    return found

@@ -1,0 +1,19 @@
+"""Classify photos with a trained model: ``python scripts/predict.py run=outputs/resnet-bf16-s0 path=photos``.
+
+  run=…             a run folder, its best/, mlflow:RUN_ID, or an exported folder
+  path=…            a photo, or a folder of them; each is cut and scaled as in the evaluation of the model
+  top=5             how many classes are shown of each
+  output=…          the CSV file (default: predictions.csv in the run folder)
+  batch_size=32     photos of a forward pass
+  uri=…             where MLflow's runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
+  output_dir=…      the folder that such a run is downloaded to (default: outputs)
+It computes in the precision of the run, or in precision=…; device=… chooses where.
+Exit code: 0, 2 for a user error, 130 when interrupted.
+"""
+
+import sys
+
+from trainer.config.options import run
+
+if __name__ == "__main__":
+    sys.exit(run("inference.predict:predict", __doc__))
