@@ -40,6 +40,9 @@ class ResNet(Recipe):
     """Any classifier of torchvision.models, by its name there; with ``timm/`` before it one of timm."""
     image_size: int | str = "auto"
     """Pixels on a side; auto: the data's own size."""
+    train_image_size: int | None = None
+    """Pixels on a side in training, where they are others than in evaluation: a smaller size trains faster, and objects
+    look larger in random crops (Touvron et al. 2019). null: ``image_size``."""
     pretrained: str | None = None
     """Weights to start from: a name of torchvision's, such as IMAGENET1K_V2, or DEFAULT (also for timm); a file
     (.pth, .safetensors); or the ``best/`` of a run. The head is new where the classes are others, and images are
@@ -60,8 +63,9 @@ class ResNet(Recipe):
     number on average where the factors have a mean of 1 over the images; those of ``balanced`` have.)"""
 
     def __post_init__(self) -> None:
-        for key, value, least in (("image_size", self.image_size, 1), ("classes", self.classes, 2)):
-            if value != "auto" and (isinstance(value, str) or value < least):
+        sizes = (("image_size", self.image_size, 1), ("train_image_size", self.train_image_size, 1))
+        for key, value, least in (*sizes, ("classes", self.classes, 2)):
+            if value not in ("auto", None) and (isinstance(value, str) or value < least):
                 raise UserError(f"recipe.{key}={value} must be auto or a whole number of at least {least}")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
@@ -113,6 +117,8 @@ class ResNet(Recipe):
             raise UserError(f"recipe.classes={outputs}, but the data has {found} classes; use recipe.classes=auto")
         objective.class_weights(self.class_weights, datasets, outputs)
         architectures.check_size(self.arch, datasets.image_size, outputs)
+        if self.train_image_size is not None:
+            self._set_train_size(datasets, outputs)
         if self.pretrained is None:
             return datasets
         weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)  # before the other ranks do
@@ -216,6 +222,13 @@ class ResNet(Recipe):
         """Return the architecture as the size, with what it was built for."""
         facts = {"size": self.arch, "image_size": datasets.image_size, "classes": self._outputs(datasets)}
         return facts if self.pretrained is None else facts | {"pretrained": self.pretrained}
+
+    def _set_train_size(self, datasets: ImageDatasets, outputs: int) -> None:
+        size = self.train_image_size
+        if not isinstance(getattr(datasets.train, "image_size", None), int):
+            raise UserError(f"recipe.train_image_size={size} has no effect on this data; leave it out")
+        architectures.check_size(self.arch, datasets.image_size, outputs, size)
+        datasets.train.image_size = size  # type: ignore[attr-defined]
 
     def _outputs(self, datasets: ImageDatasets) -> int:
         return self.classes if isinstance(self.classes, int) else len(datasets.classes)

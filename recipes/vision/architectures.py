@@ -119,17 +119,23 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def check_size(arch: str, image_size: int, classes: int) -> None:
+def check_size(arch: str, image_size: int, classes: int, train_size: int | None = None) -> None:
     """Refuse images that the architecture cannot take, by trying it on tensors without memory.
+
+    Args:
+        arch: has passed ``check``.
+        image_size: in pixels, what the model is built for.
+        classes: outputs of the head.
+        train_size: another size, which it must take as well.
 
     Raises:
         UserError: names a size that fits, if a usual one does.
     """
 
-    def failure(size: int) -> Exception | None:
+    def failure(size: int, given: int) -> Exception | None:
         try:
             with torch.device("meta"), torch.no_grad():
-                output = build(arch, size, classes).eval()(torch.empty(1, 3, size, size))
+                output = build(arch, size, classes).eval()(torch.empty(1, 3, given, given))
         except NotImplementedError:
             return None  # regnet computes with tensors while it is built; it takes images of any size
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -138,8 +144,15 @@ def check_size(arch: str, image_size: int, classes: int) -> None:
             raise UserError(f"recipe.arch={arch} is no classifier: it has no head with a number of classes")
         return None
 
-    if error := failure(image_size):
-        fitting = next((size for size in USUAL_SIZES if size > image_size and not failure(size)), None)
+    if train_size is not None:
+        if error := failure(image_size, train_size):
+            raise UserError(
+                f"recipe.arch={arch}, built for images of {image_size} × {image_size}, cannot train on "
+                f"recipe.train_image_size={train_size}; leave it out"
+            ) from error
+        return
+    if error := failure(image_size, image_size):
+        fitting = next((size for size in USUAL_SIZES if size > image_size and not failure(size, size)), None)
         advice = f"; use recipe.image_size={fitting}" if fitting else ""
         raise UserError(f"recipe.arch={arch} cannot take images of {image_size} × {image_size}{advice}") from error
 

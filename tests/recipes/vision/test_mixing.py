@@ -227,6 +227,18 @@ def test_the_batch_of_a_step_is_the_same_however_it_is_divided() -> None:
         assert torch.equal(one, torch.cat(others))
 
 
+def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
+    trainer = trainer_of(*RUN, "recipe.image_size=32", "recipe.train_image_size=24", "steps=1")
+    (batch,) = next(trainer.batches())
+    assert batch["image"].shape == (8, 3, 24, 24)
+    assert batch["pasted"].max() <= 24
+    assert trainer.datasets.valid.batch([SampleId(0, None)])["image"].shape == (1, 3, 32, 32)
+    assert trainer.recipe.description(trainer.datasets)["image_size"] == 32
+    trainer.train_step([batch])
+    with pytest.raises(UserError, match=r"built for images of 32 × 32, cannot train on recipe\.train_image_size=24"):
+        trainer_of(*RUN, "recipe.arch=vit_b_32", "recipe.image_size=32", "recipe.train_image_size=24")
+
+
 def test_accumulation_does_not_change_the_gradient_of_mixed_images() -> None:
     def step(micro: int) -> tuple[float, Tensor]:
         # Without batch norm, which sees one microbatch at a time.
