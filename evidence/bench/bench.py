@@ -21,6 +21,7 @@ from torch import nn
 
 from evidence.bench.baselines import FRAMEWORKS, LOG_EVERY, BareLoop, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job, steps_of
+from evidence.bench.loading import loader
 from evidence.bench.scale import parallel, saving
 from evidence.bench.turns import Block, Row, Turns, interleave, overheads, ratios, stopwatch, synchronise, threads
 from trainer.config.schema import Config
@@ -299,6 +300,7 @@ MEASUREMENTS: dict[str, Callable[[Hardware, int, Path], list[Row]]] = {
     "trainer": trainer_cost,
     "meters": meters_cost,
     "memory": peak_memory,
+    "loader": loader,
     "startup": startup,
     "saving": saving,
     "parallel": parallel,

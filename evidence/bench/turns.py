@@ -56,7 +56,7 @@ class Row:
 
     name: str
     unit: str
-    """``x``, ``%``, ``ms`` or ``s``."""
+    """``x``, ``%``, ``ms``, ``s`` or ``images/s``."""
     values: list[float]
     """One per repeat; empty: not measured."""
     measured: str
@@ -108,7 +108,7 @@ class Row:
         }
 
     def _number(self, value: float) -> str:
-        return f"{value:.{ {'x': 3, '%': 2, 'ms': 3, 's': 2}[self.unit] }f}"
+        return f"{value:.{ {'x': 3, '%': 2, 'ms': 3, 's': 2, 'images/s': 1}[self.unit] }f}"
 
 
 def ratios(times: Times, above: str, below: str) -> list[float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evidence.bench import baselines, bench
+from evidence.bench import baselines, bench, loading
 from evidence.bench.baselines import BareLoop, Framework, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch, threads
@@ -257,3 +257,37 @@ def test_a_process_that_ends_otherwise_is_an_error(tmp_path: Path, options: dict
     command = [sys.executable, "-c", "import sys; print('what it said'); sys.exit(1)"]
     with pytest.raises(RunError, match=r"status 1:\nwhat it said"):
         bench._seconds(command, tmp_path, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm's reader
+def test_loading_is_measured_beside_torchvisions_own_loop_and_timms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "BATCH", 4)
+    found = {row.name: row for row in bench.loader(detect("cpu"), 1, tmp_path, images=8, batches=1)}
+    for policy in loading.POLICIES:
+        rate = found[f"loading alone, {policy}, Mantissa"]
+        assert rate.unit == "images/s"
+        assert rate.median > 1
+        own = found[f"loading alone, {policy}, torchvision"].median
+        assert found[f"loading, {policy}, Mantissa / torchvision"].median == pytest.approx(rate.median / own)
+    assert found["loading alone, imagenet, timm"].median > 1
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_what_the_loaders_return_is_of_the_same_images_and_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "BATCH", 4)
+    loading.write_jpegs(tmp_path, loading.BATCH)
+    batches = {
+        "torchvision": next(iter(loading.torchvision_loader(tmp_path, "imagenet"))),
+        "uint8": next(iter(loading.torchvision_loader(tmp_path, "imagenet", normalise=False))),
+        "timm": next(iter(loading.timm_loader(tmp_path))),
+    }
+    for name, (images, labels) in batches.items():
+        assert images.shape == (loading.BATCH, 3, loading.SIZE, loading.SIZE)
+        assert images.dtype == (torch.uint8 if name == "uint8" else torch.float32)
+        assert labels.sum() == loading.BATCH // 2
+    assert batches["torchvision"][0].mean().abs() < 1
+    assert batches["timm"][0].mean().abs() < 1
