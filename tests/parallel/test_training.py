@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.parallel.test_gradients import MODES, Ranks
 from tests.parallel.training import RULES
@@ -17,10 +18,14 @@ def test_two_processes_train_as_one_does_and_resume_exactly(rule: str, mode: str
     expected = alone["training"]["single"][rule]
     assert expected["resumed alike"]
     assert expected["moved in the last step"]
-    tolerance = 1e-4 if "bf16" not in rule else 1e-2
+    tolerance = 0.02 if "bf16" in rule else 1e-3
+    change = torch.tensor(expected["change"])
     for found in (rank["training"][mode][rule] for rank in ranks("training", 2)):
+        if (rule, mode) == ("adafactor", "fsdp"):
+            assert "use parallel=ddp, or another optimizer" in found
+            continue
         assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
-        assert found["weights"] == pytest.approx(expected["weights"], rel=tolerance, abs=1e-5)
+        assert (torch.tensor(found["change"]) - change).norm() < tolerance * change.norm()
         assert found["resumed alike"]
         assert found["unchanged"] == expected["unchanged"] == (FROZEN if rule.startswith("freeze") else [])
         assert found["saved"] == expected["saved"]

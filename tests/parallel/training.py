@@ -26,6 +26,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
     "groups": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5},1.?:{weight_decay:0.5}}", "optimizer.layer_decay=0.8"),
     "groups bf16_master": ("optimizer.groups={0.0.*:{lr:3},bias:{lr:0.5}}", "precision=bf16_master"),
+    "muon": ("optimizer=muon", "optimizer.lr=0.02", "optimizer.groups={bias:{lr:0.5}}"),
+    "muon bf16": ("optimizer=muon", "optimizer.lr=0.02", "precision=bf16"),
+    "lion": ("optimizer=lion", "optimizer.lr=1e-3"),
+    "lamb bf16_master": ("optimizer=lamb", "precision=bf16_master"),
+    "adafactor": ("optimizer=adafactor",),
 }
 """Overrides by name."""
 
@@ -40,7 +45,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def found(mode: str, device: str) -> dict[str, Any]:
-    """Every rule: losses and weights after three steps, and one more after a checkpoint, also read by another run."""
+    """Every rule: losses and the change of the weights in three steps, and a fourth one after a checkpoint."""
     return {name: _found(mode, device, name) for name in RULES}
 
 
@@ -62,7 +67,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     after, again = weights(trainer), weights(other)
     return {
         "losses": [trainer.world.add(record.loss.double()).item() for record in records],
-        "weights": torch.cat([tensor.flatten().double() for tensor in last.values()]).tolist(),
+        "change": torch.cat([(last[key] - first[key]).flatten().double() for key in last]).tolist(),
         "unchanged": [key for key in first if torch.equal(first[key], after[key])],
         "moved in the last step": any(not torch.equal(last[key], after[key]) for key in last),
         "resumed alike": all(torch.equal(after[key], again[key]) for key in after),

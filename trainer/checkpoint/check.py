@@ -5,7 +5,7 @@ The optimizer's options, for example, come from the config; a checkpoint with ot
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,11 +38,15 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
     """Compare the options of the optimizer's groups with those that the config gave it.
 
     Raises:
-        InvalidCheckpoint: an option differs; the message has the first one.
+        InvalidCheckpoint: an option differs, or a count is none; the message has the first one.
     """
-    for there, group in zip(state.groups, optimizer.param_groups, strict=True):
+    counts = expected_counts(optimizer)
+    for there, group, counted in zip(state.groups, optimizer.param_groups, counts, strict=True):
         here = {key: value for key, value in group.items() if key != "params"}
         for key, value in there.items():
+            if key in counted:
+                require(is_finite(value), f"the optimizer's {key} is {value!r:.80}, which is not a number")
+                continue
             if key not in here:
                 raise InvalidCheckpoint(f"{STATE_FILE}: {key!r:.80} is not an option of {type(optimizer).__name__}")
             if key == "lr":  # the schedule's at every step
@@ -57,7 +61,7 @@ def check_options(state: State, optimizer: torch.optim.Optimizer) -> None:
 def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return, for each parameter, what its state looks like after a step: tensors without data, or other values.
 
-    Each kind of parameter is tested on a small copy, so this works for every optimizer of torch.
+    Each kind of parameter is tested on a small copy, so this works for every optimizer.
     """
     tried: dict[tuple[Any, ...], dict[str, Any]] = {}
     expected = []
@@ -65,10 +69,15 @@ def expected_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         for parameter in group["params"]:
             key = (number, parameter.dtype, parameter.device, parameter.ndim)
             if key not in tried:
-                tried[key] = _try_twin(optimizer, group, parameter)
+                tried[key] = _try_twin(optimizer, group, parameter)[0]
             twin = tried[key]
             expected.append({name: _stretched(value, tuple(parameter.shape)) for name, value in twin.items()})
     return expected
+
+
+def expected_counts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return, for each group, what a step changes in the group itself, such as LAMB's ``step``, with example values."""
+    return [_try_twin(optimizer, group, group["params"][0])[1] for group in optimizer.param_groups]
 
 
 def check_progress(
@@ -140,17 +149,24 @@ def check_generators(state: dict[str, Tensor], device: torch.device) -> None:
         set_random_state(like, device)
 
 
-def _try_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Return the state of a parameter of the same type, 2 × 3 × 4 …, after one step of an optimizer like this one."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    options = {key: value for key, value in group.items() if key in accepted and key != "params"}
+def _try_twin(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take a step of an optimizer like this one, over a parameter of the same type, 2 × 3 × 4 ….
+
+    Returns:
+        The parameter's state after it, and the entries of its group that were changed or are new.
+    """
     shape = range(2, 2 + parameter.ndim)
     twin = nn.Parameter(torch.zeros(tuple(shape), dtype=parameter.dtype, device=local_part(parameter).device))
     twin.grad = torch.zeros_like(twin)
+    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     maker: Any = type(optimizer)
-    other: torch.optim.Optimizer = maker([twin], **options)
+    other: torch.optim.Optimizer = maker([{**options, "params": [twin]}])
+    before = copy.deepcopy({key: value for key, value in other.param_groups[0].items() if key != "params"})
     other.step()
-    return dict(other.state[twin])
+    after = {key: value for key, value in other.param_groups[0].items() if key != "params"}
+    return dict(other.state[twin]), {k: value for k, value in after.items() if k not in before or value != before[k]}
 
 
 def _stretched(value: Any, shape: tuple[int, ...]) -> Any:

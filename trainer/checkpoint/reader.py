@@ -11,7 +11,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainer.checkpoint.check import check_counters, check_generators, check_options, check_progress, expected_state
+from trainer.checkpoint.check import (
+    check_counters,
+    check_generators,
+    check_options,
+    check_progress,
+    expected_counts,
+    expected_state,
+)
 from trainer.checkpoint.schema import InvalidCheckpoint, Manifest, State, read_manifest, read_state
 from trainer.checkpoint.state import MASTER, parameter_names, untie
 from trainer.checkpoint.store import find_verified
@@ -161,6 +168,12 @@ class CheckpointReader:
     def _restore_optimizer(
         self, optimizer: torch.optim.Optimizer, expected: dict[str, tuple[Tensor, dict[str, Any]]]
     ) -> None:
+        counts = expected_counts(optimizer)
+        for there, group, counted in zip(self._state.groups, optimizer.param_groups, counts, strict=True):
+            for key in there.keys() & counted.keys():
+                like = counted[key]
+                number = like.new_tensor(there[key]) if isinstance(like, Tensor) else type(like)(there[key])
+                group[key] = number
         optimizer.state.clear()
         for name, (parameter, values) in expected.items():
             entry = optimizer.state[parameter]

@@ -70,7 +70,10 @@ def _optimizer_tensors(
                 tensors[f"{names[index]}.{key}"] = value.detach()
             else:
                 scalars.setdefault(names[index], {})[key] = value
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    groups = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in state["param_groups"]
+    ]
     # To distinguish a parameter whose state was lost from one that never had any.
     stateless = [name for index, name in enumerate(names) if not state["state"].get(index)]
     return tensors, {"names": names, "groups": groups, "scalars": scalars, "stateless": stateless}

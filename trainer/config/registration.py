@@ -19,7 +19,8 @@ from trainer.config.schema import Config
 from trainer.config.source import adopt
 from trainer.data.loader import Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError, nearest
-from trainer.optim.optimizer import Optimizer, accepted_options
+from trainer.kernels.optimizers import accepted_options, optimizer_class
+from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Cosine, Linear, OneCycle, Schedule, WarmupStableDecay
 from trainer.optim.update import Clip, ClipNorm, ClipValue
 from trainer.parallel.activation import ActivationCheckpointing
@@ -108,11 +109,9 @@ def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
     """Remove the options of the optimizer's YAML that the class named on the command line does not have."""
     if "optimizer.name" not in typed or "optimizer.options" in typed:
         return []
-    accepted = accepted_options(composed.optimizer.name)
+    accepted = accepted_options(optimizer_class(composed.optimizer.name))
     foreign = [
-        key
-        for key in composed.optimizer.options
-        if accepted is not None and key not in accepted and f"optimizer.options.{key}" not in typed
+        key for key in composed.optimizer.options if key not in accepted and f"optimizer.options.{key}" not in typed
     ]
     with open_dict(composed.optimizer.options) as options:
         for key in foreign:

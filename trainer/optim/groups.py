@@ -48,6 +48,7 @@ def parameter_groups(
     weight_decay: float,
     patterns: Mapping[str, Mapping[str, float]],
     factors: Mapping[str, float],
+    hidden: set[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the groups of an optimizer, first those with weight decay.
 
@@ -59,6 +60,7 @@ def parameter_groups(
             those of modules around them, later ones before earlier ones: ``lr``, in the place of ``factors``, and
             ``weight_decay``, for those that have any.
         factors: multiples of the learning rate, by name; 1 where there is none.
+        hidden: the names of the parameters for Muon, see ``MuonAdamW``; None: the optimizer is another one.
 
     Raises:
         UserError: a pattern that matches nothing, or changes nothing.
@@ -80,10 +82,14 @@ def parameter_groups(
         for name in found:
             settings[name] |= values
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
+    group: dict[str, Any]
     for name in sorted(of_name, key=lambda name: name not in weights):  # their order is kept otherwise
         factor, decay = settings[name]["lr"], settings[name]["weight_decay"] if name in weights else 0.0
         group = {"params": [], "weight_decay": decay, LR_FACTOR: factor}
-        groups.setdefault((name in weights, factor, decay), group)["params"].append(of_name[name])
+        if hidden is not None:
+            group["muon"] = name in hidden
+        key = name in weights, factor, decay, group.get("muon")
+        groups.setdefault(key, group)["params"].append(of_name[name])
     return list(groups.values())
 
 

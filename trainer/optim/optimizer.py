@@ -1,4 +1,4 @@
-"""The ``optimizer`` config group: any optimizer of torch.optim by name, with weight decay by parameter role."""
+"""The ``optimizer`` config group: any optimizer of torch.optim by name, and some others, with its parameter groups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from torch import nn
 
 from trainer.errors import UserError, nearest
 from trainer.kernels.fused import fused_is_sound, start_momentum
+from trainer.kernels.muon import MuonAdamW, hidden_matrices
+from trainer.kernels.optimizers import accepted_options, optimizer_class
+from trainer.optim.decay import decayed
 from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
+from trainer.parallel.wrap import is_sharded
 
 
 @dataclass
 class Optimizer:
-    """A class of ``torch.optim`` and its options; a new choice is one YAML file."""
+    """An optimizer's class and its options; a new choice is one YAML file."""
 
     name: str = "AdamW"
-    """The class in torch.optim."""
+    """The class in torch.optim, or one of the others of ``trainer.kernels.optimizers``."""
     lr: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0
@@ -42,11 +46,7 @@ class Optimizer:
     """Further arguments of the class, such as ``betas`` or ``momentum``."""
 
     def __post_init__(self) -> None:
-        cls = getattr(torch.optim, self.name, None)
-        if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
-            raise UserError(f"optimizer.name={self.name} is not in torch.optim{nearest(self.name, dir(torch.optim))}")
-        if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
-            raise UserError(f"optimizer.name={self.name} needs a closure or sparse gradients, which no recipe has")
+        accepted = accepted_options(optimizer_class(self.name))
         if not 0 < self.lr < math.inf:
             raise UserError(f"optimizer.lr={self.lr} must be a number above 0")
         if not 0 <= self.weight_decay < math.inf:
@@ -57,7 +57,6 @@ class Optimizer:
         check_patterns(self.groups)
         if isinstance(self.fused, str) and self.fused != "auto":
             raise UserError(f"optimizer.fused={self.fused} must be true, false or auto")
-        accepted = set(inspect.signature(cls).parameters) - {"params"}
         for option in self.options:
             if option in ("lr", "weight_decay", "fused"):
                 raise UserError(f"optimizer.options.{option} has its own key: set optimizer.{option}=…")
@@ -76,6 +75,18 @@ class Optimizer:
     def _dampened(self) -> bool:
         return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
+    def check(self, parallel: str) -> None:
+        """Check that it can train in this kind of data parallelism.
+
+        Raises:
+            UserError: it cannot.
+        """
+        if self.name == "Adafactor" and parallel == "fsdp":
+            raise UserError(
+                "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute of sharded "
+                "ones; use parallel=ddp, or another optimizer"
+            )
+
     def build(
         self, model: nn.Module | MasterWeights, device: torch.device, blocks: list[nn.Module] | None = None
     ) -> torch.optim.Optimizer:
@@ -84,39 +95,20 @@ class Optimizer:
         Args:
             model: what it changes.
             device: where that is.
-            blocks: the model's repeated blocks, for ``layer_decay``.
+            blocks: the model's repeated blocks, for ``layer_decay`` and for Muon.
 
         Raises:
             UserError: an option that this class, dtype, device or model does not support.
         """
-        cls = getattr(torch.optim, self.name)
-        accepted = set(inspect.signature(cls).parameters)
-        whole = model.model if isinstance(model, MasterWeights) else model
-        factors = {} if self.layer_decay is None else layer_factors(whole, blocks or [], self.layer_decay)
-        groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, self.groups or {}, factors)
+        cls: Any = optimizer_class(self.name)
+        groups = self._groups(cls, model, blocks or [])
         parameters = [parameter for group in groups for parameter in group["params"]]
-        if "weight_decay" not in accepted:
-            decays = [group.pop("weight_decay") for group in groups]
-            if any(decays):
-                raise UserError(f"optimizer.weight_decay: torch.optim.{self.name} has no weight decay; set it to 0")
-        keywords: dict[str, object] = {
+        keywords: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()
         }
-        # Of torch's fused kernels, only Adam's support sharded weights (FSDP2's DTensors).
-        sharded = hasattr(parameters[0], "full_tensor") and self.name not in ("Adam", "AdamW")
-        if sharded and self.fused is True:
-            raise UserError(f"optimizer.fused=true: {self.name} has no fused form for parallel=fsdp; use auto")
-        halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
-        unsound = device.type == "cpu" and "fused" in accepted and not all(fused_is_sound(cls, d) for d in halves)
-        if unsound and self.fused is True:
-            raise UserError(
-                f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
-                "wrongly on a CPU; use optimizer.fused=auto"
-            )
-        auto = self.fused == "auto" and device.type in ("cuda", "cpu") and not (self._dampened or sharded or unsound)
-        if "fused" in accepted and (self.fused is True or auto):
+        if self._takes_fused(cls, parameters, device):
             keywords["fused"] = True
-        if torch.float16 in halves and "fused" not in keywords:
+        elif any(parameter.dtype == torch.float16 for parameter in parameters):
             self._check_eps(cls)
         try:
             optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **keywords)
@@ -125,6 +117,41 @@ class Optimizer:
         if self.name == "SGD" and "fused" in keywords:
             start_momentum(optimizer)
         return optimizer
+
+    def _groups(
+        self, cls: type[torch.optim.Optimizer], model: nn.Module | MasterWeights, blocks: list[nn.Module]
+    ) -> list[dict[str, Any]]:
+        whole = model.model if isinstance(model, MasterWeights) else model
+        factors = {} if self.layer_decay is None else layer_factors(whole, blocks, self.layer_decay)
+        apart = hidden_matrices(whole, blocks) & decayed(whole) if cls is MuonAdamW else None
+        patterns = self.groups or {}
+        groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, patterns, factors, apart)
+        if "weight_decay" not in accepted_options(cls):
+            decays = [group.pop("weight_decay") for group in groups]
+            if any(decays):
+                raise UserError(f"optimizer.weight_decay: torch.optim.{self.name} has no weight decay; set it to 0")
+        return groups
+
+    def _takes_fused(
+        self, cls: type[torch.optim.Optimizer], parameters: list[nn.Parameter], device: torch.device
+    ) -> bool:
+        """Return whether the fused form is used, or refuse it where ``fused=true`` and it cannot be."""
+        if "fused" not in accepted_options(cls):
+            return False
+        kernel: Any = torch.optim.AdamW if cls is MuonAdamW else cls
+        # Of torch's fused kernels, only Adam's support sharded weights (FSDP2's DTensors).
+        sharded = is_sharded(parameters[0]) and kernel not in (torch.optim.Adam, torch.optim.AdamW)
+        if sharded and self.fused is True:
+            raise UserError(f"optimizer.fused=true: {self.name} has no fused form for parallel=fsdp; use auto")
+        halves = {parameter.dtype for parameter in parameters if parameter.dtype.itemsize <= 2}
+        unsound = device.type == "cpu" and not all(fused_is_sound(kernel, dtype) for dtype in halves)
+        if unsound and self.fused is True:
+            raise UserError(
+                f"optimizer.fused=true: {self.name}'s fused form in torch {torch.__version__} updates 16-bit weights "
+                "wrongly on a CPU; use optimizer.fused=auto"
+            )
+        possible = device.type in ("cuda", "cpu") and not (self._dampened or sharded or unsound)
+        return self.fused is True or (self.fused == "auto" and possible)
 
     def _check_eps(self, cls: type[torch.optim.Optimizer]) -> None:
         """Refuse an ``eps`` that is 0 in fp16, where an optimizer that is not fused adds it: 0 / 0 is NaN."""
@@ -135,9 +162,3 @@ class Optimizer:
                 f"optimizer.options.eps={eps:g} is 0 in fp16, where {self.name} divides by it if it is not fused: the "
                 "weights turn NaN; set optimizer.options.eps=1e-4, or precision=fp16_master"
             )
-
-
-def accepted_options(name: str) -> set[str] | None:
-    """Return the names of the arguments of an optimizer of torch.optim; None: there is no such optimizer."""
-    cls = getattr(torch.optim, name, None)
-    return set(inspect.signature(cls).parameters) if inspect.isclass(cls) else None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.formats import dtype_name
+from trainer.kernels.optimizers import optimizer_class
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Update
 from trainer.parallel.world import World
@@ -78,7 +79,7 @@ class Numerics(Meters):
             raise UserError(f"meters.every={self.every} must be at least 1")
 
     def check(self, optimizer: Optimizer) -> None:
-        if not elementwise(getattr(torch.optim, optimizer.name), optimizer.options):
+        if not elementwise(optimizer_class(optimizer.name), optimizer.options):
             raise UserError(
                 f"meters=numerics cannot measure optimizer.name={optimizer.name}, whose update of one element depends "
                 "on other elements; use meters=none, or an optimizer such as AdamW"

@@ -23,6 +23,10 @@ RULES: dict[str, tuple[str, ...]] = {
         "precision=bf16_sr",
     ),
     "layer_decay": ("optimizer.layer_decay=0.7",),
+    "muon": ("optimizer=muon", "precision=bf16_pure"),
+    "adafactor": ("optimizer=adafactor", "precision=bf16_master"),
+    "lion": ("optimizer=lion", "precision=bf16"),
+    "lamb": ("optimizer=lamb", "precision=fp16"),
 }
 
 

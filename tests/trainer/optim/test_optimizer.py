@@ -123,7 +123,7 @@ def test_options_reach_the_class_and_lists_become_tuples() -> None:
 
 
 def usable() -> list[str]:
-    left_out = {"LBFGS", "SparseAdam", "Optimizer", "Muon"}  # Muon takes matrices alone, and says so
+    left_out = {"LBFGS", "SparseAdam", "Optimizer", "Muon"}  # Muon needs a model with blocks
     found = [name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and name not in left_out]
     return [name for name in found if issubclass(getattr(torch.optim, name), torch.optim.Optimizer)]
 
@@ -172,7 +172,10 @@ def test_values_that_cannot_work_are_named(options: dict[str, object], message: 
         (Optimizer("SGD", options={"nesterov": True}), r"torch.optim.SGD refuses optimizer.options="),
         (Optimizer("AdamW", fused=True, options={"foreach": True}), r"torch.optim.AdamW refuses optimizer.options="),
         (Optimizer("Rprop", weight_decay=0.1), r"torch.optim.Rprop has no weight decay; set it to 0"),
-        (Optimizer("Muon"), r"torch.optim.Muon refuses"),
+        (
+            Optimizer("Muon"),
+            r"optimizer.name=Muon trains the matrices .* names no repeated blocks; use optimizer=adamw",
+        ),
     ],
 )
 def test_what_the_class_refuses_is_reported(optimizer: Optimizer, message: str) -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch, Datasets
@@ -152,19 +153,31 @@ class UpdateAlways(Update):
         return False
 
     def apply(self, skipped: Tensor) -> None:
-        """Take the optimizer's step.
+        """Take the optimizer's step; the numbers that it reads from tensors are 1.
 
         Raises:
-            RunError: the optimizer reads its tensors.
+            RunError: the shapes of its tensors depend on their values.
         """
         try:
-            super().apply(skipped)
+            with _EveryNumberIsOne():
+                super().apply(skipped)
         except _NEEDS_VALUES as error:
             raise RunError(
                 f"optimizer.name={type(self.optimizer).__name__} takes steps that depend on tensor values "
                 f"({error}), so its memory cannot be forecast; train with profiler=memory to measure it, or use "
                 "another optimizer"
             ) from error
+
+
+class _EveryNumberIsOne(TorchDispatchMode):
+    """Answers ``Tensor.item`` with 1: optimizers scale their updates by what they read (norms, counts of steps)."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
 
 
 class FakeTrainer(Trainer):

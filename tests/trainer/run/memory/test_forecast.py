@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from evidence.memory.trial import measure
@@ -128,11 +129,26 @@ def test_table_compares_with_the_first_column_and_wraps() -> None:
     assert [line.split() for line in narrow.splitlines() if "MiB" in line] == [["MiB", "one", "two"], ["MiB", "three"]]
 
 
-@pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
-def test_an_optimizer_that_depends_on_values_is_named_and_not_the_model(name: str) -> None:
-    line = (*BIGNET, "device=cpu", "batch_size=4", f"optimizer.name={name}", "~optimizer.options.betas")
-    with pytest.raises(RunError, match=rf"^optimizer\.name={name} takes steps .* or use another optimizer") as raised:
-        forecast(compose(*line))
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
+@pytest.mark.parametrize(
+    "optimizer", ["muon", "adafactor", "lion", "lamb", "adamw optimizer.name=ASGD optimizer.weight_decay=0"]
+)
+def test_agrees_whatever_the_optimizer_keeps_and_reads(optimizer: str, mode: str) -> None:
+    """Adafactor, ASGD and LAMB read numbers from tensors."""
+    line = [*BIGNET, f"precision={mode}", "device=cpu", "batch_size=4", *f"optimizer={optimizer}".split()]
+    if "ASGD" in optimizer:
+        line.append("~optimizer.options.betas")
+    assert forecast(compose(*line)).peak_bytes == measure(compose(*line), None, ledger=True).peak_bytes
+
+
+def test_an_optimizer_whose_shapes_depend_on_values_is_named_and_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["params"][0].nonzero()
+
+    monkeypatch.setattr(torch.optim.Rprop, "step", step)
+    line = (*BIGNET, "device=cpu", "batch_size=4", "optimizer.name=Rprop", "optimizer.weight_decay=0")
+    with pytest.raises(RunError, match=r"^optimizer\.name=Rprop takes steps .* or use another optimizer") as raised:
+        forecast(compose(*line, "~optimizer.options.betas"))
     assert "model" not in str(raised.value)
 
 

@@ -1,0 +1,127 @@
+"""Muon for the matrices inside a network and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.parallel.wrap import is_sharded, local_part, local_rows
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """``torch.optim.Muon`` and ``torch.optim.AdamW`` with one list of groups and one state.
+
+    Muon replaces the momentum of a matrix by the nearest orthogonal matrix, in bf16, by five Newton-Schulz iterations
+    (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024). It is for the weights of hidden
+    layers; embeddings, the head, norms and biases are left to AdamW, as there. By default its updates are scaled by
+    0.2 · √(larger dimension), to the size of AdamW's, so that both take the same learning rate and weight decay
+    (``match_rms_adamw``; Liu et al., "Muon is Scalable for LLM Training", Moonshot AI, 2025).
+
+    Args:
+        params: parameters, or groups; a group's ``muon`` decides (of parameters without groups: all have two
+            dimensions).
+        lr: of both.
+        weight_decay: decoupled, of both.
+        momentum: of Muon.
+        nesterov: of Muon.
+        ns_coefficients: of the Newton-Schulz iteration.
+        ns_steps: its iterations.
+        adjust_lr_fn: see torch.optim.Muon.
+        betas: of AdamW.
+        eps: of AdamW.
+        fused: of AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        groups = list(params)
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        for group in groups:
+            group.setdefault("muon", all(parameter.ndim == 2 for parameter in group["params"]))
+        shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        muon |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps}
+        self._parts: list[tuple[bool, torch.optim.Optimizer]] = []
+        # Each fills in the options of its groups, in place.
+        if own := [group for group in groups if group["muon"]]:
+            self._parts.append((True, torch.optim.Muon(own, **shared, **muon)))
+        if others := [group for group in groups if not group["muon"]]:
+            self._parts.append((False, torch.optim.AdamW(others, **shared, betas=betas, eps=eps, fused=fused)))
+        super().__init__(groups, shared)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step of both."""
+        for muon, part in self._parts:
+            part.param_groups = [group for group in self.param_groups if group["muon"] is muon]
+            part.state = self.state
+            if muon and is_sharded(part.param_groups[0]["params"][0]):
+                _step_of_sharded(part)
+            else:
+                part.step()
+
+
+def _step_of_sharded(muon: torch.optim.Optimizer) -> None:
+    """Take Muon's step of matrices that are sharded by rows: each rank computes the whole update and takes its rows.
+
+    (Torch's own step of DTensors multiplies shards, dozens of exchanges for each matrix, and rounds to bf16 elsewhere,
+    which the iteration magnifies where the gradient is singular.)
+    """
+    for group in muon.param_groups:
+        lr, momentum = group["lr"], group["momentum"]
+        same = ("ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
+        options: dict[str, Any] = {"lr": lr, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+        options |= {key: group[key] for key in same}
+        for weight in group["params"]:
+            if weight.grad is None:
+                continue
+            state = muon.state[weight]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(weight.grad)
+            average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
+            update = weight.grad.lerp(average, momentum) if group["nesterov"] else average
+            whole = nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device))
+            whole.grad = update.full_tensor()
+            torch.optim.Muon([whole], **options).step()
+            first, count = local_rows(weight)
+            local_part(weight).mul_(1 - lr * group["weight_decay"]).add_(whole[first : first + count])
+
+
+def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> set[str]:
+    """Return the names of the parameters for Muon: those of two dimensions in the model's blocks, but no embeddings.
+
+    Raises:
+        UserError: there are none, or the recipe names no blocks.
+    """
+    inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
+    found = {
+        name
+        for owner, module in model.named_modules()
+        if id(module) in inside
+        for name, parameter in module.named_parameters(owner, recurse=False)
+        if parameter.ndim == 2
+    }
+    if not found:
+        what = "its blocks have no matrices" if blocks else "it names no repeated blocks"
+        raise UserError(
+            f"optimizer.name=Muon trains the matrices in the blocks of a model, and of this recipe's {what}; use "
+            "optimizer=adamw"
+        )
+    return found

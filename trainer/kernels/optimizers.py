@@ -1,0 +1,48 @@
+"""Optimizers by name: those of torch, those of other libraries, and Muon with AdamW beside it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from trainer.errors import UserError, nearest
+from trainer.kernels.muon import MuonAdamW
+
+_ELSEWHERE = {
+    "Lion": ("timm.optim", "timm>=1.0.20"),
+    "Lamb": ("timm.optim", "timm>=1.0.20"),
+}
+"""The module of an optimizer that torch does not have, and what pip installs it."""
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class of ``optimizer.name``.
+
+    Raises:
+        UserError: there is none that can be used here.
+    """
+    if name in _ELSEWHERE:
+        module, package = _ELSEWHERE[name]
+        if find_spec(module.partition(".")[0]) is None:
+            raise UserError(
+                f"optimizer.name={name} needs {module.partition('.')[0]}, which is not installed; "
+                f"pip install '{package}', or use optimizer=adamw"
+            )
+        cls: Any = getattr(importlib.import_module(module), name)
+    else:
+        cls = getattr(torch.optim, name, None)
+    if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
+        near = nearest(name, [*dir(torch.optim), *_ELSEWHERE])
+        raise UserError(f"optimizer.name={name} is not in torch.optim{near}")
+    if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        raise UserError(f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has")
+    return MuonAdamW if cls is getattr(torch.optim, "Muon", None) else cls
+
+
+def accepted_options(cls: type[torch.optim.Optimizer]) -> set[str]:
+    """Return the names of the arguments of an optimizer, but for what it optimizes."""
+    return set(inspect.signature(cls).parameters) - {"params"}
