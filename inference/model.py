@@ -55,11 +55,12 @@ def load_weights(exported: Exported, recipe: Recipe, model: nn.Module) -> nn.Mod
 
 
 def in_precision(model: nn.Module, exported: Exported, setting: Setting) -> nn.Module:
-    """Return the model on its device, converted as in training.
+    """Return the model on its device, converted as in training, and set torch up for it.
 
     Raises:
         UserError: see ``Precision.convert``.
     """
+    setting.apply()
     precision, device = setting.config.precision, setting.hardware.device
     precision.convert(model.to(device), device)
     if exported.run and setting.own_precision and precision.half is not None and device.type == "cpu":

@@ -41,12 +41,14 @@ class Setting:
     """Samples to evaluate; None: all of them."""
 
     def with_data(self, datasets: Datasets) -> Setting:
-        """Return the setting with what the open data decides, and tell torch about its precision."""
-        config, _ = self.config.with_data(datasets, self.hardware)
-        config.precision.apply()
-        attention.allow_cudnn(not config.recipe.masks_attention)
-        set_determinism(config.deterministic)
-        return replace(self, config=config)
+        """Return the setting with what the open data decides."""
+        return replace(self, config=self.config.with_data(datasets, self.hardware)[0])
+
+    def apply(self) -> None:
+        """Set torch's fp32 mode, kernels and determinism for this process, as training does."""
+        self.config.precision.apply()
+        attention.allow_cudnn(not self.config.recipe.masks_attention)
+        set_determinism(self.config.deterministic)
 
 
 def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True) -> Setting:

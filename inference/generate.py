@@ -1,0 +1,162 @@
+"""The command of scripts/generate.py: text of a trained language model, as it is written."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference.exported import Exported, find
+from inference.model import in_precision, open_transformers
+from inference.setting import configure
+from recipes.data.text.tokenizers import Characters
+from trainer.config.options import parse
+from trainer.errors import RunError, UserError
+
+CAUSAL = ("gpt2", "llama")
+"""Recipes whose models continue a text; t5 answers it."""
+_TOKENS = 256
+
+
+@dataclass
+class GenerateOptions:
+    """Of scripts/generate.py."""
+
+    run: str = ""
+    prompt: str = ""
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 0
+    """0: as many as the context has room for, at most 256."""
+    cache: bool = True
+    uri: str = ""
+    output_dir: str = "outputs"
+
+
+def generate(arguments: list[str]) -> int:
+    """Print ``n`` texts, word by word; the speed goes to the error stream."""
+    options, overrides = parse(arguments, GenerateOptions, "overrides")
+    exported = find(options.run, options.uri or None, options.output_dir)
+    if exported.recipe not in (*CAUSAL, "t5"):
+        other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"
+        raise UserError(
+            f"run={exported.given} is a {exported.recipe}, which cannot generate text; "
+            f"give a run of {', '.join(CAUSAL)} or t5, or use {other}"
+        )
+    _check(options)
+    setting = configure(exported, overrides, with_data=False)
+    tokenizer = _tokenizer(exported)
+    ids = _encoded(options.prompt, tokenizer, exported)
+    length = _length(options, ids.shape[1], exported)
+    network: Any = open_transformers(exported)
+    causal = exported.recipe in CAUSAL
+    # Under the name that it has in training, which precision.fp32_modules may use.
+    in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network, exported, setting)
+    device = setting.hardware.device
+    torch.manual_seed(options.seed)
+    written, started = 0, time.perf_counter()
+    for number in range(1, options.n + 1):
+        if options.n > 1:
+            print(f"--- {number} of {options.n}")
+        if causal:
+            print(options.prompt, end="", flush=True)
+        with torch.inference_mode(), setting.config.precision.autocast(device):
+            written += _write(network, tokenizer, ids.to(device), length, options)
+    seconds = time.perf_counter() - started
+    print(f"{written} tokens in {seconds:.1f} s ({written / seconds:.1f} tokens/s)", file=sys.stderr)
+    return 0
+
+
+def _write(network: Any, tokenizer: Any, ids: Tensor, length: int, options: GenerateOptions) -> int:
+    """Generate and print one text; return its number of tokens."""
+    from transformers import TextStreamer
+
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+
+    class Shown(TextStreamer):
+        """Leaves out what only ends the text, but not the sentinels of T5, which are special tokens too."""
+
+        def put(self, value: Tensor) -> None:
+            if self.next_tokens_are_prompt or int(value.flatten()[0]) not in ends:
+                super().put(value)
+
+    drawn: dict[str, Any] = {"do_sample": options.temperature > 0}
+    if options.temperature > 0:
+        drawn |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    try:
+        found = network.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            use_cache=options.cache,
+            pad_token_id=next(iter(sorted(ends)), 0),
+            streamer=Shown(tokenizer, skip_prompt=True),
+            **drawn,
+        )
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise RunError(
+            "the model's outputs are not finite; generate with precision=fp32, or from earlier weights"
+        ) from error
+    return found.shape[1] - (1 if network.config.is_encoder_decoder else ids.shape[1])
+
+
+def _check(options: GenerateOptions) -> None:
+    if not options.prompt:
+        raise UserError('missing required option: prompt; set the beginning of a text, such as prompt="def "')
+    if not (math.isfinite(options.temperature) and options.temperature >= 0):
+        raise UserError(f"temperature={options.temperature} must be 0 (always the most probable token) or above")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"top_p={options.top_p} must be above 0 and at most 1")
+    if options.n > 1 and options.temperature == 0:
+        raise UserError(f"n={options.n} with temperature=0 would give the same text {options.n} times; set n=1")
+
+
+def _tokenizer(exported: Exported) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(exported.folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"run={exported.given}: {exported.folder} has no valid tokenizer ({error}); copy the model's own into it"
+        ) from None
+
+
+def _encoded(prompt: str, tokenizer: Any, exported: Exported) -> Tensor:
+    """Return the prompt's ids, int64, 1 × tokens. Raises UserError for a character that has none."""
+    if (exported.folder / Characters.file).is_file():
+        return torch.tensor([Characters.load(exported.folder).encode(prompt)])
+    return torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64)
+
+
+def _length(options: GenerateOptions, prompt: int, exported: Exported) -> int:
+    """Return how many tokens are generated at most.
+
+    Raises:
+        UserError: the prompt alone fills the context, or what was requested does not fit behind it.
+    """
+    config = exported.config
+    context = config.get("n_positions", config.get("max_position_embeddings")) if exported.recipe in CAUSAL else None
+    if context is None:  # t5's positions are relative
+        return options.max_new_tokens or _TOKENS
+    room = int(context) - prompt
+    if room < 1:
+        raise UserError(
+            f"prompt: it has {prompt} tokens, and the model's context is {context}; use at most {context - 1}"
+        )
+    if options.max_new_tokens > room:
+        raise UserError(
+            f"max_new_tokens={options.max_new_tokens} does not fit: the model's context is {context} tokens, the "
+            f"prompt has {prompt}; use max_new_tokens={room}, or leave it out"
+        )
+    return options.max_new_tokens or min(_TOKENS, room)

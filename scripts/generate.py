@@ -1,0 +1,23 @@
+"""Generate text with a trained model: ``python scripts/generate.py run=outputs/gpt2-bf16-s0 prompt="def "``.
+
+  run=…             a run folder, its best/, mlflow:RUN_ID, or a folder that save_pretrained wrote (gpt2, llama, t5)
+  prompt=…          the beginning of the text; for t5, a text with gaps: "The <extra_id_0> fox"
+  n=1               how many texts
+  temperature=1     below 1 more probable tokens are preferred; 0: always the most probable one
+  top_k=50          only so many of the most probable tokens
+  top_p=1           only the most probable tokens whose probabilities add up to this
+  seed=0            the same seed gives the same texts
+  max_new_tokens=…  default: 256, or what the context has room for
+  cache=true        keep keys and values of earlier tokens; false computes them again for every token
+  uri=…             where MLflow's runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
+  output_dir=…      the folder that such a run is downloaded to (default: outputs)
+It computes in the precision of the run, or in precision=…; device=… chooses where.
+Exit code: 0, 2 for a user error, 130 when interrupted.
+"""
+
+import sys
+
+from trainer.config.options import run
+
+if __name__ == "__main__":
+    sys.exit(run("inference.generate:generate", __doc__))

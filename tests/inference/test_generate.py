@@ -1,0 +1,146 @@
+"""Generated text: what plain transformers gives for the exported folder, seeds, the cache, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, T5ForConditionalGeneration
+
+from tests.inference.conftest import script
+
+generate = script("inference.generate:generate")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "chars"])
+def test_greedy_text_is_that_of_plain_transformers(name: str, here: Path) -> None:
+    done = generate(f"run=outputs/{name}", "prompt=The fox", "temperature=0", "max_new_tokens=6", "precision=fp32")
+    assert done.code == 0, done.err
+    best = f"outputs/{name}/best"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(best), AutoTokenizer.from_pretrained(best)
+    ids = model.generate(**tokenizer("The fox", return_tensors="pt"), max_new_tokens=6, do_sample=False)[0]
+    assert done.out == tokenizer.decode(ids) + "\n"
+    assert re.search(r"^6 tokens in [\d.]+ s \([\d.]+ tokens/s\)$", done.err, re.MULTILINE)
+
+
+def test_the_same_seed_gives_the_same_texts(here: Path) -> None:
+    texts = [
+        generate("run=outputs/gpt2/best", "prompt=The ", "n=3", "top_k=1000", f"seed={seed}").out for seed in (0, 0, 1)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    parts = re.split(r"--- \d of 3\n", texts[0])[1:]
+    assert len(set(parts)) == 3
+    assert all(part.startswith("The ") for part in parts)
+    assert generate("run=outputs/gpt2/best", "prompt=The ", "top_k=1000").out == parts[0]
+    assert generate("run=outputs/gpt2/best", "prompt=The ", "top_k=1", "n=2", "seed=7").out.count("The ") == 2
+
+
+def lengths(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[int]:
+    """The numbers of tokens of each forward pass."""
+    seen: list[int] = []
+    forward = GPT2LMHeadModel.forward
+
+    def watched(self: Any, input_ids: Any = None, **given: Any) -> Any:
+        seen.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **given)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", watched)
+    done = generate("run=outputs/gpt2", "prompt=The", "max_new_tokens=5", "temperature=0", "precision=fp32", *options)
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
+    assert done.code == 0, done.err
+    seen.append(hash(done.out))
+    return seen
+
+
+def test_the_cache_makes_every_token_but_the_first_a_pass_over_one_token(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = len(AutoTokenizer.from_pretrained("outputs/gpt2/best")("The")["input_ids"])
+    *cached, text = lengths(monkeypatch)
+    *whole, same = lengths(monkeypatch, "cache=false")
+    assert cached == [prompt, 1, 1, 1, 1]
+    assert whole == [prompt + number for number in range(5)]
+    assert text == same
+
+
+def test_t5_fills_gaps_and_its_sentinels_are_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained("outputs/t5/best")
+    answer = tokenizer.convert_tokens_to_ids(["<extra_id_0>", "fox", "</s>"])
+    answer[1] = tokenizer("fox")["input_ids"][0]
+    steps = iter(answer)
+    forward = T5ForConditionalGeneration.forward
+
+    def told(self: Any, **given: Any) -> Any:
+        output = forward(self, **given)
+        output.logits[:, -1] = -100.0
+        output.logits[:, -1, next(steps)] = 100.0
+        return output
+
+    monkeypatch.setattr(T5ForConditionalGeneration, "forward", told)
+    done = generate("run=outputs/t5", "prompt=The <extra_id_0> jumps", "max_new_tokens=9")
+    assert done.code == 0, done.err
+    assert done.out == "<extra_id_0>" + tokenizer.decode(answer[1]) + "\n"
+
+
+def test_it_computes_in_the_precision_that_is_asked_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    forward = torch.nn.Embedding.forward
+
+    def watched(self: Any, input: Any) -> Any:
+        found = forward(self, input)
+        seen.append((found.dtype, torch.is_autocast_enabled("cpu")))
+        return found
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", watched)
+    for precision, expected in (
+        ("bf16_pure", (torch.bfloat16, False)),
+        ("fp32", (torch.float32, False)),
+        (None, (torch.float32, True)),  # the run's own: bf16 by autocast
+    ):
+        seen.clear()
+        own = [] if precision is None else [f"precision={precision}"]
+        done = generate("run=outputs/gpt2", "prompt=The", "max_new_tokens=2", *own)
+        assert done.code == 0, done.err
+        assert set(seen) == {expected}
+
+
+def test_what_ends_a_text_is_not_printed(here: Path, tmp_path: Path) -> None:
+    shutil.copytree("outputs/gpt2/best", tmp_path / "best")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "best")
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    ids = best.generate(**tokenizer("The fox", return_tensors="pt"), max_new_tokens=3, do_sample=False)[0, -3:]
+    config = json.loads((tmp_path / "best/generation_config.json").read_text())
+    (tmp_path / "best/generation_config.json").write_text(json.dumps(config | {"eos_token_id": int(ids[0])}))
+    done = generate(f"run={tmp_path}/best", "prompt=The fox", "temperature=0")
+    assert done.code == 0, done.err
+    assert done.err.startswith("1 tokens in")
+
+
+MISTAKES = {
+    "": "missing required option: run",
+    "run=outputs/gpt2": "missing required option: prompt; set the beginning of a text",
+    "run=outputs/bert prompt=a": "is a bert, which cannot generate text; give a run of gpt2, llama or t5",
+    "run=outputs/images prompt=a": "is a resnet, which cannot generate text; give a run of gpt2, llama or t5",
+    "run=outputs/chars prompt=λ": "the character 'λ' is not among the",
+    "run=outputs/chars prompt=Thequickbrownfoxjumps": "it has 21 tokens, and the model's context is 16; use at most 15",
+    "run=outputs/chars prompt=The max_new_tokens=14": "the prompt has 3; use max_new_tokens=13",
+    "run=outputs/gpt2 prompt=a temperature=-1": "temperature=-1.0 must be 0 (always the most probable token) or above",
+    "run=outputs/gpt2 prompt=a temperature=nan": "temperature=nan must be 0",
+    "run=outputs/gpt2 prompt=a temperature=0 n=2": "would give the same text 2 times; set n=1",
+    "run=outputs/gpt2 prompt=a top_p=0": "top_p=0.0 must be above 0 and at most 1",
+    "run=outputs/gpt2 prompt=a tempreature=1": "tempreature is not an option",
+    "run=outputs/gpt2 prompt=a data=text": "data has no effect on a model that is trained",
+    "run=outputs/gpt2 prompt=a precision=bf61": "bf61",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> None:
+    done = generate(*command.split())
+    assert done.code == 2, done.out
+    assert MISTAKES[command] in done.err
