@@ -38,6 +38,9 @@ def final_loss(outcome: Outcome) -> float | None:
 def best_loss(outcome: Outcome) -> float | None:
     """Return the lowest validation loss of the run, infinite where there was none."""
     best = outcome.summary["best"]
+    if best and outcome.summary.get("best_metric", LOSS) != LOSS:  # the best checkpoint is that of another metric
+        _, values = outcome.series[LOSS]
+        return min((value for value in values if math.isfinite(value)), default=math.inf)
     return float(best["value"]) if best else math.inf
 
 

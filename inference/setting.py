@@ -74,7 +74,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     config = replace(config, batch_size=size, run_name="evaluation")  # training's batch need not be a multiple of it
     hardware = detect(config.device)
     samples = config.eval_samples
-    config, _, _ = config.resolve(hardware)
+    config, *_ = config.resolve(hardware)
     return Setting(
         config,
         hardware,

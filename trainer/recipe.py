@@ -84,7 +84,9 @@ class Recipe(SetOnce):
     unit: ClassVar[str] = "samples"
     """What throughput counts: ``tokens``, ``images``, ``samples``."""
     best_metric: ClassVar[str] = "valid/loss"
-    """The metric whose lowest value marks the best checkpoint."""
+    """The metric that marks the best checkpoint where ``checkpoint.best`` is ``auto``."""
+    rising: ClassVar[tuple[str, ...]] = ("accuracy", "top1", "top5")
+    """Metrics whose highest value is the best. Of all others it is the lowest."""
     masks_attention: ClassVar[bool] = False
     """Whether the model gives ``scaled_dot_product_attention`` a mask or bias: cuDNN's kernel is then left out."""
     mixes_images: ClassVar[bool] = False
@@ -106,6 +108,10 @@ class Recipe(SetOnce):
     def chosen(self, choices: Iterable[Choice]) -> Self:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
         return replace(self, **{choice.key.removeprefix("recipe."): choice.value for choice in choices})
+
+    def falls(self, metric: str) -> bool:
+        """Return whether the lowest value of a metric (such as ``valid/loss``) is the best."""
+        return metric.rpartition("/")[2] not in self.rising
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Return the recipe without ``auto``, as far as the hardware decides, and what was chosen.

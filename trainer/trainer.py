@@ -86,7 +86,7 @@ class Trainer:
         config.precision.apply()
         attention.allow_cudnn(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
-        self.datasets = datasets
+        self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
         """What it trains on and is evaluated on."""
         config, self.choices = self._with_data(config)
         """What was chosen once the data was open."""
@@ -141,7 +141,8 @@ class Trainer:
             UserError: the config, the data or the hardware cannot do this.
         """
         hardware, world = hardware or detect(config.device), world or World()
-        config, plan, _ = config.resolve(hardware, world)
+        resolved = config.resolve(hardware, world)
+        config, plan = resolved.config, resolved.plan
         return cls(config, plan, hardware, world, world.first_then_others(config.open_datasets))
 
     def first_model(self) -> nn.Module:

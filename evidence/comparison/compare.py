@@ -118,7 +118,7 @@ def check_arms(comparison: Comparison) -> dict[str, Config]:
             composed = compose(overrides)
             if composed.parallel.kind != "single":
                 raise UserError("arms run on one device; remove parallel=…")
-            config, plan, _ = composed.resolve(detect(composed.device))
+            config, plan, *_ = composed.resolve(detect(composed.device))
             if plan.steps <= config.log_every:
                 raise UserError(
                     f"steps={plan.steps} leaves no steps to measure the speed: the steps up to log_every="

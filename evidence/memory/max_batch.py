@@ -70,7 +70,7 @@ def largest_micro_batch(
         raise UserError("micro_batch_size is what this command finds; leave it out")
     limit_bytes = int(budget_bytes * (1 - margin))
     config = compose(overrides)
-    config, plan, _ = config.resolve(detect(config.device))
+    config, plan, *_ = config.resolve(detect(config.device))
     batch_size = plan.batching.batch_size
     samples = len(config.open_datasets().train)
     common = [override for override in overrides if _key(override) not in _KEYS]

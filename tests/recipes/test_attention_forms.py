@@ -173,7 +173,7 @@ def test_every_rank_takes_what_rank_0_measured(measured: dict[str, float]) -> No
         def on_first(self, work: Any) -> Any:
             return [Choice("recipe.attention", "sdpa_fp32", "")]
 
-    config, plan, _ = compose(*MODELS["gpt2"], "precision=bf16", "device=cpu").resolve(detect("cpu"))
+    config, plan, *_ = compose(*MODELS["gpt2"], "precision=bf16", "device=cpu").resolve(detect("cpu"))
     assert config.recipe.attention == "auto"
     trainer = Trainer.__new__(Trainer)
     trainer.world, trainer.plan, trainer.hardware = Second(), plan, detect("cpu")

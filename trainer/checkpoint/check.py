@@ -81,7 +81,12 @@ def expected_counts(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def check_progress(
-    progress: Mapping[str, Any], step: int, score: float | None, monitor: Mapping[str, Any], loss_scale: LossScale
+    progress: Mapping[str, Any],
+    step: int,
+    score: float | None,
+    monitor: Mapping[str, Any],
+    loss_scale: LossScale,
+    lowest: bool = True,
 ) -> None:
     """Check the rest of the state that a run resumes with.
 
@@ -91,16 +96,24 @@ def check_progress(
         score: of its weights (the lowest is the best); None if they were not evaluated.
         monitor: the state of this run's monitor, for its keys.
         loss_scale: this run's.
+        lowest: whether the run's best score is the lowest; else the highest, and ``score`` is negated.
 
     Raises:
         InvalidCheckpoint: a value is not possible; the message has the first one.
     """
-    require_keys(progress, {"best", "final", "loss_scale", "monitor", "data"}, f"{STATE_FILE}: progress")
+    require_keys(progress, {"best", "final", "loss_scale", "monitor", "data"}, f"{STATE_FILE}: progress", {"stopping"})
     best, final = progress["best"], progress["final"]
     if best is not None or score is not None:
         require_keys(best, {"step", "value"}, f"{STATE_FILE}: best")
         good = is_count(best["step"]) and 1 <= best["step"] <= step and is_finite(best["value"])
-        require(good and (score is None or best["value"] <= score), "best is not a valid step and score of this run")
+        good = good and (score is None or (best["value"] if lowest else -best["value"]) <= score)
+        require(good, "best is not a valid step and score of this run")
+    if "stopping" in progress:
+        stopping = progress["stopping"]
+        require_keys(stopping, {"reference", "waited"}, f"{STATE_FILE}: stopping")
+        good = stopping["reference"] is None or is_finite(stopping["reference"])
+        require(good and is_count(stopping["waited"]), "stopping is not a valid state of early stopping")
+        require(stopping["waited"] <= step, "stopping has waited longer than this run")
     good = isinstance(final, dict) and all(name.startswith("valid/") for name in final)
     require(good and all(map(is_number, final.values())), "final has values that are not validation metrics")
     require(isinstance(progress["data"], str), "data is not a fingerprint")

@@ -69,15 +69,25 @@ class CheckpointReader:
                 self._restore_optimizer(optimizer, expected)
 
     def check_progress(
-        self, monitor: Mapping[str, Any], loss_scale: LossScale, optimizer: torch.optim.Optimizer
+        self,
+        monitor: Mapping[str, Any],
+        loss_scale: LossScale,
+        optimizer: torch.optim.Optimizer,
+        lowest: bool = True,
     ) -> None:
-        """Check ``progress``, and the optimizer's counts of steps; ``monitor`` is the state of this run's monitor.
+        """Check ``progress``, and the optimizer's counts of steps.
+
+        Args:
+            monitor: the state of this run's monitor.
+            loss_scale: this run's.
+            optimizer: this run's.
+            lowest: whether the run's best score is the lowest; else the highest.
 
         Raises:
             UserError: a value that cannot be of this run.
         """
         with self._named():
-            check_progress(self.progress, self.step, self._manifest.score, monitor, loss_scale)
+            check_progress(self.progress, self.step, self._manifest.score, monitor, loss_scale, lowest)
             names = [name for name in self._moments.names if not name.endswith(f".{MASTER}")]
             updates = self.step - self.progress["monitor"]["skipped_steps"]
             if updates and not names and any(expected_state(optimizer)):

@@ -60,6 +60,8 @@ class Checkpoint:
     """Copy to host memory (as much as weights and optimizer state take) and write while training continues."""
     save_on_signal: list[str] = field(default_factory=list)
     """Signals, such as USR1, at which the run finishes the step, saves a checkpoint and continues."""
+    best: str = "auto"
+    """The metric that marks the best checkpoint, such as ``valid/top1``; auto: the recipe's."""
 
     def __post_init__(self) -> None:
         if isinstance(self.every, str) and self.every != "auto":

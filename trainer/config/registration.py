@@ -28,6 +28,7 @@ from trainer.parallel.compile import Compile
 from trainer.parallel.wrap import DDP, FSDP, Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
+from trainer.profiling.debug import Anomaly, Debug, Fast, Overfit
 from trainer.profiling.numerics import Meters, Numerics
 from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
 from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe
@@ -47,6 +48,7 @@ _GROUPS: dict[str, dict[str, type]] = {
     "compile": {"compile": Compile},
     "parallel": {cls.kind: cls for cls in (Parallel, DDP, FSDP)},
     "checkpoint": {"checkpoint": Checkpoint},
+    "debug": {cls.kind: cls for cls in (Debug, Fast, Overfit, Anomaly)},
     "tracking": {"tracking": Tracking},
 }
 
@@ -164,4 +166,19 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
             flat |= flatten(value, f"{prefix}{entry.name}.")
         else:
             flat[f"{prefix}{entry.name}"] = value
+    return flat
+
+
+def defaults(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the defaults of a config's options by dotted key: what they were in a run from before they were added."""
+    flat: dict[str, Any] = {}
+    for entry in options(config):
+        value, key = getattr(config, entry.name), f"{prefix}{entry.name}"
+        made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
+        if made is not dataclasses.MISSING:
+            flat |= flatten(made, f"{key}.") if dataclasses.is_dataclass(made) else {key: made}
+            if isinstance(kind := getattr(made, "kind", None), str):
+                flat[key] = kind
+        if dataclasses.is_dataclass(value):
+            flat |= defaults(value, f"{key}.")
     return flat

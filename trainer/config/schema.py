@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from recipes.data.images.augment import REASONS, Augment, AutomaticAugment
 from recipes.data.images.source import ImageSource
 from trainer.checkpoint.store import Checkpoint
+from trainer.config.early_stopping import EarlyStopping
 from trainer.config.source import Source
 from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
@@ -23,6 +25,7 @@ from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler
 from trainer.profiling import calls
+from trainer.profiling.debug import Debug
 from trainer.profiling.numerics import Meters
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe, SetOnce
@@ -51,9 +54,13 @@ class Config(SetOnce):
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracking: Tracking = field(default_factory=Tracking)
+    debug: Debug = field(default_factory=Debug)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     device: str = "auto"
     seed: int = 0
     steps: int | str = "auto"
+    epochs: float | None = None
+    """Passes over the training data, in the place of ``steps``."""
     batch_size: int | str = "auto"
     micro_batch_size: int | str = "auto"
     eval_every: int | str = "auto"
@@ -77,6 +84,10 @@ class Config(SetOnce):
                 raise UserError(f"{key}={value} must be a whole number, or auto")
             if isinstance(value, int) and value < 1:
                 raise UserError(f"{key}={value} must be at least 1")
+        if self.epochs is not None and self.steps != "auto":
+            raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise UserError(f"epochs={self.epochs:g} must be a positive number, such as 3 or 0.5")
         if self.log_every < 1:
             raise UserError(f"log_every={self.log_every} must be at least 1")
         if not 0 <= self.seed < 2**32:
@@ -132,6 +143,7 @@ class Config(SetOnce):
         """
         self.precision.check(hardware)
         recipe, chosen = self.recipe.resolve(hardware, self.data)
+        world = world or World()
         choices = [*self.preset, *chosen]
         sizes = recipe.sizes(hardware)
         numbers: dict[str, Any] = {}
@@ -145,14 +157,19 @@ class Config(SetOnce):
             return value
 
         default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
-        steps = number("steps", sizes.steps, default)
+        opened, auto, why = None, sizes.steps, default
+        if self.epochs is not None:
+            opened = world.first_then_others(replace(self.with_augment(self.augment), recipe=recipe).open_datasets)
+            samples, typed = len(opened.train), self.batch_size
+            auto = math.ceil(self.epochs * samples / (typed if isinstance(typed, int) else sizes.batch_size))
+            why = f"{self.epochs:g} epochs of {samples} samples"
+        steps = number("steps", auto, why)
         if self.schedule.warmup(steps) >= max(2, steps):
             raise UserError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={steps}; "
                 "use schedule.warmup_steps=auto or a longer run"
             )
         batch_size = number("batch_size", sizes.batch_size, default)
-        world = world or World()
         most = min(batch_size, sizes.micro_batch_size)
         least = 2 if self.augment.mixes else 1
         fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
@@ -172,8 +189,8 @@ class Config(SetOnce):
             raise UserError(f"run_name={plan.run_name} must be the name of a folder, without a slash")
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
-        config = replace(self.with_augment(self.augment), recipe=recipe, run_name=plan.run_name, **numbers)
-        return Resolved(config, plan, choices)
+        config = replace(self.with_augment(self.augment), recipe=recipe, run_name=plan.run_name, epochs=None, **numbers)
+        return Resolved(config, plan, choices, opened)
 
 
 @dataclass(frozen=True)
@@ -201,10 +218,13 @@ class Resolved(NamedTuple):
     """The numbers among them, and those that follow."""
     choices: list[Choice]
     """What was chosen, to be shown."""
+    opened: Datasets | None = None
+    """The data, where it had to be opened to count the steps of ``epochs``."""
 
     def with_micro_batch_size(self, size: int, why: str) -> Resolved:
         """Return it with another micro_batch_size."""
         key = "micro_batch_size"
         others = [choice for choice in self.choices if choice.key != key]
         plan = replace(self.plan, batching=replace(self.plan.batching, micro_batch_size=size))
-        return Resolved(replace(self.config, micro_batch_size=size), plan, [*others, Choice(key, size, why)])
+        config = replace(self.config, micro_batch_size=size)
+        return self._replace(config=config, plan=plan, choices=[*others, Choice(key, size, why)])

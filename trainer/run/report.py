@@ -1,15 +1,19 @@
-"""The text and numbers of the start block, the summary table and summary.json."""
+"""What the user reads at the start and at the end of a run, and summary.json."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint import store as checkpoint
+from trainer.errors import RunError
 from trainer.files import read_object
 from trainer.formats import duration, loss, quantity, size
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.modes import family
+from trainer.run.folder import RunFolder
 from trainer.run.terminal import Rows
 from trainer.tracking.mlflow.delivery_record import SOURCE_FILE
 from trainer.trainer import Trainer
@@ -64,6 +68,34 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     ]
 
 
+def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:
+    """Return what the user of a run reads that a signal stopped after ``step``; ``enabled``: it saves checkpoints."""
+    stopped = f"stopped by {signal.Signals(signum).name} after step {step}"
+    if not enabled:
+        return f"{stopped}; nothing was saved (checkpoint=none)"
+    saved = checkpoint.steps(folder.checkpoints)[-1:] == [step]
+    kept = "saved" if saved else f"not saved. {last_good(folder)}"
+    return f"{stopped}, {kept}. Resume with:\n  {command}"
+
+
+def last_good(folder: RunFolder) -> str:
+    """Return a sentence about the newest checkpoint."""
+    saved = checkpoint.steps(folder.checkpoints)
+    if not saved:
+        return "No checkpoint was saved."
+    return f"The last valid checkpoint is step {saved[-1]}, in {folder.checkpoints}"
+
+
+def unfinished(missing: list[str], steps: int, folder: RunFolder, command: str) -> RunError:
+    """Return the error of a run that has taken its steps and could not write all of its results."""
+    finish = f"free disk space, then finish it with:\n  {command}"
+    if not checkpoint.steps(folder.checkpoints):
+        finish = "free disk space and start it again: it has no checkpoint"
+    error = RunError(f"all {steps} steps are done, but {'; '.join(missing)}; {finish}")
+    error.shared = True
+    return error
+
+
 def _lr(trainer: Trainer) -> str:
     """Return the peak learning rate, or those of the slowest and the fastest group."""
     factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
@@ -90,6 +122,12 @@ class RunSummary:
     """The last evaluation's metrics by ``valid/<name>``; None: not finite."""
     best: dict[str, float] | None
     """``value`` and ``step`` of the best validation score; None: no finite one yet."""
+    best_metric: str
+    """What the score is, such as ``valid/loss``."""
+    best_is: str
+    """``lowest`` or ``highest``."""
+    stopped_early: str | None
+    """Why early stopping ended the run; None: it did not."""
     unit: str
     """What throughput counts, such as ``tokens``."""
     units_per_s: float | None
@@ -117,7 +155,10 @@ class RunSummary:
         """Return the summary table."""
         rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in self.final.items()]
         if self.best:
-            rows.append(("best loss", f"{loss(self.best['value'])} at step {self.best['step']:.0f}"))
+            name = self.best_metric.removeprefix("valid/")
+            rows.append((f"best {name}", f"{loss(self.best['value'])} at step {self.best['step']:.0f}"))
+        if self.stopped_early:
+            rows.append(("stopped early", self.stopped_early))
         if self.units_per_s:
             rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s"))
         if self.step_time_s:

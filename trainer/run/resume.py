@@ -19,16 +19,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.data.images import augment
 from trainer.config.compose import CONF, quoted
+from trainer.config.early_stopping import EarlyStopping
 from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import UserError
+from trainer.profiling.debug import Overfit
 from trainer.run.folder import RunFolder, local_folder
 
 # What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
 # makes the run longer (and with it the schedule).
-_FREE = ("steps", "eval_every", "log_every", "resume", "output_dir", "run_name", "device")
-_FREE_GROUPS = ("loader", "profiler", "meters", "checkpoint", "tracking", "parallel", "activation_checkpointing")
+_FREE = ("steps", "epochs", "eval_every", "log_every", "resume", "output_dir", "run_name", "device")
+_FREE_GROUPS = (
+    *("loader", "profiler", "meters", "checkpoint", "tracking", "parallel", "activation_checkpointing"),
+    *("early_stopping", "debug"),
+)
 SAME = "same"
 """``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
 _NO_FOLDER = (None, "auto", SAME)
@@ -64,6 +69,8 @@ def complete(arguments: list[str]) -> list[str]:
     _check_choices(folder, recorded, checked, {override.key_or_group for override in typed.values()} - choices.keys())
     names = [argument for argument, override in typed.items() if override.key_or_group == "resume"]
     kept = [argument for argument in arguments if argument not in (*checked, *names)]
+    if "epochs" in plain:
+        del recorded["steps"]
     base = _base(folder, recorded, choices.keys() & set(_FREE_GROUPS))
     return [*base, *kept, f"resume={quoted(str(folder.path))}"]
 
@@ -86,13 +93,21 @@ def recorded_overrides(folder: RunFolder, only: Collection[str] | None = None) -
     return _base(folder, wanted, groups().keys() - set(only))
 
 
-def check_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False) -> None:
-    """Refuse to continue a run under a config (``flat``, by dotted keys) that would make it another run.
+def check_same(
+    folder: RunFolder, flat: dict[str, Any], reads_images: bool = False, defaults: dict[str, Any] | None = None
+) -> None:
+    """Refuse to continue a run under a config that would make it another run.
+
+    Args:
+        folder: of the run.
+        flat: the config by dotted keys.
+        reads_images: whether the recipe trains on images.
+        defaults: of options that the run's record may lack, because they were added later.
 
     Raises:
         UserError: names the keys that differ, the recipe first.
     """
-    before = folder.config()
+    before = {key: value for key, value in (defaults or {}).items() if key in flat} | folder.config()
     if "augment" in flat:
         before |= augment.recorded(before, reads_images)
     different = {
@@ -119,7 +134,8 @@ def is_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False)
     return all(
         before.get(key) == flat.get(key) or flat.get(key) == "auto"
         for key in dict.fromkeys([*before, *flat])
-        if key not in _KEPT_ELSEWHERE and key.partition(".")[0] not in _KEPT_ELSEWHERE_GROUPS
+        if key not in _KEPT_ELSEWHERE
+        and (key == "checkpoint.best" or key.partition(".")[0] not in _KEPT_ELSEWHERE_GROUPS)
     )
 
 
@@ -135,8 +151,10 @@ def _is_free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Tell whether this key may differ between a run and its continuation."""
     if key == "loader":  # one that repeats a single batch is other training data
         return OnDeviceLoader.kind not in (before.get(key), now.get(key))
-    if key == "parallel.param_dtype":  # a precision of its own
+    if key in ("parallel.param_dtype", "checkpoint.best"):  # a precision of its own; another measure of quality
         return False
+    if key == "debug":  # one that trains on a single batch is other training data
+        return Overfit.kind not in (before.get(key), now.get(key))
     if key == "micro_batch_size":  # rounding, and what batch norm sees
         return not now.get("deterministic")
     return key in _FREE or key.partition(".")[0] in _FREE_GROUPS
@@ -163,7 +181,7 @@ def _is_choice(override: Override) -> bool:
 
 def _base(folder: RunFolder, recorded: dict[str, Any], leave_out: set[str]) -> list[str]:
     """Return overrides that make up the recorded config: a schema for every group, and every value."""
-    classes: dict[str, type] = {"": Config}
+    classes: dict[str, type] = {"": Config, "early_stopping": EarlyStopping}
     result = []
     for group, choices in groups().items():
         if group in leave_out:

@@ -10,13 +10,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
-from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch
 from trainer.data.loader import fingerprint
-from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
+from trainer.errors import Interrupted, NonFiniteError, UserError, first_line
 from trainer.formats import loss
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.kernels import convolution
@@ -31,6 +30,7 @@ from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import doctor_command, git_facts, resume_command, versions
 from trainer.run.record import forget_failure, open_tracker, precision_manifest, record_failure, write_config
 from trainer.run.report import RunSummary
+from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.tracking.tracker import Tracker
@@ -79,10 +79,9 @@ class Run:
         self.stopped_by: int | None = None
         """The signal that ended training, as all ranks agreed."""
         self.command = resume_command(folder.path)
-        self.best: dict[str, float] | None = None
-        """``step`` and ``value`` of the best validation score."""
-        self.final: dict[str, float] = {}
-        """The last evaluation's metrics by ``valid/<name>``."""
+        self.scores = Scores(self.config)
+        self.first: StepRecord | None = None
+        """The first step that this process took."""
         self.began = time.time()
         masks = infinite_buffers(trainer.model)
         self.writer = self.writer_class(self.config.checkpoint, folder.checkpoints, self.world, masks)
@@ -133,7 +132,7 @@ class Run:
             self._take_steps()
             self.monitor.collect()
             self.writer.finish()
-            if self.trainer.step == self.plan.steps:
+            if self.complete:
                 summary, missing = self._finish()
         except Interrupted:  # a second signal: do nothing that takes time
             self.terminal.end_progress()
@@ -144,16 +143,28 @@ class Run:
             cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
             self._close("FAILED")
             if isinstance(error, NonFiniteError):
-                raise NonFiniteError(f"{error}. {self._last_good()}{cause}") from error
+                raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise
         if summary is None:
             assert self.stopped_by is not None
             with suppress(Interrupted):  # a second Ctrl-C while MLflow is waited for
                 self._close("KILLED")
-            raise Interrupted(self._stop_message(self.stopped_by), self.stopped_by)
+            enabled = self.config.checkpoint.enabled
+            message = report.stop_message(self.stopped_by, self.trainer.step, self.folder, enabled, self.command)
+            raise Interrupted(message, self.stopped_by)
         if self.world.largest(len(missing)):
-            raise self._unfinished(missing)
+            raise report.unfinished(missing, self.trainer.step, self.folder, self.command)
+        self.config.debug.check(self._first_loss(), self.scores.final["valid/loss"], self.trainer.step)
         return summary
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps are taken, or early stopping has ended the run."""
+        return self.trainer.step == self.plan.steps or self._stops_early
+
+    @property
+    def _stops_early(self) -> bool:
+        return self.scores.exhausted and self.trainer.step < self.plan.steps
 
     def _take_steps(self) -> None:
         """Take the remaining optimizer steps, until a signal requests a stop."""
@@ -161,15 +172,18 @@ class Run:
         batches = trainer.batches()
         self.monitor.start()
         self.energy.start()
-        while trainer.step < self.plan.steps and self.stopped_by is None:
+        while not self.complete and self.stopped_by is None:
             microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
             profiled = self.profiler.step(trainer.step + 1)
             if not isinstance(profiled, nullcontext):
                 self.monitor.leave_out()
-            with profiled, self.meters.step(trainer.step + 1):
+            with profiled, self.meters.step(trainer.step + 1), self.config.debug.step():
                 record = self.step(microbatches)
+            self.first = self.first or record
             self.log(record)
             self.after_step()
+        if self._stops_early:
+            self.terminal.note(f"early stopping: {self.scores.why}")
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
         """Take one optimizer step. Overridden where steps are timed or traced, as ``log`` is."""
@@ -185,19 +199,22 @@ class Run:
         """Evaluate and save if due after a step, and check whether a signal requests a stop."""
         step = self.trainer.step
         last = step == self.plan.steps
+        score = None
         # Read once for each step: a signal that comes later is handled after the next one, by all ranks.
         stop, save = self.world.largest_of([self.signals.stop or 0, self.signals.take_save()])
         self.stopped_by = stop or None
-        score, improved = None, False
         if last or step % self.plan.eval_every == 0:
             with self.monitor.paused():
-                score, improved = self._evaluate(step)
-        due = last or step % self.plan.save_every == 0
-        if self.config.checkpoint.enabled and (due or improved or stop or save):
+                score = self._evaluate(step)
+        due = self.complete or step % self.plan.save_every == 0 or (score is not None and score.improved)
+        if self.config.checkpoint.enabled and (due or stop or save):
             with self.monitor.paused():
                 self._save(score)
             if save:
                 self.terminal.note(f"step {step}/{self.plan.steps}  saved (requested by a signal)")
+
+    def _first_loss(self) -> float:
+        return math.nan if self.first is None else self.world.add(self.first.loss.reshape(1)).item()
 
     def _log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self.tracker:
@@ -209,26 +226,22 @@ class Run:
             if self.tracker:
                 self.tracker.log(step, metrics)
 
-    def _evaluate(self, step: int) -> tuple[float | None, bool]:
-        """Evaluate; return the score if it is finite, and whether it is the best so far."""
-        self.final = {f"valid/{name}": value for name, value in self.trainer.evaluate().items()}
+    def _evaluate(self, step: int) -> Score:
+        """Evaluate, and show, log and return the result."""
+        score = self.scores.add(step, self.trainer.evaluate())
         if self.tracker:
-            self.tracker.log(step, self.final)
-        score = self.final[self.config.recipe.best_metric]
-        improved = math.isfinite(score) and (self.best is None or score < self.best["value"])
-        if improved:
-            self.best = {"step": step, "value": score}
-        shown = "  ".join(f"{name} {loss(value)}" for name, value in self.final.items())
-        self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{'  (best)' if improved else ''}")
-        return score if math.isfinite(score) else None, improved
+            self.tracker.log(step, self.scores.final)
+        shown = "  ".join(f"{name} {loss(value)}" for name, value in self.scores.final.items())
+        self.terminal.note(f"step {step}/{self.plan.steps}  {shown}{'  (best)' if score.improved else ''}")
+        return score
 
-    def _save(self, score: float | None) -> None:
+    def _save(self, score: Score | None) -> None:
         self._log_meters()  # else a run that is resumed from here would lack them
-        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), score))
+        rank = None if score is None else self.scores.rank(score)
+        self.monitor.stalled(self.writer.save(self.trainer.state_dict(), self._progress(), rank))
 
     def _progress(self) -> dict[str, Any]:
-        monitor = self.monitor.state_dict()
-        return {"best": self.best, "final": self.final, "monitor": monitor, "data": self.fingerprint}
+        return self.scores.state_dict() | {"monitor": self.monitor.state_dict(), "data": self.fingerprint}
 
     def _record_failure(self, error: NonFiniteGradients) -> str:
         """Record what is needed to find the cause; return the sentence with the command that does it."""
@@ -241,7 +254,8 @@ class Run:
         return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
 
     def _restore(self, saved: CheckpointReader) -> None:
-        saved.check_progress(self.monitor.state_dict(), self.trainer.loss_scale, self.trainer.optimizer)
+        trainer, lowest = self.trainer, self.scores.lowest
+        saved.check_progress(self.monitor.state_dict(), trainer.loss_scale, trainer.optimizer, lowest)
         if saved.progress["data"] != self.fingerprint:
             raise UserError(
                 f"resume: the data of {self.folder.path} has changed since its last checkpoint; "
@@ -249,8 +263,7 @@ class Run:
             )
         self.trainer.restore(saved)
         self.monitor.load_state_dict(saved.progress["monitor"])
-        self.best = saved.progress["best"]
-        self.final = saved.progress["final"]
+        self.scores.load_state_dict(saved.progress)
 
     def _show_start(self, choices: list[Choice]) -> None:
         emulated = self.config.precision.warning(self.hardware, self.manifest["effective"]["matmul_time_over_fp32"])
@@ -271,7 +284,7 @@ class Run:
         self.terminal.end_progress()
         self.profiler.finish()
         before = self._summary("FINISHED")  # the export is no part of the run's time and memory
-        epilogue, missing = export_best(self.trainer, self.folder, self.best, self.terminal)
+        epilogue, missing = export_best(self.trainer, self.folder, self.scores.best, self.terminal)
         summary = replace(before, status="FAILED" if missing else "FINISHED")
         self.terminal.block("summary", summary.rows())
         ledger = self.profiler.ledger
@@ -284,28 +297,6 @@ class Run:
         if stop := self.world.largest(self.signals.stop or 0):  # a sweep must not begin another run
             raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return asdict(summary), missing
-
-    def _unfinished(self, missing: list[str]) -> RunError:
-        finish = f"free disk space, then finish it with:\n  {self.command}"
-        if not checkpoint.steps(self.folder.checkpoints):
-            finish = "free disk space and start it again: it has no checkpoint"
-        error = RunError(f"all {self.plan.steps} steps are done, but {'; '.join(missing)}; {finish}")
-        error.shared = True
-        return error
-
-    def _stop_message(self, signum: int) -> str:
-        stopped = f"stopped by {signal.Signals(signum).name} after step {self.trainer.step}"
-        if not self.config.checkpoint.enabled:
-            return f"{stopped}; nothing was saved (checkpoint=none)"
-        saved = checkpoint.steps(self.folder.checkpoints)[-1:] == [self.trainer.step]
-        kept = "saved" if saved else f"not saved. {self._last_good()}"
-        return f"{stopped}, {kept}. Resume with:\n  {self.command}"
-
-    def _last_good(self) -> str:
-        saved = checkpoint.steps(self.folder.checkpoints)
-        if not saved:
-            return "No checkpoint was saved."
-        return f"The last valid checkpoint is step {saved[-1]}, in {self.folder.checkpoints}"
 
     def _close(self, status: str) -> None:
         """Write the summary of a run that did not get to its end; finish the profile and the tracking."""
@@ -328,8 +319,11 @@ class Run:
             seed=config.seed,
             step=self.trainer.step,
             steps=self.plan.steps,
-            final={name: value if math.isfinite(value) else None for name, value in self.final.items()},
-            best=self.best,
+            final={name: value if math.isfinite(value) else None for name, value in self.scores.final.items()},
+            best=self.scores.best,
+            best_metric=self.scores.metric,
+            best_is="lowest" if self.scores.lowest else "highest",
+            stopped_early=self.scores.why if self._stops_early else None,
             unit=config.recipe.unit,
             units_per_s=units_per_s,
             step_time_s=step_time_s,

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
-from trainer.config.registration import flatten
+from trainer.config.registration import defaults, flatten
 from trainer.config.schema import Config, Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
@@ -20,6 +20,7 @@ from trainer.run.folder import RunFolder
 from trainer.run.memory.fit import fit_plan
 from trainer.run.resume import SAME, check_same
 from trainer.run.run import Run
+from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
 from trainer.tracking.mlflow.delivery_record import SOURCE_FILE, final_status
@@ -67,13 +68,15 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return world.on_first(folder.summary)
         terminal.note("opening the data …")
-        datasets = world.first_then_others(resolved.config.open_datasets)
+        opened = None if saved else resolved.opened  # a run may have recorded how its data is to be opened
+        datasets = opened or world.first_then_others(resolved.config.open_datasets)
         if folder is None:
             resolved = fit_plan(config, resolved, hardware, world, datasets, overrides or [])
         terminal.note("building the model …")
         try:
             trainer = run_class.trainer_class(resolved.config, resolved.plan, hardware, world, datasets)
             stack.callback(trainer.close)
+            Scores(trainer.config).check_known(trainer.metric_names)
             if folder is None:
                 folder = world.on_first(partial(_begun, resolved, datasets, stack))
             return run_class(trainer, folder, saved, terminal, signals, resolved.choices + trainer.choices).train()
@@ -101,7 +104,7 @@ def _settled(folder: RunFolder, config: Config, stack: ExitStack) -> dict[str, A
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
     stack.enter_context(in_use(folder.path))
-    check_same(folder, flatten(config), config.recipe.unit == "images")
+    check_same(folder, flatten(config), config.recipe.unit == "images", defaults(config))
     path = checkpoint.find_verified(folder.checkpoints)
     step, steps = checkpoint.step_of(path), folder.config().get("steps")
     if not isinstance(steps, int) or step is None or step > steps:

@@ -77,8 +77,8 @@ class _Row:
 
     @property
     def score(self) -> tuple[bool, float]:
-        best = self.summary.get("best")
-        return best is None, best["value"] if best else 0.0
+        best, sign = self.summary.get("best"), -1 if self.summary.get("best_is") == "highest" else 1
+        return best is None, sign * best["value"] if best else 0.0
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Sweep:
         return folder, state_of(found) if found else None
 
     def table(self) -> str:
-        """Return the runs by their best score, the lowest first, those without one last; empty for fewer than two."""
+        """Return the runs by their best score, the best first, those without one last; empty for fewer than two."""
         if len(self.rows) < 2:
             return ""
         headings = ["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]

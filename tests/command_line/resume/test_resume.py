@@ -23,6 +23,7 @@ import pytest
 from tests import forks
 from tests.helpers import PROJECT
 from trainer.run.run import Run
+from trainer.run.scores import Score
 
 # Steps of some ten milliseconds, with dropout and accumulation, and log lines that a stop falls between.
 RUN = [
@@ -234,11 +235,10 @@ def test_a_signal_that_is_too_late_for_a_step_is_handled_after_the_next(
     """What the ranks have agreed on for a step stands; a signal that comes meanwhile is kept for the next step."""
     evaluate = Run._evaluate
 
-    def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
+    def interrupted(run: Run, step: int) -> Score:
         if step == 4:  # after the agreement
             signal.raise_signal(signal.SIGTERM)
-        score, _ = evaluate(run, step)
-        return score, False
+        return evaluate(run, step)._replace(improved=False)
 
     monkeypatch.setattr(Run, "_evaluate", interrupted)
     done = train(*RUN, LOCAL, "eval_every=4", "checkpoint.every=100")
@@ -252,7 +252,7 @@ def test_a_second_signal_ends_the_wait_for_the_checkpoint_and_not_the_summary(
 ) -> None:
     evaluate, close = Run._evaluate, Run._close
 
-    def interrupted(run: Run, step: int) -> tuple[float | None, bool]:
+    def interrupted(run: Run, step: int) -> Score:
         signal.raise_signal(signal.SIGINT)
         return evaluate(run, step)
 

@@ -439,14 +439,16 @@ def test_every_mutation_is_refused_by_name_or_resumes_bit_for_bit(run: Run, tmp_
         for batch in batches:
             trainer.train_step(batch)
         state = dict(trainer.model.state_dict()), trainer.optimizer.state_dict(), trainer.loss_scale.state_dict()
-        return copied((*state, random_state(trainer.device), run.monitor.state_dict(), run.best, run.final))
+        return copied(
+            (*state, random_state(trainer.device), run.monitor.state_dict(), run.scores.best, run.scores.final)
+        )
 
     def resume(checkpoints: Path) -> Any:
         # What stays of the mutation before would hide what is not restored.
         for parameter in trainer.model.parameters():
             parameter.data.fill_(7.0)
         trainer.optimizer.state.clear()
-        trainer.step, run.best, run.final = 0, None, {}
+        trainer.step, run.scores.best, run.scores.final = 0, None, {}
         torch.manual_seed(13)
         run._restore(CheckpointReader(checkpoint.find_verified(checkpoints)))
         return go_on()

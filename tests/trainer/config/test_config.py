@@ -150,7 +150,7 @@ def compose_quietly(*overrides: str) -> Config:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "gpu"])
 def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware) -> None:
-    composed, plan, chosen = compose(f"recipe={recipe}").resolve(hardware)
+    composed, plan, chosen, _ = compose(f"recipe={recipe}").resolve(hardware)
     for key in ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples"):
         assert isinstance(getattr(composed, key), int)
         assert key in [choice.key for choice in chosen]
@@ -162,7 +162,7 @@ def test_auto_becomes_numbers_that_fit_together(recipe: str, hardware: Hardware)
 
 def test_what_the_user_set_is_kept() -> None:
     composed = compose("recipe=gpt2", "steps=40", "batch_size=6", "eval_every=7", "run_name=mine", "seed=3")
-    composed, plan, chosen = composed.resolve(CPU)
+    composed, plan, chosen, _ = composed.resolve(CPU)
     assert (plan.steps, plan.batching.batch_size, plan.eval_every) == (40, 6, 7)
     assert plan.batching.micro_batch_size == 6
     assert {choice.key for choice in chosen} >= {"micro_batch_size", "eval_samples"}

@@ -47,7 +47,10 @@ def test_a_killed_run_is_scored_by_its_log(log: Path) -> None:
 
 
 def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
-    names = {score.name for score in summary_metrics(log, {"best": {"step": 10, "value": 12.0}})}
+    names = {
+        score.name
+        for score in summary_metrics(log, {"best": {"step": 10, "value": 12.0}, "best_metric": "valid/perplexity"})
+    }
     assert "best/valid_perplexity" in names
     assert "best/valid_loss" not in names
 

@@ -49,7 +49,7 @@ def forecast(config: Config) -> Ledger:
             f"parallel={config.parallel.kind}: memory is forecast and measured for one process only; remove it"
         )
     hardware = detect(config.device)
-    config, plan, _ = replace(config, compile=Compile()).resolve(hardware)
+    config, plan, *_ = replace(config, compile=Compile()).resolve(hardware)
     taken = min(2, plan.batching.accumulation)
     try:
         # The model may hold tensors that are neither weights nor buffers: the mode takes their shapes.

@@ -68,7 +68,8 @@ def closing_description(folder: Path, run_id: str, model_id: str | None, *, resu
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if summary["best"]:
-        rows.append(("best loss", f"**{summary['best']['value']:.4g}** at step {summary['best']['step']}"))
+        metric = summary.get("best_metric", "valid/loss").removeprefix("valid/")
+        rows.append((f"best {metric}", f"**{summary['best']['value']:.4g}** at step {summary['best']['step']}"))
     for name, value in summary["final"].items():
         rows.append((f"{name} at the end", "not finite" if value is None else f"{value:.4g}"))
     if summary["units_per_s"]:

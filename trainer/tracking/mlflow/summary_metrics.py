@@ -2,7 +2,7 @@
 
 | metric | is | at step |
 |---|---|---|
-| ``best/valid_loss`` | the lowest validation loss (or the recipe's own best metric) | of that evaluation |
+| ``best/valid_loss`` | the best value of the metric that marks the best checkpoint | of that evaluation |
 | ``final/valid_loss``, ``final/valid_…`` | each validation metric of the last evaluation | of that evaluation |
 | ``final/throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
 | ``final/step_time_ms`` | milliseconds per optimizer step, likewise | the last |
@@ -79,13 +79,10 @@ def unsent_summary_metrics(log: Path, summary: Path, stored: dict[str, int]) -> 
 
 def _best(evaluations: list[dict[str, Any]], summary: dict[str, Any]) -> list[SummaryMetric]:
     """Return the best evaluation: the one that the run has chosen, else the lowest loss."""
-    best = summary.get("best")
-    if best:
-        for line in evaluations:
-            named = [key for key, value in line.items() if key.startswith(VALID) and value == best["value"]]
-            if line["step"] == best["step"] and named:
-                key = f"{VALID}loss" if f"{VALID}loss" in named else named[0]
-                return [SummaryMetric(f"best/{_name(key)}", best["value"], line["step"], line["time"])]
+    best, key = summary.get("best"), summary.get("best_metric", f"{VALID}loss")
+    for line in evaluations:
+        if best and line["step"] == best["step"] and line.get(key) == best["value"]:
+            return [SummaryMetric(f"best/{_name(key)}", best["value"], line["step"], line["time"])]
     found = [line for line in evaluations if line.get(f"{VALID}loss") is not None]
     if not found:
         return []

@@ -31,7 +31,7 @@ def fitted(
     hardware = detect("cpu")
     resolved = config.resolve(hardware, world)
     datasets = resolved.config.recipe.datasets(resolved.config.data, 0)
-    fitting, plan, choices = fit_plan(config, resolved, hardware, world or World(), datasets, overrides)
+    fitting, plan, choices, _ = fit_plan(config, resolved, hardware, world or World(), datasets, overrides)
     assert fitting.micro_batch_size == plan.batching.micro_batch_size
     return plan, [choice for choice in choices if choice.key == "micro_batch_size"]
 
@@ -66,7 +66,7 @@ def test_ordinary_starts_are_not_forecast(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_large_models_large_images_and_large_vocabularies_are() -> None:
     def rough(*overrides: str) -> float:
-        config, plan, _ = compose(*overrides, "device=cpu").resolve(detect("cpu"))
+        config, plan, *_ = compose(*overrides, "device=cpu").resolve(detect("cpu"))
         datasets = config.recipe.datasets(config.data, 0)
         return (rough_bytes(config.recipe, datasets, plan.batching.micro_batch_size) or 0) / 2**30
 
@@ -146,6 +146,6 @@ def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
     resolved = compose(*BIGNET).resolve(detect("cpu"))
     for recorded, expected in (('{"micro_batch_size": 32}', 32), ('{"micro_batch_size": 3}', 512), ("{", 512)):
         (tmp_path / "config.json").write_text(recorded)
-        config, kept, explained = earlier_plan(tmp_path, resolved)
+        config, kept, explained, _ = earlier_plan(tmp_path, resolved)
         assert config.micro_batch_size == kept.batching.micro_batch_size == expected
         assert [choice.value for choice in explained if choice.key == "micro_batch_size"] == [expected]

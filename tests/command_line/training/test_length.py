@@ -1,0 +1,110 @@
+"""How long a run takes: epochs=, early stopping, and the debug group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
+        "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
+IMAGES = ["recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "data=idx", "data.path=idx", "recipe.image_size=8",
+          "batch_size=4", "eval_samples=8", "tracking=local"]  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+def summary(folder: Path) -> Any:
+    (run,) = (folder / "outputs").iterdir()
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.usefixtures("user_data")
+def test_epochs_count_the_steps_and_can_be_extended(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*IMAGES, "epochs=0.5")
+    assert done.code == 0, done.err
+    assert "0.5 epochs of 20 samples" in done.out
+    assert summary(folder)["step"] == 3  # 10 samples in batches of 4
+    (run,) = (folder / "outputs").iterdir()
+    recorded = json.loads((run / "config.json").read_text())
+    assert (recorded["steps"], recorded["epochs"]) == (3, None)
+    done = train(f"resume={run}", "epochs=1")
+    assert done.code == 0, done.err
+    assert summary(folder)["step"] == 5
+
+
+def test_early_stopping_ends_the_run_with_its_best_weights(train: Callable[..., Any], folder: Path) -> None:
+    stopping = ["optimizer.lr=1e-30", "early_stopping.patience=2", "steps=40"]
+    done = train(*TINY, *stopping)
+    assert done.code == 0, done.err
+    assert "early stopping: valid/loss has not been better than" in done.out
+    found = summary(folder)
+    assert (found["status"], found["step"], found["steps"], found["best"]["step"]) == ("FINISHED", 6, 40, 2)
+    assert "in the last 2 evaluations" in found["stopped_early"]
+    (run,) = (folder / "outputs").iterdir()
+    assert (run / "best").is_dir()
+    again = train(f"resume={run}")
+    assert again.code == 0, again.err
+    assert summary(folder)["step"] == 6
+    more = train(f"resume={run}", "early_stopping.patience=4")
+    assert more.code == 0, more.err
+    assert summary(folder)["step"] == 10
+    assert train(f"resume={run}", "early_stopping.patience=null", "steps=12").code == 0
+    assert summary(folder)["step"] == 12
+
+
+@pytest.mark.usefixtures("user_data")
+def test_the_best_checkpoint_is_that_of_the_chosen_metric(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*IMAGES, "steps=6", "eval_every=1", "checkpoint.best=valid/top1")
+    assert done.code == 0, done.err
+    (run,) = (folder / "outputs").iterdir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    values = {line["step"]: line["valid/top1"] for line in lines if "valid/top1" in line}
+    best = summary(folder)["best"]
+    assert best["value"] == max(values.values())
+    assert best["step"] == min(step for step, value in values.items() if value == best["value"])
+    assert (run / "checkpoints" / f"step-{best['step']:08d}").is_dir()
+    assert "best top1" in done.out
+    another = train(f"resume={run}", "steps=8", "checkpoint.best=valid/loss")
+    assert another.code == 2
+    assert "checkpoint.best was valid/top1, now valid/loss" in another.err
+    wrong = train(*IMAGES, "steps=2", "checkpoint.best=valid/acc", "run_name=wrong")
+    assert wrong.code == 2
+    assert "set checkpoint.best to one of valid/loss, valid/top1" in wrong.err
+    assert not (folder / "outputs" / "wrong").exists()
+
+
+def test_steps_and_epochs_together_are_refused(train: Callable[..., Any]) -> None:
+    done = train(*TINY, "steps=4", "epochs=1")
+    assert done.code == 2
+    assert "epochs=1 and steps=4 both set the length; set only one of them" in done.err
+
+
+def test_one_batch_must_be_learnt(train: Callable[..., Any], folder: Path) -> None:
+    small = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "profiler=none"]
+    learnt = train(*small, "debug=overfit", "batch_size=2", "steps=60", "optimizer.lr=0.03")
+    assert learnt.code == 0, learnt.err
+    assert not (folder / "outputs" / "bignet-fp32-s0" / "checkpoints").exists()
+    not_learnt = train(*small, "debug=overfit", "batch_size=2", "steps=3", "optimizer.lr=1e-30")
+    assert not_learnt.code == 1
+    assert "debug=overfit: after 3 steps on one batch its loss is" in not_learnt.err
+    assert "debug.target=0.2" in not_learnt.err
+
+
+def test_anomaly_detection_names_the_operation(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.bignet import BigNet
+
+    loss = BigNet.loss
+
+    def broken(self: BigNet, model: Any, batch: Any) -> Any:
+        output = loss(self, model, batch)
+        return output._replace(loss_sum=output.loss_sum + (model[0][0].weight.sum() * 0).sqrt())
+
+    monkeypatch.setattr(BigNet, "loss", broken)
+    done = train(*TINY, "steps=4", "debug=anomaly")
+    assert done.code == 3
+    assert "debug=anomaly: Function 'MulBackward0' returned nan values" in done.err
+    assert "in broken" in done.err

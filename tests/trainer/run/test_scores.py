@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.helpers import compose
+from trainer.errors import UserError
+from trainer.run.scores import Scores
+
+
+def scores(*overrides: str) -> Scores:
+    return Scores(compose("recipe=resnet", *overrides))
+
+
+def test_the_lowest_loss_or_the_highest_accuracy_is_the_best() -> None:
+    by_loss, by_top1 = scores(), scores("checkpoint.best=valid/top1")
+    for step, loss, top1 in ((1, 2.0, 0.3), (2, 1.0, 0.6), (3, 1.5, 0.7), (4, math.nan, math.nan)):
+        for each in (by_loss, by_top1):
+            score = each.add(step, {"loss": loss, "top1": top1})
+    assert (score.value, score.improved) == (None, False)
+    assert by_loss.best == {"step": 2, "value": 1.0}
+    assert by_top1.best == {"step": 3, "value": 0.7}
+    assert by_top1.rank(score._replace(value=0.7)) == -0.7  # a manifest's best score is the lowest
+    assert by_loss.rank(score._replace(value=0.7)) == 0.7
+
+
+def test_a_recipe_names_the_metrics_that_rise() -> None:
+    recipe = compose("recipe=resnet").recipe
+    assert [recipe.falls(name) for name in ("valid/loss", "valid/top1", "top5", "valid/perplexity")] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "stops_at"),
+    [
+        ("valid/loss", [1.0, 0.8, 0.79, 0.75, 0.76, 0.77], 6),  # 0.79 does not improve by 0.02; 0.75 does
+        ("valid/top1", [0.1, 0.2, 0.21, 0.21, 0.5, 0.5], 4),
+        ("valid/loss", [math.nan, math.nan], 2),
+        ("valid/loss", [1.0, 0.9, 0.8, 0.7], None),
+    ],
+)
+def test_early_stopping_waits_for_an_improvement_by_more_than_min_delta(
+    metric: str, values: list[float], stops_at: int | None
+) -> None:
+    watching = scores("early_stopping.patience=2", "early_stopping.min_delta=0.02", f"early_stopping.metric={metric}")
+    stopped = None
+    for step, value in enumerate(values, 1):
+        metrics = {"loss": 1.0, "top1": 0.1} | {metric.removeprefix("valid/"): value}
+        copy = scores("early_stopping.patience=2", "early_stopping.min_delta=0.02", f"early_stopping.metric={metric}")
+        copy.load_state_dict(watching.state_dict())  # as a resumed run does
+        watching = copy
+        watching.add(step, metrics)
+        if watching.exhausted and stopped is None:
+            stopped = step
+    assert stopped == stops_at
+
+
+def test_a_metric_that_does_not_exist_is_refused() -> None:
+    known = ["loss", "top1"]
+    with pytest.raises(UserError) as refused:
+        scores("checkpoint.best=valid/acc").check_known(lambda: known)
+    best = (
+        "checkpoint.best=valid/acc is not a metric of this recipe; set checkpoint.best to one of valid/loss, valid/top1"
+    )
+    assert str(refused.value) == best
+    with pytest.raises(UserError, match=r"early_stopping.metric=loss is not .* one of valid/loss, valid/top1"):
+        scores("early_stopping.patience=2", "early_stopping.metric=loss").check_known(lambda: known)
+    scores("checkpoint.best=valid/top1").check_known(lambda: known)
+
+
+def test_a_state_without_early_stopping_begins_to_wait() -> None:
+    before = scores()
+    before.add(1, {"loss": 1.0})
+    assert "stopping" not in before.state_dict()  # checkpoints of earlier versions have none
+    after = scores("early_stopping.patience=1")
+    after.load_state_dict(before.state_dict())
+    assert not after.exhausted
+
+
+@pytest.mark.parametrize("option", ["patience=0", "min_delta=-1", "metric=valid/loss", "min_delta=0.1"])
+def test_options_that_cannot_work_are_refused(option: str) -> None:
+    with pytest.raises(UserError, match=f"early_stopping.{option.partition('=')[0]}"):
+        compose(f"early_stopping.{option}")

@@ -1,0 +1,116 @@
+"""A run's evaluations: the last one, the best one, and whether early stopping ends the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.formats import loss
+
+PREFIX = "valid/"
+
+
+class Score(NamedTuple):
+    """One evaluation, seen by the metric that marks the best checkpoint."""
+
+    value: float | None
+    """None: not finite."""
+    improved: bool
+    """Whether it is the best so far."""
+
+
+class Scores:
+    """Keeps the scores of a run.
+
+    Args:
+        config: of the run: its recipe's metric, ``checkpoint.best`` and ``early_stopping``.
+    """
+
+    def __init__(self, config: Config) -> None:
+        recipe, self.stopping = config.recipe, config.early_stopping
+        self._recipes_own = recipe.best_metric
+        self.metric: str = recipe.best_metric if config.checkpoint.best == "auto" else config.checkpoint.best
+        """Such as ``valid/loss``."""
+        self.lowest: bool = recipe.falls(self.metric)
+        """Whether the lowest value is the best; else the highest."""
+        self.best: dict[str, Any] | None = None
+        """``step`` and ``value`` of the best score."""
+        self.final: dict[str, float] = {}
+        """The last evaluation's metrics by ``valid/<name>``."""
+        self.watched: str = self.stopping.metric or self.metric
+        """The metric of early stopping."""
+        self._falls: bool = recipe.falls(self.watched)
+        self._reference: float | None = None
+        self._waited = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether early stopping ends the run."""
+        return self.stopping.patience is not None and self._waited >= self.stopping.patience
+
+    @property
+    def why(self) -> str:
+        """Return why early stopping ended the run."""
+        best = "was never finite" if self._reference is None else f"has not been better than {loss(self._reference)}"
+        return f"{self.watched} {best} in the last {self._waited} evaluations"
+
+    def check_known(self, names: Callable[[], Collection[str]]) -> None:
+        """Check that the metrics that the user has set exist.
+
+        Args:
+            names: returns the metrics of an evaluation, without ``valid/``, and takes the time of a forward pass.
+
+        Raises:
+            UserError: names the ones that exist.
+        """
+        if self._recipes_own == self.metric == self.watched:
+            return
+        known = [PREFIX + name for name in names()]
+        for key, metric in (("checkpoint.best", self.metric), ("early_stopping.metric", self.watched)):
+            if metric not in known:
+                raise UserError(
+                    f"{key}={metric} is not a metric of this recipe; set {key} to one of {', '.join(known)}"
+                )
+
+    def add(self, step: int, metrics: dict[str, float]) -> Score:
+        """Take in the metrics of an evaluation after ``step``."""
+        self.final = {PREFIX + name: value for name, value in metrics.items()}
+        value = self.final[self.metric]
+        improved = self.best is None or _better(value, self.best["value"], self.lowest)
+        improved = math.isfinite(value) and improved
+        if improved:
+            self.best = {"step": step, "value": value}
+        self._watch(self.final[self.watched])
+        return Score(value if math.isfinite(value) else None, improved)
+
+    def rank(self, score: Score) -> float | None:
+        """Return a score as a checkpoint's manifest has it, where the lowest is the best."""
+        return score.value if score.value is None or self.lowest else -score.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it, as JSON types; ``stopping`` only with early stopping."""
+        state: dict[str, Any] = {"best": self.best, "final": self.final}
+        if self.stopping.patience is not None:
+            state["stopping"] = {"reference": self._reference, "waited": self._waited}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's; one that was saved without early stopping begins to wait now."""
+        self.best, self.final = state["best"], state["final"]
+        stopping = state.get("stopping", {"reference": None, "waited": 0})
+        self._reference, self._waited = stopping["reference"], stopping["waited"]
+
+    def _watch(self, value: float) -> None:
+        margin = -self.stopping.min_delta if self._falls else self.stopping.min_delta
+        reference = None if self._reference is None else self._reference + margin
+        if math.isfinite(value) and (reference is None or _better(value, reference, self._falls)):
+            self._reference, self._waited = value, 0
+        else:
+            self._waited += 1
+
+
+def _better(value: float, than: float, lowest: bool) -> bool:
+    return value < than if lowest else value > than
