@@ -117,7 +117,7 @@ class Bert(SizedTextRecipe):
         vocabulary = max(known + len(added), self.own_vocabulary())
         return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary, special=added)
 
-    def build_model(self, datasets: Any) -> nn.Module:
+    def network(self, datasets: Any) -> Any:
         """Return transformers' BERT in fp32: the pretrained one, or a new one.
 
         A new one has three token ids more than the text, for [CLS], [SEP] and padding.
@@ -127,10 +127,7 @@ class Bert(SizedTextRecipe):
         if self.pretrained:
             dropouts = {"hidden_dropout_prob": self.dropout, "attention_probs_dropout_prob": self.dropout}
             vocabulary, pad = datasets.vocabulary, datasets.train.pad
-            pretrained: nn.Module = self.open_pretrained(
-                BertForQuestionAnswering, vocabulary, pad_token_id=pad, **dropouts
-            )
-            return pretrained
+            return self.open_pretrained(BertForQuestionAnswering, vocabulary, pad_token_id=pad, **dropouts)
         shape = SHAPES[self.size]
         config = BertConfig(
             vocab_size=datasets.vocabulary,
@@ -144,8 +141,7 @@ class Bert(SizedTextRecipe):
             **{f"{role}_id": id for role, (_, id) in datasets.special.items()},
             attn_implementation=self.attention,
         )
-        model: nn.Module = BertForQuestionAnswering(config)
-        return model
+        return BertForQuestionAnswering(config)
 
     def example(self, datasets: TextDatasets) -> dict[str, str]:
         """Return the beginning of the validation text as the passage, and words of it as the question."""

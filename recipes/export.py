@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from recipes.data.text.source import Tokenizer
+from recipes.lora import merged_state
 
 log = logging.getLogger("mantissa")
 
@@ -20,7 +21,7 @@ def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None
     """Write config.json and model.safetensors for ``from_pretrained``.
 
     Args:
-        model: one of transformers', in any dtype, which the files keep.
+        model: one of transformers', in any dtype, which the files keep; adapters in it are merged, in fp32.
         folder: made if it is not there.
         vocabulary: how many token ids there are. Rows of padding above them are left out: nothing decodes those ids.
         eos: the id that ends a text, where the model's config names none.
@@ -72,7 +73,7 @@ def _without_padding(model: Any, vocabulary: int) -> Any:
     exported.load_state_dict(
         {
             name: tensor[:vocabulary] if id(owners.get(name)) in tables else tensor
-            for name, tensor in model.state_dict().items()
+            for name, tensor in merged_state(model).items()
         },
         assign=True,
     )

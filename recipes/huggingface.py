@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,6 +14,7 @@ from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextDatasets, TextSource, Tokenizer
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
+from recipes.lora import LoRA, with_adapters
 from recipes.pretrained import open_pretrained, pretrained_config
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
@@ -92,6 +93,7 @@ class SizedRecipe(Recipe):
     pretrained: str | None
     """A hub id or folder whose model is fine-tuned; None: a new model."""
     attention: str
+    lora: LoRA
 
     def pretrained_config(self) -> Any:
         """Return transformers' config of the pretrained model. Raises UserError where there is none of this kind."""
@@ -143,7 +145,15 @@ class SizedRecipe(Recipe):
         if self.context == "auto":
             tokens = self.chosen(choices).tokens_per_sample
             choices.append(Choice("recipe.context", tokens, f"{self.context_is}, the size's own"))
-        return self.chosen(choices), choices
+        resolved = self.chosen(choices)
+        if self.lora.rank and self.lora.target == "auto":
+            target = self.lora.targets(self.name)
+            lora: Any = {"lora": replace(self.lora, target=target)}
+            return replace(resolved, **lora), [
+                *choices,
+                Choice("recipe.lora.target", target, f"peft's choice for {self.name}"),
+            ]
+        return resolved, choices
 
     def own_context(self) -> int:
         """Return the size's own number of tokens; of a pretrained model at most ``longest``."""
@@ -198,6 +208,7 @@ class SizedTextRecipe(SizedRecipe):
     dropout: float = 0.1
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, as far as they take the model's mask and bias; eager: scores of T × T in memory."""
+    lora: LoRA = field(default_factory=LoRA)
 
     def __post_init__(self) -> None:
         check_attention(self.attention)
@@ -225,9 +236,20 @@ class SizedTextRecipe(SizedRecipe):
     ) -> tuple[dict[str, Tensor], list[Choice]]:
         """Return the weights with this model's padding of the vocabulary."""
         with_padding(weights, model, model, datasets.vocabulary, about)
-        return weights, []
+        return with_adapters(weights, model), []
+
+    def build_model(self, datasets: Any) -> nn.Module:
+        """Return transformers' model in fp32, new or pretrained, with the adapters."""
+        model = self.network(datasets)
+        self.lora.inject(model, self.name)
+        return model
+
+    def network(self, datasets: Any) -> Any:
+        """Return transformers' model in fp32, new or pretrained."""
+        raise NotImplementedError
 
     def export(self, model: nn.Module, datasets: TextDatasets, folder: Path) -> None:
         """Write a folder that transformers' auto classes open, the tokenizer beside the weights."""
         save_model(model, folder, datasets.vocabulary)
+        self.lora.save(model, self.name, self.pretrained, folder / "adapter")
         save_tokenizer(datasets.tokens.tokenizer, folder, datasets.special, self.template)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,7 @@ from recipes.data.text.source import TextDatasets, TextSource, TokenData
 from recipes.export import save_model, save_tokenizer
 from recipes.huggingface import SizedRecipe, check_attention, check_context, text_source, with_padding
 from recipes.language_model import LanguageModel, torch_can_chunk
+from recipes.lora import LoRA, with_adapters
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -67,6 +68,7 @@ class LanguageRecipe(SizedRecipe):
     sdpa_fp32 where that is measured to be faster, which is tried on a CPU in 16-bit formats."""
     vocabulary_multiple: int = 64
     """The vocabulary is padded to a multiple of this, which tensor cores like; 1: as it is. Changes no loss."""
+    lora: LoRA = field(default_factory=LoRA)
 
     def __post_init__(self) -> None:
         check_attention(self.attention, FORMS)
@@ -125,7 +127,9 @@ class LanguageRecipe(SizedRecipe):
         multiple, vocabulary = self.vocabulary_multiple, datasets.vocabulary
         network = self.network(math.ceil(vocabulary / multiple) * multiple, self.tokens_per_sample)
         in_fp32 = self.attention == "sdpa_fp32"
-        return LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, in_fp32)
+        model = LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, in_fp32)
+        self.lora.inject(model.network, self.name)
+        return model
 
     def count_targets(self, batch: Batch) -> int:
         """Every token but each sample's first is predicted."""
@@ -149,6 +153,7 @@ class LanguageRecipe(SizedRecipe):
         folder.mkdir(parents=True, exist_ok=True)
         eos = save_tokenizer(datasets.tokens.tokenizer, folder)
         save_model(model.network, folder, datasets.vocabulary, eos)
+        self.lora.save(model.network, self.name, self.pretrained, folder / "adapter")
 
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model."""
@@ -159,7 +164,7 @@ class LanguageRecipe(SizedRecipe):
     ) -> tuple[dict[str, Tensor], list[Choice]]:
         """Return the weights with this model's padding of the vocabulary."""
         with_padding(weights, model, model.network, datasets.vocabulary, about)
-        return weights, []
+        return with_adapters(weights, model), []
 
     def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text."""

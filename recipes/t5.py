@@ -144,7 +144,7 @@ class T5(SizedTextRecipe):
         added = {} if own else special
         return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary, special=added)
 
-    def build_model(self, datasets: TextDatasets) -> nn.Module:
+    def network(self, datasets: TextDatasets) -> Any:
         """Return transformers' T5 in fp32: the pretrained one, or a new one.
 
         A new one has token ids for its start, EOS and sentinels beside the text's, and padding.
@@ -154,10 +154,7 @@ class T5(SizedTextRecipe):
         if self.attention == "sdpa" and not T5ForConditionalGeneration._supports_sdpa:
             raise UserError("the T5 of this version of transformers has no recipe.attention=sdpa; use eager")
         if self.pretrained:
-            pretrained: nn.Module = self.open_pretrained(
-                T5ForConditionalGeneration, datasets.vocabulary, dropout_rate=self.dropout
-            )
-            return pretrained
+            return self.open_pretrained(T5ForConditionalGeneration, datasets.vocabulary, dropout_rate=self.dropout)
         shape, start = SHAPES[self.size], datasets.special["pad_token"][1]
         config = T5Config(
             vocab_size=math.ceil(datasets.vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
@@ -172,8 +169,7 @@ class T5(SizedTextRecipe):
             eos_token_id=datasets.special["eos_token"][1],
             attn_implementation=self.attention,
         )
-        model: nn.Module = T5ForConditionalGeneration(config)
-        return model
+        return T5ForConditionalGeneration(config)
 
     def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text with a gap in it."""

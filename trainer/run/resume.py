@@ -192,6 +192,10 @@ def _base(folder: RunFolder, recorded: dict[str, Any], leave_out: set[str]) -> l
                 continue
             raise UserError(f"{folder.path}/config.json names {group}={kind!s:.60}, which this version does not have")
         classes[group] = choices[kind]
+        for entry in dataclasses.fields(choices[kind]):
+            inner: Any = entry.default_factory
+            if isinstance(inner, type) and dataclasses.is_dataclass(inner):  # options within an option
+                classes[f"{group}.{entry.name}"] = inner
         result.append(f"{group}={kind}_schema")
     for key, value in recorded.items():
         group, _, name = key.rpartition(".")

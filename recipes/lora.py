@@ -1,0 +1,149 @@
+"""Low-rank adapters (Hu et al., "LoRA", 2021), which the peft library puts into transformers' models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.errors import UserError, nearest
+
+ADAPTER = "default"
+"""peft's name of the only adapter."""
+_HEADS = {"bert": ["qa_outputs"]}
+"""Heads of a task, which a pretrained model may lack: they are trained with the adapters."""
+
+
+@dataclass
+class LoRA:
+    """Options ``recipe.lora``: matrices of a low rank are added to some layers, and only they are trained."""
+
+    rank: int = 0
+    """0: no adapters, all weights are trained."""
+    alpha: float = 16.0
+    """The product of the two matrices is multiplied by ``alpha`` / ``rank``."""
+    dropout: float = 0.0
+    """Of an adapter's input."""
+    target: Any = "auto"
+    """Names of linear layers, or endings of them: [c_attn, c_proj]; auto: peft's choice, attention's input layers."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise UserError(f"recipe.lora.rank={self.rank} must be at least 1, or 0 for no adapters")
+        if not self.alpha > 0:
+            raise UserError(f"recipe.lora.alpha={self.alpha} must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"recipe.lora.dropout={self.dropout} must be at least 0 and below 1")
+        if isinstance(self.target, str) and self.target != "auto":
+            self.target = [self.target]
+        if not self.target or not all(isinstance(name, str) for name in self.target):
+            raise UserError(f"recipe.lora.target={self.target} must be auto, or names of layers such as [c_attn]")
+        if self.rank and find_spec("peft") is None:
+            raise UserError(
+                "recipe.lora needs peft, which is not installed; pip install peft, or set recipe.lora.rank=0"
+            )
+
+    def targets(self, kind: str) -> list[str]:
+        """Return the names of the layers; ``kind`` is transformers' type of the model."""
+        if self.target != "auto":
+            return list(self.target)
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as AUTO
+
+        return list(AUTO[kind])
+
+    def inject(self, network: Any, kind: str) -> None:
+        """Add the adapters to a model of transformers, in place; nothing but them, and a task's head, is trainable.
+
+        Raises:
+            UserError: a target that is no linear layer of the model.
+        """
+        if not self.rank:
+            return
+        from peft import inject_adapter_in_model
+
+        _check_targets(network, self.targets(kind))
+        inject_adapter_in_model(self._peft(kind), network)
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(".lora_" in name or name.partition(".")[0] in _HEADS.get(kind, ()))
+
+    def save(self, network: Any, kind: str, base: str | None, folder: Path) -> None:
+        """Write the adapters alone, as ``PeftModel.from_pretrained`` reads them; ``base`` is what they belong to."""
+        if not self.rank:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self._peft(kind)
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.modules_to_save = _HEADS.get(kind)
+        config.save_pretrained(str(folder))
+        own = {
+            f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": tensor.detach().contiguous()
+            for name, tensor in network.named_parameters()
+            if tensor.requires_grad or ".lora_" in name
+        }
+        save_file(own, folder / "adapter_model.safetensors", {"format": "pt"})
+
+    def _peft(self, kind: str) -> Any:
+        from peft import LoraConfig
+
+        task = {"bert": "QUESTION_ANS", "t5": "SEQ_2_SEQ_LM"}.get(kind, "CAUSAL_LM")
+        return LoraConfig(
+            task_type=task,
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.targets(kind),
+            fan_in_fan_out=kind == "gpt2",  # whose linear layers are transposed
+        )
+
+
+def merged_state(network: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model, with its adapters added to the weights they adapt, under transformers' names.
+
+    With adapters all of it is fp32: 16 bits would lose part of what they add.
+    """
+    state = network.state_dict()
+    if not any(".lora_" in name for name in state):
+        return state
+    from peft.tuners.lora import LoraLayer
+
+    merged = {plain(name): tensor.float() for name, tensor in state.items() if ".lora_" not in name}
+    for name, layer in network.named_modules():
+        if isinstance(layer, LoraLayer):
+            down, up = (part[ADAPTER].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
+            change = layer.scaling[ADAPTER] * (up @ down)
+            merged[f"{name}.weight"] = merged[f"{name}.weight"] + (change.T if layer.fan_in_fan_out else change)
+    return merged
+
+
+def plain(name: str) -> str:
+    """Return the name that a weight has in a model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def with_adapters(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return weights of a model without adapters under this model's names, with its own new adapters."""
+    state = model.state_dict()
+    if not any(".lora_" in name for name in state) or any(".lora_" in name for name in weights):
+        return weights
+    names = {plain(name): name for name in state if ".lora_" not in name}
+    renamed = {names.get(name, name): tensor for name, tensor in weights.items()}
+    return renamed | {name: tensor for name, tensor in state.items() if ".lora_" in name}
+
+
+def _check_targets(network: nn.Module, targets: list[str]) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    modules = {name: module for name, module in network.named_modules() if name and not name.startswith("lm_head")}
+    linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
+    for target in targets:
+        found = [name for name in modules if name == target or name.endswith(f".{target}")]
+        if not found or not linear.issuperset(found):
+            endings = dict.fromkeys(name.rpartition(".")[2] for name in sorted(linear))
+            which = "matches no layer" if not found else f"matches {found[0]}, which is no linear layer"
+            raise UserError(
+                f"recipe.lora.target: {target!r} {which}{nearest(target, endings)}; it can be {', '.join(endings)}"
+            )

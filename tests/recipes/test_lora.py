@@ -1,0 +1,144 @@
+"""``recipe.lora``: only the adapters train, and what is exported is what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, AutoModelForSeq2SeqLM
+
+from recipes.lora import LoRA
+from tests.helpers import compose, fit, gradients, same_bits, trainer_of
+from trainer.errors import UserError
+from trainer.run.memory.forecast import forecast
+from trainer.trainer import Trainer
+
+SMALL = ("recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4", "eval_samples=4", "steps=3")
+RANK = "recipe.lora.rank=2"
+CLASSES = {
+    "gpt2": AutoModelForCausalLM,
+    "llama": AutoModelForCausalLM,
+    "bert": AutoModelForQuestionAnswering,
+    "t5": AutoModelForSeq2SeqLM,
+}
+
+
+def tiny(recipe: str, *more: str) -> Trainer:
+    size = "recipe.width=32" if recipe == "llama" else "recipe.size=nano"
+    size = "recipe.layers=2" if recipe == "llama" else size
+    return trainer_of(f"recipe={recipe}", size, *SMALL, "optimizer.lr=0.05", *more)
+
+
+def adapters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters() if ".lora_" in name}
+
+
+def others(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters() if ".lora_" not in name}
+
+
+@torch.no_grad()
+def outputs(recipe: str, model: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    tokens = torch.randint(90, (2, 12))
+    if recipe == "t5":
+        found = model(input_ids=tokens, decoder_input_ids=tokens[:, :5]).logits
+    elif recipe == "bert":
+        found = model(input_ids=tokens).start_logits
+    else:
+        found = model(tokens).logits
+    return found[..., :90] if recipe != "bert" else found
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+@pytest.mark.parametrize("recipe", CLASSES)
+def test_the_merged_export_and_the_adapter_give_what_was_trained(recipe: str, tmp_path: Path) -> None:
+    trainer = tiny(recipe, RANK, "recipe.lora.alpha=8")
+    base = others(trainer)
+    trainer.model.eval()
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "base")  # the adapters' product is 0 at first
+    fit(trainer)
+    network = trainer.model.eval().network if hasattr(trainer.model, "network") else trainer.model.eval()
+    trained = outputs(recipe, network)
+    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
+    assert same_bits(outputs(recipe, network), trained)  # the export changes nothing
+
+    opened, merged = (CLASSES[recipe].from_pretrained(tmp_path / name).eval() for name in ("base", "best"))
+    assert (outputs(recipe, merged) - trained).abs().max() < 1e-5 * trained.abs().max()
+    assert (outputs(recipe, opened) - trained).abs().max() > 1e-3 * trained.abs().max()
+    with_adapter = PeftModel.from_pretrained(opened, str(tmp_path / "best" / "adapter")).eval()
+    assert (outputs(recipe, with_adapter) - trained).abs().max() < 1e-5 * trained.abs().max()
+
+    changed = {name for name, tensor in others(trainer).items() if not torch.equal(tensor, base[name])}
+    assert changed == ({"qa_outputs.weight", "qa_outputs.bias"} if recipe == "bert" else set())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "bf16_master", "bf16_sr", "bf16_pure"])
+def test_only_the_adapters_change_in_every_precision(mode: str, tmp_path: Path) -> None:
+    trainer = tiny("gpt2", RANK, f"precision={mode}", "scaler.init=1024" if mode == "fp16" else "seed=0")
+    base, before = others(trainer), adapters(trainer)
+    fit(trainer)
+    assert same_bits(others(trainer), base)
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in adapters(trainer).items())
+    held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    assert sum(tensor.numel() for tensor in held) == sum(tensor.numel() for tensor in before.values())
+    if trainer.masters and mode == "bf16_master":
+        assert {name for name, _ in trainer.masters.held()} == before.keys()
+        trainer.model.eval()
+        trained = outputs("gpt2", trainer.model.network).float()
+        trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+        assert merged.dtype == torch.float32
+        assert (outputs("gpt2", merged) - trained).norm() < 0.02 * trained.norm()
+
+
+def test_accumulation_and_activation_checkpointing_give_the_same_gradients() -> None:
+    weights = []
+    for more in ("micro_batch_size=4", "micro_batch_size=1"):
+        trainer = tiny("llama", RANK, more)
+        fit(trainer)
+        weights.append(torch.cat([tensor.flatten() for tensor in adapters(trainer).values()]))
+    assert torch.allclose(*weights, rtol=1e-4, atol=1e-5)
+    job = ("recipe=gpt2", "recipe.size=nano", *SMALL, RANK, "recipe.lora.dropout=0.2")
+    one, other = (gradients(*job, f"activation_checkpointing={mode}") for mode in ("none", "blocks"))
+    assert same_bits(one, other)
+    assert sum(gradient is not None for gradient in one) == 2 * 4  # of four layers' c_attn
+
+
+def test_the_forecast_knows_that_only_adapters_have_gradients_and_optimizer_state() -> None:
+    whole, adapted = (
+        forecast(compose("recipe=gpt2", "recipe.size=nano", *SMALL, "device=cpu", *more)) for more in ((), (RANK,))
+    )
+    share = adapted.highest["optimizer"] / whole.highest["optimizer"]
+    assert 0 < share < 0.02
+    assert adapted.highest["gradients"] < 0.02 * whole.highest["gradients"]
+    assert adapted.highest["weights"] > whole.highest["weights"]
+
+
+def test_what_cannot_be_adapted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mistakes = {
+        "recipe.lora.target=[c_atn]": "'c_atn' matches no layer; did you mean 'c_attn'.*c_fc",
+        "recipe.lora.target=[c_attn,wte]": "'wte' matches transformer.wte, which is no linear layer",
+        "recipe.lora.target=[lm_head]": "'lm_head' matches no layer",
+        "recipe.lora.target=[]": r"must be auto, or names of layers such as \[c_attn\]",
+        "recipe.lora.alpha=0": "recipe.lora.alpha=0.0 must be above 0",
+        "recipe.lora.dropout=1": "recipe.lora.dropout=1.0 must be at least 0 and below 1",
+        "recipe.lora.rank=-1": "recipe.lora.rank=-1 must be at least 1, or 0 for no adapters",
+    }
+    for option, message in mistakes.items():
+        with pytest.raises(UserError, match=message):
+            trainer_of("recipe=gpt2", "recipe.size=nano", *SMALL, *([] if "rank" in option else [RANK]), option)
+    monkeypatch.setattr("recipes.lora.find_spec", lambda name: None)
+    assert LoRA().rank == 0
+    with pytest.raises(UserError, match=r"recipe.lora needs peft, which is not installed; pip install peft"):
+        LoRA(rank=2)
+
+
+def test_chosen_layers_are_adapted_and_auto_is_what_peft_takes() -> None:
+    trainer = tiny("gpt2", RANK, "recipe.lora.target=[c_fc,attn.c_proj]")
+    found = {".".join(name.split(".")[4:6]) for name in adapters(trainer)}
+    assert found == {"mlp.c_fc", "attn.c_proj"}
+    assert tiny("t5", RANK).recipe.lora.target == ["q", "v"]
