@@ -89,6 +89,7 @@ class Bert(SizedTextRecipe):
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "base"
+    fine_tuning_lr: ClassVar[float | None] = 0.05  # 5e-5, the highest of Devlin et al. 2018 for SQuAD (appendix A.3)
     masks_attention: ClassVar[bool] = True
     template: ClassVar[str] = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
     predictor: ClassVar[str] = "question_answering"

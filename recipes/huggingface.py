@@ -84,6 +84,10 @@ class SizedRecipe(Recipe):
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
     context_is: ClassVar[str] = "tokens per sample"
+    # Of adamw's 1e-3: 1e-4, as the upper end of what is usual; and the 2e-4 of Hu et al. 2021 (table 11, GPT-2) and of
+    # Dettmers et al., "QLoRA", 2023 (table 9, 7B and 13B).
+    fine_tuning_lr: ClassVar[float | None] = 0.1
+    adapter_lr: ClassVar[float | None] = 0.2
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     size: str

@@ -20,6 +20,7 @@ from trainer.parallel.wrap import is_sharded
 from trainer.trainer import Trainer
 
 SMALL = ("recipe=bignet", "recipe.width=12", "recipe.layers=12", "data.samples=64", "schedule=linear", "device=cpu")
+TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "device=cpu")
 STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
 RULES: dict[str, tuple[str, ...]] = {
     "freeze": ("freeze=['0.?',2.4.bias]",),
@@ -31,6 +32,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "lion": ("optimizer=lion", "optimizer.lr=1e-3"),
     "lamb bf16_master": ("optimizer=lamb", "precision=bf16_master"),
     "adafactor": ("optimizer=adafactor",),
+    "lora": ("recipe.lora.rank=2", "optimizer.lr=0.02"),
+    "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }
 """Overrides by name."""
 
@@ -62,12 +65,13 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     saved.progress["loss_scale"] = trainer.loss_scale.state_dict()
     other.restore(saved)
     last = weights(trainer)
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     fit(trainer)
     fit(other)
     after, again = weights(trainer), weights(other)
     return {
         "losses": [trainer.world.add(record.loss.double()).item() for record in records],
-        "change": torch.cat([(last[key] - first[key]).flatten().double() for key in last]).tolist(),
+        "change": torch.cat([(last[key] - first[key]).flatten().double() for key in trained]).tolist(),
         "unchanged": [key for key in first if torch.equal(first[key], after[key])],
         "moved in the last step": any(not torch.equal(last[key], after[key]) for key in last),
         "resumed alike": all(torch.equal(after[key], again[key]) for key in after),
@@ -76,5 +80,6 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
 
 
 def _trainer(mode: str, device: str, *overrides: str) -> Trainer:
-    config = compose(*SMALL, *STEPS, f"parallel={mode}", *overrides)
+    small = TEXT if any("lora" in override for override in overrides) else SMALL
+    config = compose(*small, *STEPS, f"parallel={mode}", *overrides)
     return Trainer.from_config(config, detect(device), config.parallel.world(device))

@@ -110,6 +110,7 @@ def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, P
     expected = transformers_loss(recipe, path, trainer)
     assert own_loss(trainer) == pytest.approx(expected, rel=2e-5)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert trainer.config.optimizer.lr == pytest.approx(5e-5 if recipe == "bert" else 1e-4)
     assert "pretrained" in trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
     if recipe == "llama":
         unpadded = trainer_of(*options(recipe, path, "recipe.vocabulary_multiple=1"))

@@ -101,7 +101,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     dropped = _drop_options(composed, typed)
     source, kept = adopt(composed, typed)
-    kept += _fine_tuned(composed, typed)
+    kept += _fine_tuned(composed, typed, source is not None)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
@@ -123,14 +123,17 @@ def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
     return [Choice("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
 
 
-def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
+def _fine_tuned(composed: DictConfig, typed: Collection[str], started: bool) -> list[Choice]:
     """Lower the learning rate for pretrained weights, if it is the optimizer's default."""
-    cls = OmegaConf.get_type(composed.recipe)
-    factor = getattr(cls, "fine_tuning_lr", None)
-    if factor is None or composed.recipe.pretrained is None or {"optimizer.lr", "experiment"} & set(typed):
+    cls: Any = OmegaConf.get_type(composed.recipe)
+    adapters = bool(OmegaConf.select(composed, "recipe.lora.rank"))
+    factor = cls.adapter_lr if adapters else cls.fine_tuning_lr
+    started = started or OmegaConf.select(composed, "recipe.pretrained") is not None
+    if factor is None or not (started or adapters) or {"optimizer.lr", "experiment"} & set(typed):
         return []
     lr = float(f"{factor * composed.optimizer.lr:.6g}")
-    choice = Choice("optimizer.lr", lr, f"for pretrained weights; {composed.optimizer.lr} for random ones")
+    why = "adapters" if adapters else "pretrained weights"
+    choice = Choice("optimizer.lr", lr, f"for {why}; {composed.optimizer.lr} for random weights")
     composed.optimizer.lr = lr
     return [choice]
 

@@ -16,6 +16,7 @@ from tests.command_line.conftest import Result
 from tests.helpers import compose, start, trainer_of
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
+from trainer.config.compose import compose as composed
 from trainer.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -87,6 +88,42 @@ def test_the_new_run_has_its_own_data_and_precision_and_is_resumed_without_the_f
     one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_of_adapters_is_resumed_bit_for_bit_and_merged_weights_are_where_the_next_one_starts(
+    source: Path, train: Train
+) -> None:
+    new = (*SHORT, TEXT, "data.path=two.txt", "deterministic=true", "schedule=constant", "optimizer.lr=0.01")
+    lora = ("recipe.lora.rank=2", "recipe.lora.dropout=0.1", "recipe.lora.target=[c_fc]")
+    for run, steps in (("whole", 4), ("part", 2)):
+        done = train("recipe=gpt2", f"init_from={source}", *lora, *new, f"run_name={run}", f"steps={steps}")
+        assert done.code == 0, done.err
+    shutil.rmtree(source)
+    resumed = train("resume=outputs/part", "steps=4")
+    assert resumed.code == 0, resumed.err
+    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    merged = load_file("outputs/whole/best/model.safetensors")
+    assert Path("outputs/whole/best/adapter/adapter_config.json").exists()
+    for more in ((), ("recipe.lora.rank=3",)):
+        trainer = trainer_of("recipe=gpt2", "init_from=outputs/whole", TEXT, "data.path=two.txt", *more)
+        own = {name.replace(".base_layer", ""): tensor for name, tensor in trainer.model.gpt2.state_dict().items()}
+        assert any(".lora_" in name for name in own) == bool(more)
+        assert all(torch.equal(own[name][: len(tensor)], tensor) for name, tensor in merged.items())
+
+
+def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path, train: Train) -> None:
+    new = ("recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt")
+    rates = {(): 1e-4, ("recipe.lora.rank=2",): 2e-4, ("optimizer.lr=3e-4",): 3e-4, ("optimizer=sgd",): 0.01}
+    for more, rate in rates.items():
+        assert composed([*new, *more]).optimizer.lr == pytest.approx(rate)
+    assert composed(["recipe=gpt2"]).optimizer.lr == 1e-3
+    done = train(*new, *SHORT, "run_name=second")
+    assert "optimizer.lr=0.0001" in done.out
+    assert "for pretrained weights; 0.001 for random weights" in done.out
+    assert train("resume=outputs/second", "steps=3").code == 0
+    assert config_of("second")["optimizer.lr"] == 1e-4
 
 
 def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path) -> None:
