@@ -48,6 +48,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
         *TEXT, "data.name=texts", "data.tokenizer=bytes", "data.valid_fraction=0.5", "micro_batch_size=2",
         "compile=off",
     ),
+    "experiment/resnet50_a3": (
+        *IMAGES, "data.path=images", "recipe.train_image_size=24", "micro_batch_size=2", "schedule.warmup_steps=1",
+    ),
     "experiment/resnet50_imagenet": (*IMAGES, "data.path=images"),
     "experiment/shakespeare_cpu": (*TEXT, "data.path=texts/0.txt"),
     "optimizer/rmsprop": ("optimizer.weight_decay=0.01",),
