@@ -78,6 +78,11 @@ SMALL = {
     "resnet": ("recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "loader.workers=0"),
     "bignet": ("recipe.layers=2", "recipe.width=8", "data.samples=16"),
 }
+# The runs that commands use, by their folders.
+BEFORE = {
+    "outputs/gpt2-bf16-s0": ["recipe=gpt2", "precision=bf16"],
+    "outputs/resnet-bf16-s0": ["recipe=resnet", "precision=bf16", "data=imagefolder", "data.path=photos"],
+}
 WORD = r"'?[a-z_]+(?:\.[a-z_0-9]+)*=[^\s<…|\\'\"]+'?"
 
 
@@ -134,9 +139,9 @@ def test_the_commands_of_a_page_run(
     steps = 2
     for command in run_here(page):
         script, *arguments = shlex.split(command)[1:]
-        if "outputs/gpt2-bf16-s0" in command and not (folder / "outputs/gpt2-bf16-s0").exists():
-            first = ["recipe=gpt2", "precision=bf16"]
-            assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
+        for run, first in BEFORE.items():
+            if run in command and not (folder / run).exists():
+                assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
         if script != "scripts/train.py":
             given = small(arguments) if script == "scripts/memory.py" else []
             monkeypatch.setattr(sys, "argv", [script, *arguments, *given])
