@@ -22,6 +22,8 @@ class RunError(Exception):
     exit_code = 1
     shared = False
     """Whether every process of the job raises it at the same point, so that one reports it and all stay in step."""
+    status = "FAILED"
+    """MLflow's, of a run that it ends in training."""
 
 
 class UserError(RunError):

@@ -124,7 +124,7 @@ def test_a_model_that_holds_itself_is_released_after_its_run() -> None:
     gc.disable()
     try:
         assert gone() is not None
-        cli._release_memory()
+        cli.release_memory()
     finally:
         gc.enable()
     assert gone() is None

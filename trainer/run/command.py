@@ -122,7 +122,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
                 codes.append(_report_of_rank(error))
             interrupted = launched_processes() > 1
         finally:
-            _release_memory()
+            release_memory()
         if shortage is not None:
             typed = any(override.startswith("micro_batch_size=") for override in overrides)
             if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
@@ -133,7 +133,7 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
     return run
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
     """Give the memory of a run back to the system, or the next one of a sweep would count it as its own peak."""
     gc.collect()  # models may hold themselves: every module whose forward method was replaced does
     if torch.cuda.is_initialized():

@@ -89,6 +89,8 @@ def open_tracker(
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }
         tags["init_from.sha256"] = " ".join(source["sha256"].values())
+    if config.tracking.parent:
+        tags["mlflow.parentRunId"] = config.tracking.parent
     if git:
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": git["dirty"]}
     return Tracker(

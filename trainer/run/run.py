@@ -15,7 +15,7 @@ from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch
 from trainer.data.loader import fingerprint
-from trainer.errors import Interrupted, NonFiniteError, UserError, first_line
+from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.formats import loss
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.kernels import convolution
@@ -141,7 +141,7 @@ class Run:
             raise
         except BaseException as error:
             cause = self._record_failure(error) if isinstance(error, NonFiniteGradients) else ""
-            self._close("FAILED")
+            self._close(error.status if isinstance(error, RunError) else "FAILED")
             if isinstance(error, NonFiniteError):
                 raise NonFiniteError(f"{error}. {report.last_good(self.folder)}{cause}") from error
             raise

@@ -42,6 +42,8 @@ class Tracking:
     """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none."""
     register: str | None = None
     """The registered model that gets the best weights as a new version; None: they are not registered."""
+    parent: str | None = None
+    """MLflow's id of the run that this one is shown below, such as a search's; None: none."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
