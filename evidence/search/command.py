@@ -6,16 +6,21 @@ import logging
 import math
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from evidence.search.lr_range import FIRST, Curve, range_test
 from evidence.search.lr_report import write_report
+from evidence.search.space import Dimension, check_space, parse_space
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError, UserError, nearest
+from trainer.files import check_output_dir
 from trainer.hardware import detect
 from trainer.parallel.world import launched_processes
 from trainer.run.folder import RunFolder
+
+PRUNERS = ("median", "hyperband", "none")
 
 
 @dataclass
@@ -94,3 +99,73 @@ def _show(curve: Curve) -> None:
         print(f"  optimizer.lr={lr:g}  {reason}")
     if not curve.suggestions():
         print("  the loss does not fall")
+
+
+@dataclass
+class SearchOptions:
+    """Of scripts/search.py."""
+
+    trials: int = 20
+    pruner: str = "median"
+    metric: str = "valid/loss"
+    study: str = ""
+
+
+def search(arguments: list[str]) -> int:
+    """Search a space, and print its trials and the best of them; the exit code is 1 where no trial was complete.
+
+    Raises:
+        UserError: a space that is none, or a mistake of train.py's.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    given, overrides = parse_space(arguments)
+    options, overrides = parse(overrides, SearchOptions, "overrides")
+    if options.pruner not in PRUNERS:
+        near = nearest(options.pruner, PRUNERS)
+        raise UserError(f"pruner={options.pruner} is not a pruner ({', '.join(PRUNERS)}){near}")
+    if launched_processes():
+        raise UserError("trials run in one process each; start the command without torchrun, several times for several")
+    first = check_space(given, overrides)
+    if first.parallel.kind != "single":
+        raise UserError(f"trials run in one process each; leave out parallel={first.parallel.kind}")
+    return _search(options, given, overrides, first)
+
+
+def _search(options: SearchOptions, given: list[Dimension], overrides: list[str], first: Config) -> int:
+    from evidence.search.mlflow import Parent
+    from evidence.search.report import lines
+    from evidence.search.search import run_trials
+    from evidence.search.study import open_search, pruner_of
+
+    name = options.study or first.default_name()
+    if "/" in name or name in (".", ".."):
+        raise UserError(f"study={name} must be the name of a folder, without a slash")
+    check_output_dir(first.output_dir)
+    plan = first.resolve(detect(first.device)).plan
+    kept = sorted(
+        text for text in overrides if text.partition("=")[0].partition(".")[0] not in ("output_dir", "tracking")
+    )
+    described = {"space": [str(each) for each in given], "options": kept, "metric": options.metric}
+    found = open_search(
+        name,
+        Path(first.output_dir).expanduser(),
+        given,
+        described,
+        maximise=not first.recipe.falls(options.metric),
+        trials=options.trials,
+        seed=first.seed,
+        pruner=pruner_of(options.pruner, plan.eval_every, plan.steps),
+    )
+    print(f"study {name}: {len(found.counted())} of {options.trials} trials; runs print to {found.folder}", flush=True)
+    shown = {"space": " ".join(described["space"]), "options": " ".join(kept), "metric": options.metric}
+    parent = Parent(first, found, shown | {"pruner": options.pruner})
+    status = "KILLED"
+    try:
+        run_trials(found, overrides, options.metric, parent.run_id, lambda line: print(line, flush=True))
+        status = "FINISHED"
+    finally:
+        parent.close(found, options.metric, status)
+        if parent.problem:
+            print(f"MLflow has not taken the search ({parent.problem}); its trials are in {found.folder.parent.parent}")
+    print("\n" + "\n".join(lines(found, options.metric, overrides)))
+    return int(not any(trial.state.name == "COMPLETE" for trial in found.counted()))

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.command_line.conftest import empty_store  # noqa: F401  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +16,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Optuna's SQLite file without a study, to be copied: making its tables takes a second."""
+    import optuna
+
+    path = tmp_path_factory.mktemp("optuna") / "optuna.db"
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    optuna.storages.RDBStorage(f"sqlite:///{path}")
+    return path

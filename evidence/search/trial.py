@@ -1,0 +1,68 @@
+"""One trial: a run that reports its evaluations to the study, and ends early where the study prunes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+from trainer.errors import RunError
+from trainer.files import read_json_lines
+from trainer.formats import loss
+from trainer.run.report import RunSummary
+from trainer.run.run import Run
+from trainer.run.scores import Score
+from trainer.tracking.mlflow.delivery_record import METRICS_FILE
+
+
+class Pruned(RunError):
+    """The study has ended a trial, because earlier ones were better at this step."""
+
+    status = "KILLED"
+
+
+class Judge(Protocol):
+    """What a run needs of the study; Optuna's trial has these methods."""
+
+    def report(self, value: float, step: int) -> None:
+        """Take the metric of an evaluation. What was reported of this step before stays."""
+
+    def should_prune(self) -> bool:
+        """Return whether the trial is to end after its last report."""
+
+
+class TrialRun(Run):
+    """A run whose evaluations a study follows."""
+
+    judge: ClassVar[Judge]
+
+    def __init__(self, *arguments: Any) -> None:
+        """See ``Run``. One that is resumed repeats its reports, for the study knows them by another trial."""
+        super().__init__(*arguments)
+        self._pruned = ""
+        for line in read_json_lines(self.folder.path / METRICS_FILE):
+            if line["step"] <= self.trainer.step and line.get(self.scores.metric) is not None:
+                self.judge.report(line[self.scores.metric], line["step"])
+
+    def _evaluate(self, step: int) -> Score:
+        score = super()._evaluate(step)
+        if score.value is not None:
+            self.judge.report(score.value, step)
+            if self.judge.should_prune():
+                self._pruned = f"pruned: earlier trials had a better {self.scores.metric} than {loss(score.value)}"
+        return score
+
+    def after_step(self) -> None:
+        """End the run after the step in which it was pruned, with its checkpoint."""
+        super().after_step()
+        if self._pruned and not self.complete and self.stopped_by is None:
+            self.terminal.note(self._pruned)
+            raise Pruned(self._pruned)
+
+    def _summary(self, status: str) -> RunSummary:
+        summary = super()._summary(status)
+        return replace(summary, stopped_early=self._pruned) if self._pruned and status == Pruned.status else summary
+
+
+def reporting_to(judge: Judge) -> type[TrialRun]:
+    """Return the class of runs that report to ``judge``."""
+    return type("ReportingRun", (TrialRun,), {"judge": judge})

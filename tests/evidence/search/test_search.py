@@ -1,0 +1,242 @@
+"""Searches: their trials, what is pruned, how they go on after a stop, and MLflow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from evidence.search.command import search
+from evidence.search.space import parse_space
+from evidence.search.study import ByNumber, Search, open_search, pruner_of
+from trainer.errors import UserError
+from trainer.trainer import Trainer
+
+BIGNET = (
+    *("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"),
+    *("steps=4", "eval_every=2", "device=cpu", "study=it", "pruner=none"),
+)
+LR = "space.optimizer.lr=log(1e-4,1e-1)"
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *_: [])
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    shutil.copy(empty_database, tmp_path / "outputs" / "optuna.db")
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def searched(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*arguments: str) -> tuple[int, str]:
+        code = search([*BIGNET, "tracking=local", *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def opened(outputs: Path, trials: int = 3) -> Search:
+    space, _ = parse_space([LR])
+    return open_search("x", outputs, space, {}, maximise=False, trials=trials, seed=0, pruner=pruner_of("none", 1, 1))
+
+
+def runs(outputs: Path) -> list[str]:
+    return sorted(path.parent.name for path in outputs.glob("*/config.json"))
+
+
+def study(outputs: Path) -> Any:
+    return optuna.load_study(study_name="it", storage=f"sqlite:///{outputs / 'optuna.db'}")
+
+
+def table(out: str) -> list[list[str]]:
+    rows = out[out.index("\n\ntrial ") + 2 :].split("\n\n")[0].splitlines()[1:]
+    return [row.split() for row in rows]
+
+
+def test_a_search_trains_its_trials_and_ends_with_what_to_paste(
+    searched: Callable[..., tuple[int, str]], outputs: Path
+) -> None:
+    code, out = searched(LR, "space.optimizer=choice(adamw,sgd)", "trials=3")
+    assert code == 0
+    assert runs(outputs) == ["it-t0", "it-t1", "it-t2"]
+    rows = table(out)
+    assert [row[5] for row in rows] == 3 * ["complete"]
+    scores = [float(row[3]) for row in rows]
+    assert scores == sorted(scores)
+    best = json.loads((outputs / rows[0][-1] / "summary.json").read_text())
+    assert best["best"]["value"] == pytest.approx(study(outputs).best_value)
+    config = json.loads((outputs / rows[0][-1] / "config.json").read_text())
+    assert f"paste:\noptimizer.lr={rows[0][1]} optimizer={rows[0][2]}\n" in out
+    assert (config["optimizer.lr"], config["optimizer.name"].lower()) == (float(rows[0][1]), rows[0][2])
+    assert "python scripts/train.py recipe=bignet" in out.splitlines()[-1]
+    assert "[I " not in out  # Optuna's own log
+
+    proposed = [trial.params for trial in study(outputs).trials]
+    code, out = searched(LR, "space.optimizer=choice(adamw,sgd)", "trials=4")
+    assert code == 0
+    assert out.startswith("study it: 3 of 4 trials")
+    assert out.count("trial 3: ") == 1
+    assert out.count("trial 0: ") == 0
+    assert [trial.params for trial in study(outputs).trials][:3] == proposed
+    assert len(runs(outputs)) == 4
+
+
+def test_the_proposals_depend_on_the_seed_and_the_trials_number_only(outputs: Path) -> None:
+    def proposals(seed: int, fresh: bool) -> list[float]:
+        found = []
+        made = optuna.create_study(sampler=ByNumber(seed))
+        for _ in range(13):  # more than the ten of TPE that are random
+            if fresh:
+                made.sampler = ByNumber(seed)
+            trial = made.ask()
+            found.append(trial.suggest_float("x", 0, 1))
+            made.tell(trial, (found[-1] - 0.3) ** 2)
+        return found
+
+    whole = proposals(1, fresh=False)
+    assert whole == proposals(1, fresh=True)
+    assert whole != proposals(2, fresh=False)
+    assert len(set(whole)) == 13
+
+
+def test_a_stopped_search_is_continued_with_the_run_that_was_stopped(
+    searched: Callable[..., tuple[int, str]], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.train_step
+
+    def interrupted(trainer: Trainer, microbatches: Any) -> Any:
+        if trainer.config.run_name == "it-t1" and trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(trainer, microbatches)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            searched(LR, "trials=3")
+    assert [trial.state for trial in study(outputs).trials] == [TrialState.COMPLETE, TrialState.RUNNING]
+    code, out = searched(LR, "trials=3")
+    assert code == 0
+    assert "resumed after step 3" in (outputs / "search" / "it" / "it-t1.log").read_text()
+    assert runs(outputs) == ["it-t0", "it-t1", "it-t3"]  # Optuna's trial 2 continued the run of trial 1
+    states = [trial.state for trial in study(outputs).trials]
+    assert states == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE, TrialState.COMPLETE]
+    stopped, again = study(outputs).trials[1:3]
+    assert stopped.params == again.params
+    assert sorted(again.intermediate_values) == [2, 4]  # also what was reported before the stop
+    assert sorted(row[-1] for row in table(out)) == ["it-t0", "it-t1", "it-t3"]
+
+
+def test_a_pruned_trial_closes_its_run(
+    searched: Callable[..., tuple[int, str]], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optuna.trial.Trial, "should_prune", lambda trial: trial.number == 1)
+    code, out = searched(LR, "trials=2")
+    assert code == 0
+    summary = json.loads((outputs / "it-t1" / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("KILLED", 2)
+    assert summary["stopped_early"].startswith("pruned: earlier trials had a better valid/loss than ")
+    assert [row[-2:] for row in table(out)] == [["complete", "it-t0"], ["pruned", "it-t1"]]
+    assert "pruned: earlier trials" in out
+    assert study(outputs).trials[1].intermediate_values.keys() == {2}
+    code, out = searched(LR, "trials=2")  # nothing is left
+    assert out.count("trial 1: ") == 0
+
+
+def test_the_median_of_earlier_trials_prunes(outputs: Path) -> None:
+    made = optuna.create_study(pruner=pruner_of("median", 2, 8))
+    for value in (1.0, 1.1, 1.2, 1.3, 1.4):
+        trial = made.ask()
+        trial.report(value, 2)
+        made.tell(trial, value)
+    for value, pruned in ((1.1, False), (1.3, True)):
+        trial = made.ask()
+        trial.report(value, 2)
+        assert bool(trial.should_prune()) is pruned
+    assert isinstance(pruner_of("hyperband", 2, 8), optuna.pruners.HyperbandPruner)
+
+
+def test_a_trial_that_turns_non_finite_has_failed_and_the_search_goes_on(
+    searched: Callable[..., tuple[int, str]], outputs: Path
+) -> None:
+    diverges = ("optimizer=sgd", "schedule=constant", "schedule.warmup_steps=0", "steps=60", "eval_every=60")
+    given = [text for text in BIGNET if not text.startswith(("steps", "eval_every"))]
+    code = search([*given, "tracking=local", *diverges, "space.optimizer.lr=choice(30,0.01)", "trials=2", "seed=2"])
+    assert code == 0
+    states = {trial.params["optimizer.lr"]: trial.state for trial in study(outputs).trials}
+    assert states == {"30": TrialState.FAIL, "0.01": TrialState.COMPLETE}
+    assert len(runs(outputs)) == 2
+
+
+def test_a_metric_that_does_not_exist_is_refused_before_training(
+    searched: Callable[..., tuple[int, str]], outputs: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=r"^metric=valid/top1 is not a metric of this recipe; set metric to one of valid/loss"
+    ):
+        searched(LR, "metric=valid/top1")
+    assert runs(outputs) == []
+    assert optuna.get_all_study_names(f"sqlite:///{outputs / 'optuna.db'}") == []
+
+
+def test_a_study_of_another_search_is_refused(searched: Callable[..., tuple[int, str]], outputs: Path) -> None:
+    assert searched(LR, "trials=1")[0] == 0
+    with pytest.raises(UserError, match=r"the study it in .* is another search \(space differ\); .* study=NAME"):
+        searched("space.optimizer.lr=log(1e-4,1)", "trials=1")
+    with pytest.raises(UserError, match=r"\(options differ\)"):
+        searched(LR, "trials=1", "seed=1")
+
+
+def test_two_processes_share_the_trials(outputs: Path) -> None:
+    one, other = opened(outputs), opened(outputs)
+    with one.next() as first, other.next() as second:
+        assert {first.number, second.number} == {0, 1}
+        assert first.params != second.params
+        with one.next() as third, other.next() as fourth:
+            assert third.number == 2
+            assert fourth is None  # three are taken
+            one.study.tell(third, 1.0)
+        one.study.tell(first, 2.0)
+    # The second one was killed: its trial is still running, and nobody has its lock.
+    with one.next() as again:
+        assert again.params == second.params
+        assert again.user_attrs["run"] == "x-t1"
+        one.study.tell(again, 3.0)
+    with other.next() as left:
+        assert left is None
+    assert len(one.counted()) == 3
+
+
+def test_mlflow_has_the_search_above_its_runs(
+    searched: Callable[..., tuple[int, str]], outputs: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(empty_store, outputs.parent / "mlflow.db")
+    monkeypatch.setattr(optuna.trial.Trial, "should_prune", lambda trial: trial.number == 1)
+    assert search([*BIGNET, LR, "trials=2", "tracking.system_metrics=false"]) == 0
+    with closing(sqlite3.connect(outputs.parent / "mlflow.db")) as database:
+        statuses = dict(database.execute("select name, status from runs").fetchall())
+        ids = dict(database.execute("select name, run_uuid from runs").fetchall())
+        parents = database.execute("select run_uuid, value from tags where key = 'mlflow.parentRunId'").fetchall()
+        best = database.execute(
+            "select value from metrics where key = 'best/valid/loss' and run_uuid = ?", (ids["search-it"],)
+        )
+        assert best.fetchall() == [(study(outputs).best_value,)]
+    assert statuses == {"search-it": "FINISHED", "it-t0": "FINISHED", "it-t1": "KILLED"}
+    assert dict(parents) == {ids["it-t0"]: ids["search-it"], ids["it-t1"]: ids["search-it"]}
