@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
@@ -29,8 +30,6 @@ from trainer.files import locked, make_folder
 DATABASE = "optuna.db"
 _SEARCH, _RUN, _CONTINUED, _KEY, _BEGAN = "search", "run", "continued_by_another", "mlflow_key", "began_s"
 """Attributes of Optuna's studies and trials."""
-_SEEDS_APART = 100_003
-"""Between the seeds of two searches; more than a study has trials."""
 
 
 class ByNumber(BaseSampler):
@@ -47,7 +46,7 @@ class ByNumber(BaseSampler):
 
     def _of(self, trial: FrozenTrial) -> TPESampler:
         if trial.number != self._number:
-            seed = (self._seed * _SEEDS_APART + trial.number) % 2**32
+            seed = int(np.random.SeedSequence((self._seed, trial.number)).generate_state(1)[0])
             self._number, self._sampler = trial.number, TPESampler(seed=seed, constant_liar=True)
         return self._sampler
 
