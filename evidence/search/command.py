@@ -118,8 +118,8 @@ def search(arguments: list[str]) -> int:
         UserError: a space that is none, or a mistake of train.py's.
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
-    given, overrides = parse_space(arguments)
-    options, overrides = parse(overrides, SearchOptions, "overrides")
+    options, others = parse(arguments, SearchOptions, "overrides")
+    given, overrides = parse_space(others)
     if options.pruner not in PRUNERS:
         near = nearest(options.pruner, PRUNERS)
         raise UserError(f"pruner={options.pruner} is not a pruner ({', '.join(PRUNERS)}){near}")
