@@ -112,6 +112,8 @@ class Trainer:
             seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
         self.masters = masters_of(config.precision.mode, self.model, config.seed)
         """The weights that the optimizer changes, where they are not the model's own."""
+        self.average = config.ema.start(self.model, dict(self.masters.held() if self.masters else ()))
+        """The averaged weights, which evaluation and the export use where there are any."""
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device, blocks)
         self.loss_scale = config.scaler.build(config.precision.mode, self.device)
@@ -209,7 +211,7 @@ class Trainer:
         self.synchronise_buffers()
         scale = self.loss_scale.state_dict()
         rng = random_state(self.device)
-        return training_state(self.step, self.model, self.optimizer, self.masters, scale, rng)
+        return training_state(self.step, self.model, self.optimizer, self.masters, scale, rng, self.average)
 
     def restore(self, saved: CheckpointReader) -> None:
         """Continue from a checkpoint.
@@ -218,7 +220,7 @@ class Trainer:
             UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
         """
         rng = saved.rng(self.world.rank, self.device)
-        saved.restore(self.model, self.optimizer, self.masters)
+        saved.restore(self.model, self.optimizer, self.masters, self.average)
         self.loss_scale.load_state_dict(saved.progress["loss_scale"])
         self.step = saved.step
         if rng is not None:  # a rank that was not there before has a seed of its own
@@ -241,6 +243,7 @@ class Trainer:
         loss, correction, units = self.gradients(microbatches)
         grad_norm, skipped, scale = self.update.step(self.step, correction)
         self.step += 1
+        self.average.update(self.step)
         return StepRecord(self.step, loss, grad_norm, skipped, scale, lr, units)
 
     def gradients(self, microbatches: list[Batch]) -> Gradients:
@@ -295,7 +298,11 @@ class Trainer:
 
     def synchronise_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (batch norm's running statistics, which differ by rank)."""
-        self.world.copy_from_first(list(self.model.buffers()))
+        self.world.copy_from_first([*self.model.buffers(), *self.average.buffers()])
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return the context in which the model has the averaged weights, where there are any."""
+        return self.average.in_place()
 
     def close(self) -> None:
         """End the loading processes that are kept for evaluation.
@@ -318,7 +325,8 @@ class Trainer:
 
         self.synchronise_buffers()
         self.model.eval()
-        sums, targets = evaluation.sums(forward, self.recipe.count_targets)
+        with self.averaged():
+            sums, targets = evaluation.sums(forward, self.recipe.count_targets)
         self.model.train()
         targets = max(1, targets)
         return self.recipe.metrics(sums.pop("loss") / targets, sums, targets)

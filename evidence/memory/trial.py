@@ -97,7 +97,11 @@ def _two_steps(config: Config, hardware: Hardware, tracked: bool, copied: bool) 
     if copied and copies_on_device(config):
         masters = [] if trainer.masters is None else list(trainer.masters.held())
         saved = [tensor.clone() for tensor in tensors((trainer.model.state_dict(), trainer.optimizer.state, masters))]
-    with MemoryLedger(trainer.model, trainer.optimizer) if tracked else nullcontext() as recording:
+    with (
+        MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values())
+        if tracked
+        else nullcontext() as recording
+    ):
         trainer.train_step(microbatches)
     del saved
     if not trainer.optimizer.state:

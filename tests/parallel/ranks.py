@@ -25,7 +25,7 @@ from tests.parallel import training
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.state import MASTER
+from trainer.checkpoint.state import AVERAGE, MASTER
 from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
@@ -257,6 +257,36 @@ def halves(mode: str) -> dict[str, Any]:
     return result
 
 
+def averages(mode: str) -> dict[str, Any]:
+    """Averaged weights, with an evaluation between two steps: it must not change the second one."""
+    result: dict[str, Any] = {}
+    composed = compose(*BIGNET, *TWO_STEPS, "ema=default", "ema.decay=0.5", "optimizer.lr=0.1")
+    parallel = FSDP(reshard_after_forward=False) if mode == "fsdp" else MODES[mode]()
+    for precision in ("fp32", "bf16_master"):
+        trainer = trainer_of(replace(deepcopy(composed), precision=Precision(precision), parallel=parallel))
+        losses, batches = [], trainer.batches()
+        for _ in range(2):
+            losses.append(trainer.world.add(trainer.train_step(next(batches)).loss.double()).item())
+            losses.append(trainer.evaluate()["loss"])
+        held = {name: whole(each) for name, each in trainer.average.held().items()}
+        folder = Path(sys.argv[2]) / f"average-{mode}-{precision}"
+        checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world, flush)
+        saved = {name: tensor for name, tensor in load(folder).tensors().items() if name.endswith(AVERAGE)}
+        for each in trainer.average.held().values():
+            local_part(each).zero_()
+        load(folder).restore(trainer.model, trainer.optimizer, trainer.masters, trainer.average)
+        build = partial(trainer.recipe.build_model, trainer.datasets)
+        export = trainer.config.parallel.whole(trainer.model, build, trainer.average.state_of_model())
+        result[precision] = {
+            "losses": losses,
+            "averages": torch.cat([each.flatten() for each in held.values()]).double().tolist(),
+            "saved": same_bits(saved, {f"optimizer/{name}.{AVERAGE}": each for name, each in held.items()}),
+            "restored": same_bits({name: whole(each) for name, each in trainer.average.held().items()}, held),
+            "exported": export is None or same_bits({n: p.detach() for n, p in export.named_parameters()}, held),
+        }
+    return result
+
+
 def accumulation(mode: str) -> dict[str, Any]:
     """The gradient of 128 samples, one a microbatch, that the masters of 16-bit weights get."""
     config = compose(*BIGNET, "device=cpu", "batch_size=128", "micro_batch_size=1", f"parallel={mode}")
@@ -343,10 +373,13 @@ def main() -> None:
         "flag": flag,
         "communication": communication,
         "halves": halves,
+        "averages": averages,
         "accumulation": accumulation,
     }
     chosen = [
-        name for name in cases if case in ("all", name) and (several or name in ("gradient", "halves", "accumulation"))
+        name
+        for name in cases
+        if case in ("all", name) and (several or name in ("gradient", "halves", "averages", "accumulation"))
     ]
     found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
     if case == "training":

@@ -104,6 +104,18 @@ def test_16_bit_weights_train_alike_on_every_rank(precision: str, mode: str, ran
     assert first["exported"] == [f"torch.{'bfloat16' if precision.startswith('bf16') else 'float16'}"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("mode", MODES)
+def test_averaged_weights_are_those_of_one_process(precision: str, mode: str, ranks: Ranks) -> None:
+    (alone,) = ranks("all", 1)
+    expected = alone["averages"]["single"][precision]
+    first, second = (rank["averages"][mode][precision] for rank in ranks("all", 2))
+    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    assert first["averages"] == second["averages"] == pytest.approx(expected["averages"], rel=1e-3, abs=1e-3)
+    for found in (first, second, expected):
+        assert all((found["saved"], found["restored"], found["exported"]))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_microbatches_of_16_bit_weights_add_up_in_fp32_on_every_rank(mode: str, ranks: Ranks) -> None:
     """64 a rank. What ranks exchange is rounded to 16 bits a few times, not once for each microbatch (1 %)."""

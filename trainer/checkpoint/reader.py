@@ -20,10 +20,11 @@ from trainer.checkpoint.check import (
     expected_state,
 )
 from trainer.checkpoint.schema import InvalidCheckpoint, Manifest, State, read_manifest, read_state
-from trainer.checkpoint.state import MASTER, parameter_names, untie
+from trainer.checkpoint.state import AVERAGE, MASTER, parameter_names, untie, weight_copies
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
 from trainer.formats import dimensions
+from trainer.kernels.ema import Average
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.wrap import is_sharded, local_part, local_rows
 from trainer.precision.scaler import LossScale
@@ -47,9 +48,13 @@ class CheckpointReader:
         self.progress: dict[str, Any] = self._state.progress
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, masters: MasterWeights | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        masters: MasterWeights | None = None,
+        average: Average | None = None,
     ) -> None:
-        """Load the weights, the optimizer's state and the fp32 masters, where there are any, in place.
+        """Load the weights, the optimizer's state, the fp32 masters and averages, where there are any, in place.
 
         The optimizer keeps its options, which are the config's.
 
@@ -59,12 +64,15 @@ class CheckpointReader:
         with self._named():
             weights = model.state_dict()
             self._check_weights(weights, _statistics(model))
-            expected = None if optimizer is None else self._check_optimizer(masters or model, optimizer, masters)
+            copies = weight_copies(masters, average)
+            expected = None if optimizer is None else self._check_optimizer(masters or model, optimizer, copies)
+            for name, tensor in copies.items():
+                self._moments.check(name, tuple(tensor.shape), tensor.dtype)
             for name, tensor in weights.items():
                 self._weights.fill(tensor, self._state.ties.get(name, name))
+            for name, tensor in copies.items():
+                self._moments.fill(tensor, name)
             if optimizer is not None:
-                for name, master in masters.held() if masters is not None else ():
-                    self._moments.fill(master.detach(), f"{name}.{MASTER}")
                 assert expected is not None
                 self._restore_optimizer(optimizer, expected)
 
@@ -88,7 +96,7 @@ class CheckpointReader:
         """
         with self._named():
             check_progress(self.progress, self.step, self._manifest.score, monitor, loss_scale, lowest)
-            names = [name for name in self._moments.names if not name.endswith(f".{MASTER}")]
+            names = [name for name in self._moments.names if not name.endswith((f".{MASTER}", f".{AVERAGE}"))]
             updates = self.step - self.progress["monitor"]["skipped_steps"]
             if updates and not names and any(expected_state(optimizer)):
                 raise InvalidCheckpoint(f"{self._moments.file}: it lacks the optimizer's state")
@@ -141,7 +149,7 @@ class CheckpointReader:
             self._weights.check(ties.get(name, name), tuple(tensor.shape), tensor.dtype, statistics.get(name))
 
     def _check_optimizer(
-        self, model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
+        self, model: nn.Module | MasterWeights, optimizer: torch.optim.Optimizer, copies: dict[str, Tensor]
     ) -> dict[str, tuple[Tensor, dict[str, Any]]]:
         """Return each parameter that has state, and what its state looks like, by name."""
         names, state, file = parameter_names(model, optimizer), self._state, self._moments.file
@@ -149,8 +157,7 @@ class CheckpointReader:
             raise InvalidCheckpoint(f"{file}: this optimizer has other groups of parameters")
         check_options(state, optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = dict(masters.held()) if masters is not None else {}
-        wanted = {f"{name}.{MASTER}": (tuple(master.shape), master.dtype) for name, master in held.items()}
+        wanted = {name: (tuple(each.shape), each.dtype) for name, each in copies.items()}
         present = {name.rpartition(".")[0] for name in self._moments.names if name not in wanted} | state.scalars.keys()
         if state.stateless is not None:
             present |= set(names) - set(state.stateless)

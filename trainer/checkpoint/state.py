@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.kernels.ema import Average
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.wrap import local_part
 
 MASTER = "master_weight"
 """The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""
+AVERAGE = "average"
+"""The key of its average, see ``trainer.kernels.ema``."""
 
 
 def training_state(
@@ -21,6 +24,7 @@ def training_state(
     masters: MasterWeights | None,
     loss_scale: dict[str, Any],
     rng: dict[str, Tensor],
+    average: Average | None = None,
 ) -> dict[str, Any]:
     """Return what a checkpoint holds of the training. The tensors are the live ones, not copies.
 
@@ -32,12 +36,18 @@ def training_state(
         masters: what the optimizer changes in the place of the model's weights; with the optimizer's tensors.
         loss_scale: its state dict.
         rng: the states of this rank's generators, see ``trainer.checkpoint.generators``.
+        average: of the weights; with the optimizer's tensors.
     """
     tensors, options = _optimizer_tensors(masters or model, optimizer)
-    if masters is not None:
-        tensors |= {f"{name}.{MASTER}": master.detach() for name, master in masters.held()}
+    tensors |= weight_copies(masters, average)
     state = {"step": step, "model": model.state_dict(), "optimizer": tensors, "optimizer_options": options}
     return state | {"loss_scale": loss_scale, "rng": rng}
+
+
+def weight_copies(masters: MasterWeights | None, average: Average | None) -> dict[str, Tensor]:
+    """Return the masters and the averages by their names in the optimizer's file."""
+    copies = {f"{name}.{MASTER}": master.detach() for name, master in (masters.held() if masters else ())}
+    return copies | {f"{name}.{AVERAGE}": each for name, each in (average.held().items() if average else ())}
 
 
 def untie(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -19,6 +19,7 @@ from trainer.config.schema import Config
 from trainer.config.source import adopt
 from trainer.data.loader import Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError, nearest
+from trainer.kernels.ema import Ema, ExponentialMovingAverage
 from trainer.kernels.optimizers import accepted_options, optimizer_class
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Cosine, Linear, OneCycle, Schedule, WarmupStableDecay
@@ -44,6 +45,7 @@ _GROUPS: dict[str, dict[str, type]] = {
     "meters": {cls.kind: cls for cls in (Meters, Numerics)},
     "optimizer": {"optimizer": Optimizer},
     "schedule": {cls.kind: cls for cls in (Schedule, Cosine, Linear, OneCycle, WarmupStableDecay)},
+    "ema": {cls.kind: cls for cls in (Ema, ExponentialMovingAverage)},
     "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing},
     "compile": {"compile": Compile},
     "parallel": {cls.kind: cls for cls in (Parallel, DDP, FSDP)},

@@ -15,6 +15,7 @@ from trainer.data.contract import Datasets
 from trainer.data.loader import Batching, Loader
 from trainer.errors import UserError
 from trainer.hardware import Hardware
+from trainer.kernels.ema import Ema
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Schedule
 from trainer.optim.update import Clip
@@ -49,6 +50,7 @@ class Config(SetOnce):
     meters: Meters = field(default_factory=Meters)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    ema: Ema = field(default_factory=Ema)
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     compile: Compile = field(default_factory=Compile)
     parallel: Parallel = field(default_factory=Parallel)

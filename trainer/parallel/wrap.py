@@ -72,14 +72,23 @@ class Parallel:
         """Return the context of one microbatch's forward and backward; gradients are summed only in the ``last``."""
         return nullcontext()
 
-    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
+    def whole(
+        self, model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None = None
+    ) -> nn.Module | None:
         """Return the model with unsharded weights, for the export; None on other ranks than 0 if it must be built.
 
         Args:
             model: in training; every rank has to call this.
             build: makes another model with the same names, on the host.
+            state: the state dict of a model that is to be built; None: the weights of ``model``.
         """
-        return model
+        if state is None:
+            return model
+        other = build()
+        target = other.state_dict()
+        for name, tensor in state.items():
+            target[name].copy_(tensor)
+        return other
 
 
 @dataclass
@@ -232,12 +241,16 @@ class FSDP(SeveralProcesses):
         replica.set_is_last_backward(last)
         return nullcontext()
 
-    def whole(self, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
+    def whole(
+        self, model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None = None
+    ) -> nn.Module | None:
         from torch.distributed.tensor import DTensor
 
         other = build() if dist.get_rank() == 0 else None
         target = {} if other is None else other.state_dict()
-        for name, tensor in model.state_dict().items():  # one after another: the whole need not fit on a device
+        for name, tensor in (
+            state or model.state_dict()
+        ).items():  # one after another: the whole need not fit on a device
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # every rank takes part
             if target:
                 target[name].copy_(whole)

@@ -163,8 +163,9 @@ class MemoryLedger(TorchDispatchMode):
     Works under ``FakeTensorMode`` (entered first) on a model made in it: no data is read.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self._held = list(held)
         self._model = model
         self._optimizer = optimizer
         self._device = next(model.parameters()).device
@@ -274,7 +275,7 @@ class MemoryLedger(TorchDispatchMode):
             self._mark(parameter, "weights", name)
         for name, buffer in self._model.named_buffers():
             self._mark(buffer, "buffers", name)
-        for tensor in tensors(self._optimizer.state):
+        for tensor in tensors([self._optimizer.state, self._held]):
             self._mark(tensor, "optimizer", "optimizer state")
         for tensor in tensors(group["params"] for group in self._optimizer.param_groups):
             self._mark(tensor, "optimizer", "master weights")  # except those that are the model's own

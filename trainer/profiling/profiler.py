@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.profiling.ledger import Ledger, MemoryLedger
@@ -47,8 +47,15 @@ class Profiler:
 
     kind: ClassVar[str] = "none"
 
-    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
-        """Begin a session whose files go to ``folder/profile``."""
+    def start(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        averages: Iterable[Tensor] = (),
+    ) -> Session:
+        """Begin a session whose files go to ``folder/profile``. ``averages``: the averaged weights, if any."""
         return Session()
 
 
@@ -79,7 +86,14 @@ class TorchProfiler(Profiler):
             if value < least:
                 raise UserError(f"profiler.{key}={value} must be at least {least}")
 
-    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
+    def start(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        averages: Iterable[Tensor] = (),
+    ) -> Session:
         """Begin a session; nothing is traced before ``wait`` steps have passed."""
         return _TorchSession(self, folder / "profile", device)
 
@@ -100,9 +114,16 @@ class MemoryProfiler(Profiler):
         if self.at_step < 1:
             raise UserError(f"profiler.at_step={self.at_step}: steps count from 1; use profiler.at_step=3")
 
-    def start(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Session:
+    def start(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        averages: Iterable[Tensor] = (),
+    ) -> Session:
         """Begin a session; steps other than ``at_step`` run untouched."""
-        return _MemorySession(self, folder / "profile", model, optimizer, device)
+        return _MemorySession(self, folder / "profile", model, optimizer, device, averages)
 
 
 class _TorchSession(Session):
@@ -198,6 +219,7 @@ class _MemorySession(Session):
     _model: nn.Module
     _optimizer: torch.optim.Optimizer
     _device: torch.device
+    _averages: Iterable[Tensor]
     _started: int = 0
     _files: list[Path] = field(default_factory=list)
 
@@ -208,7 +230,7 @@ class _MemorySession(Session):
     @contextmanager
     def _recorded(self, step_index: int) -> Iterator[None]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with self._allocator_history(), MemoryLedger(self._model, self._optimizer) as recorder:
+        with self._allocator_history(), MemoryLedger(self._model, self._optimizer, self._averages) as recorder:
             yield
         self.ledger = recorder.report()
         self.summary = self.ledger.sentence()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -33,8 +35,10 @@ def export_best(
     config, missing = trainer.config, []
     step = checkpoint.best_step(folder.checkpoints) if best is not None else None
     if step is not None:
-        load(folder.checkpoints, step).restore(trainer.model, None)
-    model = config.parallel.whole(trainer.model, trainer.build_model)
+        load(folder.checkpoints, step).restore(trainer.model, None, average=trainer.average)
+    averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
+    build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
+    model = config.parallel.whole(trainer.model, build, averages)
     if not trainer.world.first or model is None:
         return None, []
     if best is not None and config.checkpoint.enabled and step != best["step"]:

@@ -104,7 +104,8 @@ class Run:
         if self.world.first:
             self.tracker = self._begin(saved.step if saved else None, choices)
         profiler = self.config.profiler if self.world.first else Profiler()
-        self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device)
+        averages = trainer.average.held().values()
+        self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device, averages)
         half = self.config.precision.half
         self.meters = self.config.meters.start(trainer.model, trainer.update, half, self.plan.steps, self.world)
 

@@ -57,7 +57,7 @@ def forecast(config: Config) -> Ledger:
             trainer = FakeTrainer(config, plan, hardware)
             microbatches = [trainer.microbatch() for _ in range(taken)]
             trainer.train_step(microbatches[:1])
-            with MemoryLedger(trainer.model, trainer.optimizer) as recording:
+            with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
                 trainer.train_step(microbatches)
             ledger = recording.report()
     except _NEEDS_VALUES as error:

@@ -1,4 +1,4 @@
-"""How long a run takes: epochs=, early stopping, and the debug group."""
+"""How a run ends: epochs=, early stopping, the best checkpoint, averaged weights, and the debug group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
@@ -108,3 +110,16 @@ def test_anomaly_detection_names_the_operation(train: Callable[..., Any], monkey
     assert done.code == 3
     assert "debug=anomaly: Function 'MulBackward0' returned nan values" in done.err
     assert "in broken" in done.err
+
+
+def test_the_export_has_the_averages_in_fp32(train: Callable[..., Any], folder: Path) -> None:
+    done = train(*TINY, "ema=default", "steps=6", "optimizer.lr=0.1", "precision=bf16_pure", "run_name=averaged")
+    assert done.code == 0, done.err
+    run = folder / "outputs" / "averaged"
+    step = json.loads((run / "summary.json").read_text())["best"]["step"]
+    saved = load_file(run / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors")
+    exported = load_file(run / "best" / "model.safetensors")
+    assert len(exported) == 4
+    for name, tensor in exported.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, saved[f"{name}.average"])

@@ -1,0 +1,138 @@
+"""The ``ema`` config group: an exponential moving average of the weights, which is evaluated and exported.
+
+Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; as it is used for image
+classification: Szegedy et al., "Rethinking the Inception Architecture", 2016, section 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.parallel.wrap import local_part
+
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers of batch norm, which are averaged like weights."""
+
+
+@dataclass
+class Ema:
+    """The ``ema`` config group; this base is ``ema=none``: the weights of the last step are evaluated and exported."""
+
+    kind: ClassVar[str] = "none"
+
+    def start(self, model: nn.Module, kept: dict[str, nn.Parameter]) -> Average:
+        """Return the average of the model's weights, which begins with the present ones.
+
+        Args:
+            model: after it is wrapped for several processes.
+            kept: its fp32 master weights by name.
+        """
+        return Average()
+
+
+@dataclass
+class ExponentialMovingAverage(Ema):
+    """``ema=default``: after step t the average moves by 1 - decay towards the weights.
+
+    With ``warmup`` the decay is at most (1 + t) / (10 + t), as in TensorFlow's ``ExponentialMovingAverage``, so that
+    the first weights, which are random, are soon forgotten.
+    """
+
+    kind: ClassVar[str] = "default"
+    decay: float = 0.999
+    """The average is over about 1 / (1 - decay) steps."""
+    warmup: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay < 1:
+            raise UserError(f"ema.decay={self.decay} must lie between 0 and 1, such as 0.999; ema=none turns it off")
+
+    def start(self, model: nn.Module, kept: dict[str, nn.Parameter]) -> WeightAverage:
+        return WeightAverage(model, kept, self)
+
+    def decay_after(self, step: int) -> float:
+        """Return the decay of the update after ``step`` steps."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+
+class Average:
+    """No average: the model's own weights are evaluated and exported."""
+
+    def update(self, step: int) -> None:
+        """Move the averages towards the weights as they are after ``step`` steps."""
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the averages by the names of the weights."""
+        return {}
+
+    def buffers(self) -> list[Tensor]:
+        """Return the averages of the buffers, which differ by rank."""
+        return []
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Hold the averages in the model, rounded to its dtypes; afterwards it has its own weights again."""
+        return nullcontext()
+
+    def state_of_model(self) -> dict[str, Tensor] | None:
+        """Return the model's state dict with the averages, fp32, in the place of its weights; None: without any."""
+        return None
+
+
+class WeightAverage(Average):
+    """The averages, fp32, of a model's trainable weights and of batch norm's statistics; sharded as the weights are.
+
+    Where the optimizer keeps fp32 masters, these are averaged: their 16-bit roundings would add noise.
+    """
+
+    def __init__(self, model: nn.Module, kept: dict[str, nn.Parameter], options: ExponentialMovingAverage) -> None:
+        self._model, self._options = model, options
+        live: dict[str, Tensor] = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        live |= {name: each for name, each in model.named_buffers() if name.rpartition(".")[2] in _STATISTICS}
+        self._live = live
+        """The model's own tensors."""
+        self._sources = live | kept
+        self._averages = {name: each.detach().to(torch.float32, copy=True) for name, each in self._sources.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        sources = [local_part(each.detach()) for each in self._sources.values()]
+        averages = [local_part(each) for each in self._averages.values()]
+        torch._foreach_lerp_(averages, [each.float() for each in sources], 1 - self._options.decay_after(step))
+
+    def held(self) -> dict[str, Tensor]:
+        return self._averages
+
+    def buffers(self) -> list[Tensor]:
+        return [each for name, each in self._averages.items() if not isinstance(self._live[name], nn.Parameter)]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        live = [local_part(each.detach()) for each in self._live.values()]
+        own = [each.clone() for each in live]
+        with torch.no_grad():
+            torch._foreach_copy_(live, [local_part(each) for each in self._averages.values()])
+        self._forget_gathered()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(live, own)
+            self._forget_gathered()
+
+    def state_of_model(self) -> dict[str, Tensor]:
+        averages = {id(each): self._averages[name] for name, each in self._live.items()}
+        state: dict[str, Any] = self._model.state_dict(keep_vars=True)
+        return {name: averages.get(id(each), each.detach()) for name, each in state.items()}
+
+    def _forget_gathered(self) -> None:
+        """Let FSDP2 gather the weights anew (``parallel.reshard_after_forward=false`` keeps them gathered)."""
+        for module in self._model.modules():
+            if callable(reshard := getattr(module, "reshard", None)):
+                reshard()
