@@ -54,7 +54,7 @@ def test_every_yaml_becomes_typed_objects(overrides: str) -> None:
 def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str) -> None:
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     own_data = [f"data.path={CONF}"] if "data: text" in text or "data: imagefolder" in text else []
-    composed = compose(f"experiment={experiment}", *own_data, "steps=3", "seed=5")
+    composed = compose(f"experiment={experiment}", *own_data, "steps=3", "schedule.warmup_steps=auto", "seed=5")
     assert (composed.steps, composed.seed) == (3, 5)
     plan = composed.resolve(H100).plan
     assert plan.steps == 3
