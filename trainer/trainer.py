@@ -112,10 +112,13 @@ class Trainer:
             seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
         self.masters = masters_of(config.precision.mode, self.model, config.seed)
         """The weights that the optimizer changes, where they are not the model's own."""
-        self.average = config.ema.start(self.model, dict(self.masters.held() if self.masters else ()))
-        """The averaged weights, which evaluation and the export use where there are any."""
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device, blocks)
+        kept = dict(self.masters.held() if self.masters else ())
+        self.average = config.ema.start(self.model, kept)
+        """The averaged weights, which evaluation and the export use where there are any."""
+        if average := getattr(self.optimizer, "average", None):
+            self.average = average(self.model, changed.named_parameters(), kept)
         self.loss_scale = config.scaler.build(config.precision.mode, self.device)
         self.update = self.update_class(
             self.optimizer,

@@ -26,6 +26,9 @@ def test_two_processes_train_as_one_does_and_resume_exactly(rule: str, mode: str
             continue
         assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
         assert (torch.tensor(found["change"]) - change).norm() < tolerance * change.norm()
+        assert found["score"] == pytest.approx(
+            expected["score"], rel=tolerance
+        )  # of averaged weights, if there are any
         assert found["resumed alike"]
         assert found["unchanged"] == expected["unchanged"]
         if rule.startswith("lora"):

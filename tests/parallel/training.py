@@ -32,6 +32,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "lion": ("optimizer=lion", "optimizer.lr=1e-3"),
     "lamb bf16_master": ("optimizer=lamb", "precision=bf16_master"),
     "adafactor": ("optimizer=adafactor",),
+    "schedulefree": ("optimizer=schedulefree", "schedule=constant"),
+    "schedulefree bf16_master": ("optimizer=schedulefree", "schedule=constant", "precision=bf16_master"),
     "lora": ("recipe.lora.rank=2", "optimizer.lr=0.02"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }
@@ -73,6 +75,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
         "losses": [trainer.world.add(record.loss.double()).item() for record in records],
         "change": torch.cat([(last[key] - first[key]).flatten().double() for key in trained]).tolist(),
         "unchanged": [key for key in first if torch.equal(first[key], after[key])],
+        "score": trainer.evaluate()["loss"],
         "moved in the last step": any(not torch.equal(last[key], after[key]) for key in last),
         "resumed alike": all(torch.equal(after[key], again[key]) for key in after),
         "saved": sorted({key.rpartition(".")[0] for key in saved.tensors() if key.startswith("optimizer/")}),

@@ -97,7 +97,7 @@ class Config(SetOnce):
         self.scaler.check(self.precision.mode)
         calls.check(self.precision.listed)
         self.parallel.check(self.precision)
-        self.optimizer.check(self.parallel.kind)
+        self.optimizer.check(self.parallel.kind, self.schedule.kind, self.ema.kind)
         self.meters.check(self.optimizer)
         if not isinstance(self.data, ImageSource) and (set_by_user := self.augment.effect()):
             raise UserError(f"{set_by_user} has no effect: data={self.data.kind} has no images; leave it out")

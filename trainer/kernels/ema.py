@@ -65,6 +65,9 @@ class ExponentialMovingAverage(Ema):
 class Average:
     """No average: the model's own weights are evaluated and exported."""
 
+    from_optimizer: ClassVar[bool] = False
+    """Whether the averages follow from the optimizer's state, which has to be restored with them."""
+
     def update(self, step: int) -> None:
         """Move the averages towards the weights as they are after ``step`` steps."""
 

@@ -15,8 +15,9 @@ from trainer.kernels.muon import MuonAdamW
 _ELSEWHERE = {
     "Lion": ("timm.optim", "timm>=1.0.20"),
     "Lamb": ("timm.optim", "timm>=1.0.20"),
+    "AdamWScheduleFree": ("trainer.kernels.schedulefree", "schedulefree>=1.4"),
 }
-"""The module of an optimizer that torch does not have, and what pip installs it."""
+"""The module of an optimizer that torch does not have, and what pip installs for it."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -27,10 +28,11 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """
     if name in _ELSEWHERE:
         module, package = _ELSEWHERE[name]
-        if find_spec(module.partition(".")[0]) is None:
+        library = package.partition(">")[0]
+        if find_spec(library) is None:
             raise UserError(
-                f"optimizer.name={name} needs {module.partition('.')[0]}, which is not installed; "
-                f"pip install '{package}', or use optimizer=adamw"
+                f"optimizer.name={name} needs {library}, which is not installed; pip install '{package}', or use "
+                "optimizer=adamw"
             )
         cls: Any = getattr(importlib.import_module(module), name)
     else:
@@ -46,3 +48,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def accepted_options(cls: type[torch.optim.Optimizer]) -> set[str]:
     """Return the names of the arguments of an optimizer, but for what it optimizes."""
     return set(inspect.signature(cls).parameters) - {"params"}
+
+
+def averages_itself(name: str) -> bool:
+    """Return whether an optimizer averages the weights, in the place of a schedule and of ``ema``."""
+    return name == "AdamWScheduleFree"

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.errors import UserError, nearest
 from trainer.kernels.fused import fused_is_sound, start_momentum
 from trainer.kernels.muon import MuonAdamW, hidden_matrices
-from trainer.kernels.optimizers import accepted_options, optimizer_class
+from trainer.kernels.optimizers import accepted_options, averages_itself, optimizer_class
 from trainer.optim.decay import decayed
 from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
 from trainer.optim.masters import MasterWeights
@@ -75,8 +75,8 @@ class Optimizer:
     def _dampened(self) -> bool:
         return self.name == "SGD" and bool(self.options.get("dampening", 0))
 
-    def check(self, parallel: str) -> None:
-        """Check that it can train in this kind of data parallelism.
+    def check(self, parallel: str, schedule: str, ema: str) -> None:
+        """Check that it can train with these choices.
 
         Raises:
             UserError: it cannot.
@@ -86,6 +86,13 @@ class Optimizer:
                 "optimizer.name=Adafactor needs the norms of whole matrices, which torch's does not compute of sharded "
                 "ones; use parallel=ddp, or another optimizer"
             )
+        if averages_itself(self.name) and schedule != "constant":
+            raise UserError(
+                f"optimizer.name={self.name} averages the weights in the place of a schedule; set schedule=constant, "
+                "which is its warm-up"
+            )
+        if averages_itself(self.name) and ema != "none":
+            raise UserError(f"ema={ema}: optimizer.name={self.name} averages the weights itself; use ema=none")
 
     def build(
         self, model: nn.Module | MasterWeights, device: torch.device, blocks: list[nn.Module] | None = None

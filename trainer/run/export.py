@@ -35,7 +35,9 @@ def export_best(
     config, missing = trainer.config, []
     step = checkpoint.best_step(folder.checkpoints) if best is not None else None
     if step is not None:
-        load(folder.checkpoints, step).restore(trainer.model, None, average=trainer.average)
+        optimizer = trainer.optimizer if trainer.average.from_optimizer else None
+        masters = None if optimizer is None else trainer.masters
+        load(folder.checkpoints, step).restore(trainer.model, optimizer, masters, trainer.average)
     averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
     build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
     model = config.parallel.whole(trainer.model, build, averages)

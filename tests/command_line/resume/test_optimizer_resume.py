@@ -26,6 +26,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "muon": ("optimizer=muon", "precision=bf16_pure"),
     "adafactor": ("optimizer=adafactor", "precision=bf16_master"),
     "lion": ("optimizer=lion", "precision=bf16"),
+    "schedulefree": ("optimizer=schedulefree", "precision=bf16_master"),
     "lamb": ("optimizer=lamb", "precision=fp16"),
 }
 
@@ -58,3 +59,24 @@ def test_the_export_has_the_frozen_weights_and_a_run_keeps_what_is_frozen(
     refused = train("resume=out/run", "steps=4", "freeze=['[01].?']")
     assert refused.code == 2
     assert "freeze was ['[012].?'], now ['[01].?']" in refused.err
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
+def test_the_export_of_a_schedule_free_run_has_the_averaged_weights(
+    mode: str, train: Train, folder: Path, no_plots: None
+) -> None:
+    """x = y + (1 - 1/β₁) · (z - y), of the best step, which is not the last."""
+    line = (*BIGNET, "optimizer=schedulefree", "optimizer.lr=0.1", f"precision={mode}", *OPTIONS)
+    ended = train(*line, "steps=6", "run_name=run", "checkpoint.keep=9", "eval_every=1")
+    assert ended.code == 0, ended.err
+    summary = json.loads((folder / "out/run/summary.json").read_text())
+    at_best = folder / f"out/run/checkpoints/step-{summary['best']['step']:08d}"
+    best = load_file(folder / "out/run/best/model.safetensors")
+    weights, state = (load_file(at_best / f"{file}.safetensors") for file in ("model", "optimizer"))
+    assert best.keys() == weights.keys()
+    for name, weight in weights.items():
+        y = state.get(f"{name}.master_weight", weight).float()
+        x = y.lerp(state[f"{name}.z"].float(), 1 - 1 / 0.9)
+        assert best[name].dtype == torch.float32
+        assert torch.equal(best[name], x)
+        assert not torch.equal(x, y)

@@ -152,7 +152,10 @@ def test_muons_state_can_be_loaded_as_that_of_any_optimizer() -> None:
     assert same_bits(optimizer.state_dict(), loaded.state_dict())
 
 
-@pytest.mark.parametrize(("name", "package"), [("Lion", "timm>=1.0.20"), ("Lamb", "timm>=1.0.20")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("Lion", "timm>=1.0.20"), ("Lamb", "timm>=1.0.20"), ("AdamWScheduleFree", "schedulefree>=1.4")],
+)
 def test_a_library_that_is_missing_is_named_with_the_command(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,15 @@ def test_table_compares_with_the_first_column_and_wraps() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
 @pytest.mark.parametrize(
-    "optimizer", ["muon", "adafactor", "lion", "lamb", "adamw optimizer.name=ASGD optimizer.weight_decay=0"]
+    "optimizer",
+    [
+        "muon",
+        "adafactor",
+        "lion",
+        "lamb",
+        "schedulefree schedule=constant",
+        "adamw optimizer.name=ASGD optimizer.weight_decay=0",
+    ],
 )
 def test_agrees_whatever_the_optimizer_keeps_and_reads(optimizer: str, mode: str) -> None:
     """Adafactor, ASGD and LAMB read numbers from tensors."""
