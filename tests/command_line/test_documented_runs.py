@@ -52,7 +52,8 @@ ELSEWHERE = {
     ),
     "python scripts/reproduce.py claim=": (f"{HERE}/test_claims.py::test_every_claim_runs_reduced", "takes an hour"),
     "python scripts/search.py": (
-        "tests/evidence/search/test_search.py::test_a_search_trains_its_trials_and_ends_with_what_to_paste", "many runs",
+        "tests/evidence/search/test_search.py::test_a_search_trains_its_trials_and_ends_with_what_to_paste",
+        "many runs",
     ),
     "python scripts/sync.py": (
         f"{HERE}/tracking/test_sync.py::test_sync_reports_what_it_did_with_each_run", "needs runs that MLflow lacks",
