@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from inference.exported import Exported
 from inference.setting import Setting
 from recipes.data.images.source import ImageDatasets
 from recipes.data.text.corpus import TokenizedText
-from recipes.data.text.source import TextDatasets, TextSource, TokenData, Tokenizer
+from recipes.data.text.source import TextDatasets
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
 
@@ -27,11 +26,12 @@ def open_data(setting: Setting, exported: Exported) -> Datasets:
     Raises:
         UserError: the recipe cannot read it, its text has characters without a token, or it has other classes.
     """
-    config, source = setting.config, setting.config.data
+    config, data = setting.config, setting.config.data
+    recipe: Any = config.recipe
     tuned = exported.recorded().get("recipe.pretrained")  # such a model brought its tokenizer
-    if isinstance(source, TokenizedText) and (tuned or not setting.own_data) and source.tokenizer != "bytes":
-        source = Encoded(source, exported)
-    datasets = config.recipe.datasets(source, config.seed)
+    if isinstance(data, TokenizedText) and (tuned or not setting.own_data) and data.tokenizer != "bytes":
+        recipe = replace(recipe, pretrained=str(exported.folder))  # which brings its tokenizer, too
+    datasets: Datasets = recipe.datasets(data, config.seed)
     if isinstance(datasets, ImageDatasets) and "classes" in exported.config:
         return _with_classes(datasets, exported.config)
     if isinstance(datasets, TextDatasets) and datasets.vocabulary > exported.config.get("vocab_size", 0):
@@ -56,39 +56,6 @@ def part_of(datasets: Datasets, split: str) -> Dataset:
     if found is None:
         raise UserError(f"split={split}: this data has none; use split=valid, or split=all for everything")
     return found
-
-
-@dataclass
-class Encoded(TextSource):
-    """A text, encoded with the tokenizer of an exported model."""
-
-    text: TokenizedText
-    exported: Exported
-
-    def tokens(self, tokenizer: str | None) -> TokenData:
-        """Return the ids, and a tokenizer without the special tokens that the recipe adds to it."""
-        found = self.text.tokens(str(self.exported.folder))
-        role = {"bert": "cls_token_id", "t5": "pad_token_id"}.get(self.exported.recipe)  # the first of those added
-        known = self.exported.config.get(role) if role else None
-        if known is None:
-            return found
-        return replace(found, tokenizer=_Known(found.tokenizer, known))
-
-
-class _Known:
-    """The first ``vocab_size`` ids of a tokenizer."""
-
-    def __init__(self, whole: Tokenizer, vocab_size: int) -> None:
-        self.whole, self.vocab_size = whole, vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        return self.whole.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.whole.decode([id for id in ids if id < self.vocab_size])
-
-    def save(self, folder: Path) -> None:
-        self.whole.save(folder)
 
 
 def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatasets:

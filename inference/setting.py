@@ -88,6 +88,8 @@ def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> 
     every = {entry.name for entry in dataclasses.fields(Config)} | groups().keys()
     for key in sorted(typed):
         group = key.partition(".")[0]
+        if key in ("data.tokenizer", "data.vocab_size", "recipe.pretrained"):
+            raise UserError(f"{key} has no effect: the model has its own weights and its own tokenizer; leave it out")
         if key == "recipe":
             raise UserError(f"recipe= has no effect: run={exported.given} is a {exported.recipe}; leave it out")
         if group in allowed:
@@ -104,14 +106,10 @@ def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bo
     left_out |= {"eval_samples"} if other_data else set()
     left_out |= set() if with_data else {"data", "augment"}
     found = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
-    # What a model was fine-tuned from is in its weights, and the weights of classes are of the training loss.
-    dropped = (
-        "recipe.pretrained=",
-        "recipe.class_weights=",
-        "output_dir=",
-        *(["loader.workers="] if other_data else []),
-    )
-    found = [override for override in found if not override.startswith(dropped)]
+    # What a model was fine-tuned from is in its weights; the others are of training only.
+    dropped = [f"recipe.{key}=" for key in ("pretrained", "class_weights", "train_image_size")] + ["output_dir="]
+    dropped += ["loader.workers="] if other_data else []
+    found = [override for override in found if not override.startswith(tuple(dropped))]
     if other_data and "image_size" in exported.config and "recipe.image_size" not in typed:
         found.append(f"recipe.image_size={exported.config['image_size']}")
     return found

@@ -23,7 +23,7 @@ from inference.setting import configure
 from inference.textbytes import bytes_of_tokens
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from tests.command_line.conftest import _command
-from tests.inference.conftest import photo, script
+from tests.inference.conftest import SIZES, photo, script
 from trainer.data.contract import SampleId
 from trainer.files import read_json_lines
 
@@ -254,6 +254,7 @@ MISTAKES = {
     "run=outputs/gpt2 -m precision=fp32": "-m compares precisions on the same samples",
     "run=outputs/gpt2 -m micro_batch_size=4,8": "-m compares precisions on the same samples",
     "run=outputs/gpt2 -m precision=fp32,bf16 eval_samples=9": "20 batches are needed for an interval, and there are 9",
+    "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: the model",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",
     "run=outputs/images data.path=nowhere": "data.path=nowhere is not a folder",
@@ -275,3 +276,27 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = evaluate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
+
+
+def test_convolutions_that_training_computed_in_fp32_are_so_here(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree("outputs/images", tmp_path / "run")
+    path = tmp_path / "run/precision.json"
+    manifest = json.loads(path.read_text())
+    manifest["effective"]["conv_in_fp32"] = ["conv1.0"]
+    path.write_text(json.dumps(manifest))
+    seen: list[list[str]] = []
+    monkeypatch.setattr("inference.model.convolution.compute_in_fp32", lambda _, names, dtype: seen.append(names))
+    for options in ((), ("precision=fp32",)):
+        assert evaluate(f"run={tmp_path}/run", *options).code == 0
+    assert seen == [["conv1.0"]]
+
+
+def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:
+    tuned = ("recipe=bert", "recipe.pretrained=outputs/bert/best", "recipe.context=32", "data=text", "data.path=other.txt")
+    done = _command(*tuned, *SIZES, "steps=2", "run_name=tuned", f"output_dir={tmp_path}")
+    assert done.code == 0, done.err
+    assert evaluate(f"run={tmp_path}/tuned").code == 0
+    found = results(tmp_path / "tuned/evaluation")["metrics"]["loss"]
+    assert found == pytest.approx(recorded(tmp_path / "tuned")["loss"], rel=1e-6)
