@@ -294,7 +294,13 @@ def test_convolutions_that_training_computed_in_fp32_are_so_here(
 
 
 def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:
-    tuned = ("recipe=bert", "recipe.pretrained=outputs/bert/best", "recipe.context=32", "data=text", "data.path=other.txt")
+    tuned = (
+        "recipe=bert",
+        "recipe.pretrained=outputs/bert/best",
+        "recipe.context=32",
+        "data=text",
+        "data.path=other.txt",
+    )
     done = _command(*tuned, *SIZES, "steps=2", "run_name=tuned", f"output_dir={tmp_path}")
     assert done.code == 0, done.err
     assert evaluate(f"run={tmp_path}/tuned").code == 0
