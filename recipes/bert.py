@@ -108,6 +108,7 @@ class Bert(SizedTextRecipe):
             self.own_special(tokens.tokenizer, ("cls_token", "sep_token", "pad_token")),
         )
         train, valid = (Quotations(part, self.tokens_per_sample, known, own) for part in (tokens.train, tokens.valid))
+        test = None if tokens.test is None else Quotations(tokens.test, self.tokens_per_sample, known, own)
         description = f"{tokens.description}, questions about passages of {train.room} tokens"
         special = {
             "cls_token": ("[CLS]", train.cls),
@@ -116,7 +117,7 @@ class Bert(SizedTextRecipe):
         }
         added = {} if own else special
         vocabulary = max(known + len(added), self.own_vocabulary())
-        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary, special=added)
+        return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary, special=added)
 
     def network(self, datasets: Any) -> Any:
         """Return transformers' BERT in fp32: the pretrained one, or a new one.

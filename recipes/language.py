@@ -119,8 +119,9 @@ class LanguageRecipe(SizedRecipe):
         tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
         description = f"{tokens.description}, samples of {self.tokens_per_sample} tokens"
         train, valid = (TokenWindows(part, self.tokens_per_sample) for part in (tokens.train, tokens.valid))
+        test = None if tokens.test is None else TokenWindows(tokens.test, self.tokens_per_sample)
         vocabulary = max(tokens.tokenizer.vocab_size, self.own_vocabulary())
-        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary)
+        return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary)
 
     def build_model(self, datasets: TextDatasets) -> LanguageModel:
         """Build the model with its vocabulary padded."""
@@ -192,11 +193,11 @@ def open_tokens(data: TextSource, tokenizer: str | None, context: int) -> TokenD
     """Return the tokens of a text long enough for samples of ``context`` + 1.
 
     Raises:
-        UserError: its training or validation part is shorter, or cannot be read.
+        UserError: one of its parts is shorter, or cannot be read.
     """
     tokens = data.tokens(tokenizer)
-    for part, array in (("training", tokens.train), ("validation", tokens.valid)):
-        if len(array) < context + 1:
+    for part, array in (("training", tokens.train), ("validation", tokens.valid), ("test", tokens.test)):
+        if array is not None and len(array) < context + 1:
             raise UserError(
                 f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}; "
                 f"use a longer text or recipe.context={max(2, len(array) // 2)}"

@@ -130,6 +130,7 @@ class T5(SizedTextRecipe):
         tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
         known = tokens.tokenizer.vocab_size
         train, valid = (SpanCorruption(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
+        test = None if tokens.test is None else SpanCorruption(tokens.test, self.tokens_per_sample, known)
         cut = f"{train.noise} tokens in {train.spans} spans removed from each {train.window}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", train.start), "eos_token": ("</s>", train.eos)}
@@ -137,12 +138,12 @@ class T5(SizedTextRecipe):
         special |= {f"sentinel_{n}": (name, int(train.sentinels[n])) for n, name in enumerate(names)}
         own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
         if own:
-            train.use(own)
-            valid.use(own)
+            for part in filter(None, (train, valid, test)):
+                part.use(own)
         vocabulary = max(known if own else train.vocabulary, self.own_vocabulary())
         description = f"{tokens.description}, {cut}"
         added = {} if own else special
-        return TextDatasets(train, valid, description, tokens=tokens, vocabulary=vocabulary, special=added)
+        return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary, special=added)
 
     def network(self, datasets: TextDatasets) -> Any:
         """Return transformers' T5 in fp32: the pretrained one, or a new one.

@@ -6,6 +6,11 @@ import math
 from collections.abc import Sequence
 
 
+def finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """Return metrics as JSON can hold them: None in the place of infinity and NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
 def loss(value: float | None) -> str:
     """Return a loss or another score: four decimals, or three significant digits of a small one; ``not finite``."""
     if value is None or not math.isfinite(value):

@@ -50,6 +50,8 @@ class Hub(TokenizedText, ImageSource):
     """None: the first of ``VALIDATION`` that there is, else ``valid_fraction`` of the training split is set aside; it
     is, too, where the training split itself is named.
     """
+    test: str | None = None
+    """A split that is evaluated once, at the end, with the best weights."""
     text_column: str | None = None
     image_column: str | None = None
     label_column: str | None = None
@@ -77,6 +79,13 @@ class Hub(TokenizedText, ImageSource):
         whole = Split(train, range(len(train.sizes)))
         return whole, Split(valid, range(len(valid.sizes)), origin=f"the dataset's split {names[0]}")
 
+    def test_split(self) -> Split | None:
+        """Return the column of text of the split ``test`` names."""
+        if self.test is None:
+            return None
+        corpus = self._corpus(self._load(), "test", self.test)
+        return Split(corpus, range(len(corpus.sizes)))
+
     def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images; for None as large as the first one's shorter side, at most 224 pixels.
 
@@ -95,17 +104,26 @@ class Hub(TokenizedText, ImageSource):
         if not len(valid_set):
             raise UserError(f"data.name={self.name} has too few images of each class for a validation set")
         size = image_size or min(*train_set.image(0).size, 224)
-        train_set.image_size = valid_set.image_size = size
-        train_set.augment = valid_set.augment = augment = self.augment.choose(train_set.shorter_side())
+        test_set = None
+        if self.test is not None:
+            held = chosen_split(splits, self.name, "test", self.test)
+            labels = class_numbers(held, label, classes, f"data.test={self.test}")
+            test_set = self._images(held, labels, np.arange(len(labels)))
+        augment = self.augment.choose(train_set.shorter_side())
+        for each in filter(None, (train_set, valid_set, test_set)):
+            each.image_size, each.augment = size, augment
         counts = f"{len(train_set):,} training and {len(valid_set):,} validation images ({origin})"
         text = f"{self.name}: {counts}, {len(classes)} classes, {size} × {size}"
-        return ImageDatasets(train_set, valid_set, text, True, classes=classes, image_size=size, augment=augment)
+        return ImageDatasets(
+            train_set, valid_set, text, True, test=test_set, classes=classes, image_size=size, augment=augment
+        )
 
     def _valid_splits(self, splits: Mapping[str, Any]) -> list[str]:
         """Return the splits that may be validated on, the best first; none: a part of the training split is."""
         if self.valid_split is not None:
             return [] if self.valid_split == self.train_split else [self.valid_split]
-        return [name for name in VALIDATION if name in splits and name != self.train_split and len(splits[name])]
+        taken = (self.train_split, self.test)
+        return [name for name in VALIDATION if name in splits and name not in taken and len(splits[name])]
 
     def _image_splits(
         self, splits: Mapping[str, Any], train: Any, label: str, classes: list[str], labels: np.ndarray

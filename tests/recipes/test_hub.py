@@ -105,6 +105,29 @@ def test_without_a_validation_split_the_test_split_is_used_unless_another_is_nam
     assert "(the dataset's split test)" in named.description
 
 
+def test_a_test_split_is_kept_for_the_end(stories: Path) -> None:
+    (stories / "validation.jsonl").rename(stories / "test.jsonl")
+    data = Hub(name=str(stories), tokenizer="bytes", test="test").tokens(None)
+    train, valid = texts(data)
+    assert data.test is not None
+    assert data.tokenizer.decode(data.test.tolist()).startswith(STORIES[280])
+    assert STORIES[280] not in train + valid
+    assert "for testing" in data.description
+
+
+def test_a_test_split_of_images(pictures: Path, tmp_path: Path) -> None:
+    root = tmp_path / "both"
+    root.mkdir()
+    pictures.rename(root / "train")
+    for number, name in enumerate(("dog", "cat"), 1):
+        (root / "test" / name).mkdir(parents=True)
+        picture(number).save(root / "test" / name / "x.png")
+    data = Hub(name=str(root), test="test").images(None)
+    assert data.test is not None
+    assert (len(data.test), len(data.train) + len(data.valid)) == (2, 40)
+    assert sorted(int(data.test.batch([SampleId(index, None)])["label"]) for index in range(2)) == [0, 1]
+
+
 def test_the_training_split_named_for_validation_is_divided(stories: Path) -> None:
     data = Hub(name=str(stories), tokenizer="bytes", valid_split="train").tokens(None)
     train, valid = texts(data)

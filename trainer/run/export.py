@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -16,10 +17,19 @@ from trainer.tracking.mlflow.serving import remove_serving, write_serving
 from trainer.trainer import Trainer
 
 
-def export_best(
-    trainer: Trainer, folder: RunFolder, best: dict[str, float] | None, terminal: Terminal
-) -> tuple[str | None, list[str]]:
-    """Load the best weights into the model and write them, with all that is needed to use them, to ``best/``.
+class Export(NamedTuple):
+    """What the end of a run gives."""
+
+    epilogue: str | None
+    """The closing text of the recipe, such as a sample of text."""
+    missing: list[str]
+    """What could not be written."""
+    test: dict[str, float]
+    """The metrics of the test data; empty without any."""
+
+
+def export_best(trainer: Trainer, folder: RunFolder, best: dict[str, float] | None, terminal: Terminal) -> Export:
+    """Load the best weights into the model, evaluate the test data with them, and export them to ``best/``.
 
     Every rank calls it; only rank 0 writes.
 
@@ -29,20 +39,20 @@ def export_best(
         best: ``step`` and ``value`` of the best validation score; None: there is none.
         terminal: for warnings.
 
-    Returns:
-        The closing text of the recipe, such as a sample of text, and what could not be written.
     """
-    config, missing = trainer.config, []
+    config = trainer.config
+    missing: list[str] = []
     step = checkpoint.best_step(folder.checkpoints) if best is not None else None
     if step is not None:
         optimizer = trainer.optimizer if trainer.average.from_optimizer else None
         masters = None if optimizer is None else trainer.masters
         load(folder.checkpoints, step).restore(trainer.model, optimizer, masters, trainer.average)
+    test = {} if trainer.datasets.test is None else trainer.test()
     averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
     build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
     model = config.parallel.whole(trainer.model, build, averages)
     if not trainer.world.first or model is None:
-        return None, []
+        return Export(None, [], test)
     if best is not None and config.checkpoint.enabled and step != best["step"]:
         instead = "" if step is None else f" (those of step {step} are exported)"
         missing.append(f"the best weights, of step {best['step']}, were not saved{instead}")
@@ -60,10 +70,11 @@ def export_best(
                     raise
                 except Exception as error:  # it does not support all that a recipe may do
                     terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
-            return config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device), missing
+            text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
+            return Export(text, missing, test)
     except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
         terminal.warn("the complete model does not fit on the device; no sample is generated")
-        return None, missing
+        return Export(None, missing, test)
 
 
 def _write(model: nn.Module, trainer: Trainer, folder: RunFolder) -> str | None:

@@ -120,6 +120,8 @@ class RunSummary:
     """Optimizer steps of the whole run."""
     final: dict[str, float | None]
     """The last evaluation's metrics by ``valid/<name>``; None: not finite."""
+    test: dict[str, float | None]
+    """The metrics of the test data by name, with the best weights; empty without any, and before the end."""
     best: dict[str, float] | None
     """``value`` and ``step`` of the best validation score; None: no finite one yet."""
     best_metric: str
@@ -157,6 +159,7 @@ class RunSummary:
         if self.best:
             name = self.best_metric.removeprefix("valid/")
             rows.append((f"best {name}", f"{loss(self.best['value'])} at step {self.best['step']:.0f}"))
+        rows += [(f"{name} (test)", loss(value)) for name, value in self.test.items()]
         if self.stopped_early:
             rows.append(("stopped early", self.stopped_early))
         if self.units_per_s:

@@ -16,7 +16,7 @@ from trainer.config.schema import Config, Plan
 from trainer.data.contract import Batch
 from trainer.data.loader import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
-from trainer.formats import loss
+from trainer.formats import finite, loss
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.kernels import convolution
 from trainer.parallel.world import World
@@ -285,8 +285,8 @@ class Run:
         self.terminal.end_progress()
         self.profiler.finish()
         before = self._summary("FINISHED")  # the export is no part of the run's time and memory
-        epilogue, missing = export_best(self.trainer, self.folder, self.scores.best, self.terminal)
-        summary = replace(before, status="FAILED" if missing else "FINISHED")
+        epilogue, missing, test = export_best(self.trainer, self.folder, self.scores.best, self.terminal)
+        summary = replace(before, status="FAILED" if missing else "FINISHED", test=finite(test))
         self.terminal.block("summary", summary.rows())
         ledger = self.profiler.ledger
         profile = self.profiler.summary if ledger is None else ledger.text().rstrip()
@@ -320,7 +320,8 @@ class Run:
             seed=config.seed,
             step=self.trainer.step,
             steps=self.plan.steps,
-            final={name: value if math.isfinite(value) else None for name, value in self.scores.final.items()},
+            final=finite(self.scores.final),
+            test={},
             best=self.scores.best,
             best_metric=self.scores.metric,
             best_is="lowest" if self.scores.lowest else "highest",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 HEADERS_CHECKED = 20_000
-WANTED = "a folder with one folder of images per class, or with train/ and val/ holding those"
+WANTED = "a folder with one folder of images per class, or with train/ and val/ (and perhaps test/) holding those"
 REMEDY = "repair or delete it, or leave such files out with data.skip_corrupt=true"
 
 
@@ -37,12 +37,18 @@ class ImageFolder(ImageSource):
     """Holds the class folders, or ``train/`` and ``val/`` which hold them."""
     valid_fraction: float = 0.1
     """Of each class, where there is no ``val/``; which files, is decided by a hash of their names."""
+    test: str | None = None
+    """A folder of class folders, evaluated once, at the end, with the best weights; None: ``test/`` beside ``train/``,
+    where it has images in class folders.
+    """
     skip_corrupt: bool = False
     """Leave out images that cannot be decoded; to find them, every file is decoded once at the start."""
 
     def __post_init__(self) -> None:
         check_fraction(self.valid_fraction)
         check_path(self.path, WANTED)
+        if self.test is not None and not Path(self.test).expanduser().is_dir():
+            raise UserError(f"data.test={self.test}: no such folder; give one with a folder of images per class")
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Find the images, and check that they open; squares of 224 pixels by default.
@@ -59,16 +65,24 @@ class ImageFolder(ImageSource):
             valid = self._readable(_images_by_class(valid_folder))
         else:
             train, valid = _split(train, self.valid_fraction)
-        if unknown := sorted(set(valid) - set(classes)):
-            raise UserError(f"{valid_folder} has the class {unknown[0]}, which {train_folder} does not have")
+        test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder)
+        test = self._readable(_images_by_class(test_folder)) if test_folder else {}
+        for part, folder in ((valid, valid_folder), (test, test_folder)):
+            if unknown := sorted(set(part) - set(classes)):
+                raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have")
         size = image_size or 224
-        train_set, valid_set = (FolderImages(part, classes, size) for part in (train, valid))
-        train_set.augment = valid_set.augment = augment = self.augment.choose(train_set.shorter_side())
+        train_set, valid_set, test_set = (FolderImages(part, classes, size) for part in (train, valid, test))
+        augment = self.augment.choose(train_set.shorter_side())
+        train_set.augment = valid_set.augment = test_set.augment = augment
         if not len(valid_set):
             raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
-        text = f"{len(train_set):,} training and {len(valid_set):,} validation images, {len(classes)} classes"
-        description = f"imagefolder: {text}, {size} × {size}"
-        return ImageDatasets(train_set, valid_set, description, True, classes=classes, image_size=size, augment=augment)
+        counts = f"{len(train_set):,} training and {len(valid_set):,} validation"
+        counts = f"{counts.replace(' and', ',')} and {len(test_set):,} test" if test else counts
+        text = f"imagefolder: {counts} images, {len(classes)} classes, {size} × {size}"
+        held_back = test_set if test else None
+        return ImageDatasets(
+            train_set, valid_set, text, True, test=held_back, classes=classes, image_size=size, augment=augment
+        )
 
     def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
         """Leave out what cannot be decoded, or refuse what is no image at all."""
@@ -152,6 +166,14 @@ def _split_folders(root: Path) -> tuple[Path, Path | None]:
         return root, None
     names = ("val", "valid", "validation")
     return train, next((root / name for name in names if (root / name).is_dir()), None)
+
+
+def _test_folder(train: Path) -> Path | None:
+    """Return ``test/`` beside ``train/``, where it has class folders: published test images often have no labels."""
+    folder = train.parent / "test"
+    if train.name != "train" or not folder.is_dir():
+        return None
+    return folder if any(entry.is_dir() for entry in folder.iterdir()) else None
 
 
 def _images_by_class(root: Path) -> dict[str, list[str]]:

@@ -44,9 +44,9 @@ class TokenizerPlan(NamedTuple):
 
 
 def open_or_build(
-    cache_dir: str, name: str, train: Split, valid: Split, plan: TokenizerPlan
-) -> tuple[np.ndarray, np.ndarray, CorpusTokenizer]:
-    """Return the token ids of both splits as memory maps, and the tokenizer.
+    cache_dir: str, name: str, splits: dict[str, Split], plan: TokenizerPlan
+) -> tuple[dict[str, np.ndarray], CorpusTokenizer]:
+    """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) as memory maps, and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
     for the first; one that is killed leaves nothing that looks complete; damaged entries are rebuilt.
@@ -55,19 +55,19 @@ def open_or_build(
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
     """
-    key = json.dumps([FORMAT, train.identity, valid.identity, plan.identity], sort_keys=True)
+    key = json.dumps([FORMAT, *(part.identity for part in splits.values()), plan.identity], sort_keys=True)
     parent = Path(cache_dir).expanduser() / "text"
     folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not _complete(folder):
         with _lock(parent / f".{folder.name}.lock", cache_dir):
             if not _complete(folder):  # another process may have built it while this one waited
                 log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
-                _build(folder, {"train": train, "valid": valid}, plan)
+                _build(folder, splits, plan)
     meta = json.loads((folder / "meta.json").read_text())
-    train_ids, valid_ids = (
-        np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r") for part in ("train", "valid")
-    )
-    return train_ids, valid_ids, plan.load(folder)
+    ids: dict[str, np.ndarray] = {}
+    for part in splits:
+        ids[part] = np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r")
+    return ids, plan.load(folder)
 
 
 @contextmanager
@@ -97,6 +97,8 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
                 for ids in _encoded(documents, tokenizer):
                     ids.astype(dtype).tofile(file)
                 if not file.tell():
+                    if part == "test":
+                        raise UserError("the text for testing is empty; use another one")
                     share = "training" if part == "train" else "validation"
                     raise UserError(f"no text is left for {share}; use a longer text or another data.valid_fraction")
         files = {path.name: _check(path) for path in sorted(partial.iterdir())}

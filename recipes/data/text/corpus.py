@@ -49,26 +49,35 @@ class TokenizedText(TextSource):
         """Return the text for training and the text for validation. Raises UserError if there is none."""
         raise NotImplementedError
 
+    def test_split(self) -> Split | None:
+        """Return the text for testing; None: there is none."""
+        return None
+
     def title(self) -> str:
         """Return what the text is called in the start block."""
         return self.kind
 
     def tokens(self, tokenizer: str | None) -> TokenData:
         train, valid = self.splits()
-        plan = self._plan(tokenizer, train, valid)
-        train_ids, valid_ids, opened = open_or_build(self.cache_dir, self.kind, train, valid, plan)
-        counts = f"{_short(len(train_ids))} tokens and {_short(len(valid_ids))} for validation ({valid.origin})"
-        return TokenData(train_ids, valid_ids, opened, f"{self.title()}: {counts}, {opened.label}")
+        parts = {"train": train, "valid": valid}
+        if (test := self.test_split()) is not None:
+            parts["test"] = test
+        ids, opened = open_or_build(self.cache_dir, self.kind, parts, self._plan(tokenizer, parts))
+        counts = f"{_short(len(ids['train']))} tokens and {_short(len(ids['valid']))} for validation ({valid.origin})"
+        counts += f" and {_short(len(ids['test']))} for testing" if test else ""
+        description = f"{self.title()}: {counts}, {opened.label}"
+        return TokenData(ids["train"], ids["valid"], opened, description, ids.get("test"))
 
-    def _plan(self, override: str | None, train: Split, valid: Split) -> TokenizerPlan:
+    def _plan(self, override: str | None, parts: dict[str, Split]) -> TokenizerPlan:
         if override is None and self.tokenizer == OWN_BPE:
             from tokenizers import __version__
 
             identity, task = ["bpe", self.vocab_size, __version__], f"training a BPE of {self.vocab_size}"
-            return TokenizerPlan(identity, task, lambda: BytePairs.train(train, self.vocab_size), BytePairs.load)
+            text = parts["train"]
+            return TokenizerPlan(identity, task, lambda: BytePairs.train(text, self.vocab_size), BytePairs.load)
         if override is None and self.tokenizer == "chars":
             task = "collecting its characters"
-            return TokenizerPlan("chars", task, lambda: Characters.collect(chain(train, valid)), Characters.load)
+            return TokenizerPlan("chars", task, lambda: Characters.collect(chain(*parts.values())), Characters.load)
         if override is None and self.tokenizer == "bytes":
             return TokenizerPlan("bytes", "storing its bytes", Bytes, lambda folder: Bytes())
         name = override or self.tokenizer
@@ -112,19 +121,16 @@ class TextFiles(TokenizedText):
     """A UTF-8 file, or a folder of them."""
     pattern: str = "*.txt"
     """Which names count in a folder and the folders below it."""
+    test: str | None = None
+    """Another file or folder, evaluated once, at the end, with the best weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.path:
             raise UserError("missing required option: data.path; set a text file or a folder, such as notes.txt")
-        path = Path(self.path).expanduser()
-        if not path.exists():
-            raise UserError(f"data.path={self.path}: there is no such file or folder")
-        if path.suffix.lower() in _TABLES and path.is_file():
-            raise UserError(
-                f"data.path={self.path} is a file of rows, not plain text; use data=hub data.name={self.path}, "
-                "which reads its column of text"
-            )
+        _check_text("data.path", self.path)
+        if self.test is not None:
+            _check_text("data.test", self.test)
 
     def title(self) -> str:
         """Return the name of the file or folder."""
@@ -132,7 +138,17 @@ class TextFiles(TokenizedText):
 
     def splits(self) -> tuple[Split, Split]:
         """Divide the file, or the files of the folder."""
-        path = Path(self.path).expanduser().resolve()
+        return split(self._corpus(f"data.path={self.path}", self.path), self.valid_fraction)
+
+    def test_split(self) -> Split | None:
+        """Return the text of ``test``, whole."""
+        if self.test is None:
+            return None
+        corpus = self._corpus(f"data.test={self.test}", self.test)
+        return Split(corpus, range(len(corpus.sizes)))
+
+    def _corpus(self, key: str, name: str) -> Corpus:
+        path = Path(name).expanduser().resolve()
         paths = [path]
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -140,11 +156,23 @@ class TextFiles(TokenizedText):
             if not paths:
                 found = Counter(f"*{file.suffix}" for file in files).most_common(3)
                 there = f"there are {', '.join(name for name, _ in found)}" if found else "it is empty"
-                raise UserError(f"data.path={self.path}: no file in it matches data.pattern={self.pattern} ({there})")
-        corpus = _files(paths, f"data.path={self.path}")
+                raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} ({there})")
+        corpus = _files(paths, key)
         if not corpus.sizes.sum():
-            raise UserError(f"data.path={self.path} is empty")
-        return split(corpus, self.valid_fraction)
+            raise UserError(f"{key} is empty")
+        return corpus
+
+
+def _check_text(key: str, name: str) -> None:
+    """Refuse a path where there is nothing, and a file of rows."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise UserError(f"{key}={name}: there is no such file or folder")
+    if path.suffix.lower() in _TABLES and path.is_file():
+        raise UserError(
+            f"{key}={name} is a file of rows, not plain text; use data=hub data.name={name}, "
+            "which reads its column of text"
+        )
 
 
 _TABLES = (".json", ".jsonl", ".csv", ".parquet")

@@ -33,12 +33,14 @@ class Tokenizer(Protocol):
 
 @dataclass
 class TokenData:
-    """A tokenised corpus: two flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
+    """A tokenised corpus: flat arrays of ids (uint16, or uint32 for large vocabularies), memory-mapped."""
 
     train: np.ndarray
     valid: np.ndarray
     tokenizer: Tokenizer
     description: str
+    test: np.ndarray | None = None
+    """None: the source has no text for testing."""
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests.helpers import compose
+from trainer.checkpoint.reader import load
+from trainer.tracking.mlflow.summary_metrics import summary_metrics
+from trainer.trainer import Trainer
 
 TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "eval_samples=8",
         "tracking=local", "profiler=none", "eval_every=2"]  # fmt: skip
@@ -123,3 +129,45 @@ def test_the_export_has_the_averages_in_fp32(train: Callable[..., Any], folder: 
     for name, tensor in exported.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, saved[f"{name}.average"])
+
+
+def test_the_test_text_is_evaluated_once_with_the_best_weights(train: Callable[..., Any], folder: Path) -> None:
+    (folder / "notes.txt").write_text("the quick brown fox jumps over the dog. " * 60)
+    (folder / "test.txt").write_text("a lazy dog sleeps under the tree. " * 20)
+    text = ["recipe=gpt2", "recipe.size=nano", "recipe.context=8", "data=text", "data.path=notes.txt",
+            "data.tokenizer=chars", "batch_size=4", "eval_samples=8", "steps=6", "eval_every=2", "optimizer.lr=0.05",
+            "run_name=tested"]  # fmt: skip
+    done = train(*text, "data.test=test.txt", "tracking=local")
+    assert done.code == 0, done.err
+    assert "for testing" in done.out
+    assert "loss (test)" in done.out
+    found = json.loads((folder / "outputs" / "tested" / "summary.json").read_text())
+    assert found["test"].keys() == {"loss", "perplexity"}
+    assert found["test"]["loss"] != found["final"]["valid/loss"]
+    scored = {each.name: each.value for each in summary_metrics(folder / "outputs/tested/metrics.jsonl", found)}
+    assert scored["test/loss"] == found["test"]["loss"]
+    trainer = Trainer.from_config(compose(*text, "data.test=test.txt", "device=cpu"))
+    load(folder / "outputs" / "tested" / "checkpoints", found["best"]["step"]).restore(trainer.model, None)
+    assert trainer.test() == found["test"]
+    missing = train(*text, "data.test=nothing.txt")
+    assert missing.code == 2
+    assert "data.test=nothing.txt: there is no such file or folder" in missing.err
+
+
+@pytest.mark.usefixtures("user_data")
+def test_a_test_folder_beside_train_is_evaluated(train: Callable[..., Any], folder: Path) -> None:
+    for split in ("train", "val", "test"):
+        shutil.copytree(folder / "images", folder / "photos" / split)
+    images = [*IMAGES[:2], "data=imagefolder", "recipe.image_size=32", "batch_size=4", "eval_samples=4", "steps=2",
+              "tracking=local", "loader.workers=0"]  # fmt: skip
+    done = train(*images, "data.path=photos")
+    assert done.code == 0, done.err
+    assert "12 training, 12 validation and 12 test images" in done.out
+    assert summary(folder)["test"].keys() == {"loss", "top1"}
+    (folder / "photos" / "test" / "class0").rename(folder / "photos" / "test" / "other")
+    wrong = train(*images, "data.path=photos", "run_name=wrong")
+    assert wrong.code == 2
+    assert "photos/test has the class other, which photos/train does not have" in wrong.err
+    elsewhere = train(*images, "data.path=photos/train", "data.test=images", "run_name=elsewhere")
+    assert elsewhere.code == 0, elsewhere.err
+    assert "top1 (test)" in elsewhere.out

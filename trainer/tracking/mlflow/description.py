@@ -72,6 +72,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"best {metric}", f"**{summary['best']['value']:.4g}** at step {summary['best']['step']}"))
     for name, value in summary["final"].items():
         rows.append((f"{name} at the end", "not finite" if value is None else f"{value:.4g}"))
+    for name, value in summary.get("test", {}).items():
+        rows.append((f"test {name}, with the best weights", "not finite" if value is None else f"{value:.4g}"))
     if summary["units_per_s"]:
         speed = f"{quantity(summary['units_per_s'])} {summary['unit']}/s"
         rows.append(("throughput", f"{speed}, {quantity(1e3 * summary['step_time_s'])} ms a step"))

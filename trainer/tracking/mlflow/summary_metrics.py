@@ -4,6 +4,7 @@
 |---|---|---|
 | ``best/valid_loss`` | the best value of the metric that marks the best checkpoint | of that evaluation |
 | ``final/valid_loss``, ``final/valid_…`` | each validation metric of the last evaluation | of that evaluation |
+| ``test/loss``, ``test/…`` | each metric of the test data, with the best weights | the last |
 | ``final/throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
 | ``final/step_time_ms`` | milliseconds per optimizer step, likewise | the last |
 | ``final/peak_memory_mib`` | MiB: allocated on a GPU, else of the process | the last |
@@ -60,6 +61,7 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
         "final/peak_memory_mib": _scaled(_peak(windows, summary), 1 / 2**20),
         "final/skipped_steps": windows[-1].get("skipped_steps") if windows else None,
     }
+    numbers |= {f"test/{name}": value for name, value in summary.get("test", {}).items()}
     result += [
         SummaryMetric(key, value, last["step"], last["time"]) for key, value in numbers.items() if value is not None
     ]
