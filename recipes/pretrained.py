@@ -11,6 +11,7 @@ import torch
 
 from recipes.data.text.pretrained import hub_reachable, in_hub_cache
 from trainer.errors import UserError, first_line
+from trainer.tracking.mlflow.delivery_record import TOKENIZER
 
 RECIPES = ("gpt2", "llama", "bert", "t5")
 """The recipes that open such folders; a recipe's name is transformers' own for the type of model."""
@@ -61,9 +62,12 @@ def open_pretrained(source: str, kind: str, cls: Any, vocabulary: int, attention
     Raises:
         UserError: it cannot be opened.
     """
-    if torch.get_default_device().type == "meta":  # a forecast needs only the shapes
+    if torch.get_default_device().type == "meta" or is_kept(source):  # only the shapes are needed
         config = pretrained_config(source, kind)
         config.vocab_size, config._attn_implementation = vocabulary, attention
+        for name, value in options.items():
+            setattr(config, name, value)
+        config.dtype = torch.float32
         return cls(config)
     with _opening(source, kind):
         # Transformers would load the weights in whatever dtype they were saved.
@@ -76,6 +80,15 @@ def open_pretrained(source: str, kind: str, cls: Any, vocabulary: int, attention
         for layer in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
             layer.weight[own:] = layer.weight[:own].mean(0)
     return model
+
+
+def is_kept(source: str) -> bool:
+    """Return whether a folder is what a run keeps of a pretrained model to be resumed: config and tokenizer.
+
+    The weights are those of the run's checkpoint.
+    """
+    folder = Path(source).expanduser()
+    return folder.name == TOKENIZER and (folder / "config.json").is_file()
 
 
 @contextmanager

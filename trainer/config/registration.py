@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
 from recipes.data.images.augment import CHOICES
+from recipes.pretrained import is_kept
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.config.source import adopt
@@ -103,7 +105,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     dropped = _drop_options(composed, typed)
     source, kept = adopt(composed, typed)
-    kept += _fine_tuned(composed, typed, source is not None)
+    kept += _fine_tuned(composed, typed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
@@ -125,19 +127,26 @@ def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
     return [Choice("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
 
 
-def _fine_tuned(composed: DictConfig, typed: Collection[str], started: bool) -> list[Choice]:
-    """Lower the learning rate for pretrained weights, if it is the optimizer's default."""
+def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
+    """Lower the learning rate for pretrained weights or adapters, if it is the optimizer's default."""
     cls: Any = OmegaConf.get_type(composed.recipe)
-    adapters = bool(OmegaConf.select(composed, "recipe.lora.rank"))
-    factor = cls.adapter_lr if adapters else cls.fine_tuning_lr
-    started = started or OmegaConf.select(composed, "recipe.pretrained") is not None
-    if factor is None or not (started or adapters) or {"optimizer.lr", "experiment"} & set(typed):
-        return []
+    rank = OmegaConf.select(composed, "recipe.lora.rank")
+    started = composed.init_from is not None or OmegaConf.select(composed, "recipe.pretrained") is not None
+    pretrained = str(OmegaConf.select(composed, "recipe.pretrained"))
+    if is_kept(pretrained) and composed.resume is None:
+        run = Path(pretrained).parent
+        raise UserError(f"recipe.pretrained={pretrained} holds no weights; use recipe.pretrained={run / 'best'}")
+    choices = []
+    if rank and not started:
+        why = "of random weights, which stay as they are; set init_from or recipe.pretrained"
+        choices.append(Choice("recipe.lora.rank", rank, why))
+    factor = cls.adapter_lr if rank else cls.fine_tuning_lr
+    if factor is None or not (started or rank) or {"optimizer.lr", "experiment"} & set(typed):
+        return choices
     lr = float(f"{factor * composed.optimizer.lr:.6g}")
-    why = "adapters" if adapters else "pretrained weights"
-    choice = Choice("optimizer.lr", lr, f"for {why}; {composed.optimizer.lr} for random weights")
+    why = f"for {'adapters' if rank else 'pretrained weights'}; {composed.optimizer.lr} for random weights"
     composed.optimizer.lr = lr
-    return [choice]
+    return [*choices, Choice("optimizer.lr", lr, why)]
 
 
 def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:

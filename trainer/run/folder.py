@@ -71,6 +71,8 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Return what ``write_config`` recorded; a tokenizer that was in another run's folder is in this one.
 
+        So is the config of a pretrained model whose folder is no longer there.
+
         Raises:
             UserError: the file cannot be read.
         """
@@ -83,6 +85,9 @@ class RunFolder:
         own = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)
+        pretrained = recorded.get("recipe.pretrained")
+        if pretrained and not Path(str(pretrained)).expanduser().is_dir() and (own / "config.json").is_file():
+            recorded["recipe.pretrained"] = str(own)
         return recorded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
-from trainer.tracking.mlflow.delivery_record import SOURCE_FILE, final_status
+from trainer.tracking.mlflow.delivery_record import SOURCE_FILE, TOKENIZER, final_status
 from trainer.tracking.tracker import finish_delivery
 
 
@@ -90,6 +91,9 @@ def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolde
     folder = RunFolder.create(resolved.config.output_dir, resolved.plan.run_name)
     stack.enter_context(in_use(folder.path))
     datasets.keep(folder.path)
+    described = Path(str(getattr(resolved.config.recipe, "pretrained", None))).expanduser() / "config.json"
+    if described.is_file() and (folder.path / TOKENIZER).is_dir():  # with which the run can be resumed without it
+        shutil.copyfile(described, folder.path / TOKENIZER / described.name)
     if resolved.config.source is not None:
         folder.write(SOURCE_FILE, resolved.config.source.facts())
     return folder

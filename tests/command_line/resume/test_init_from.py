@@ -113,12 +113,35 @@ def test_a_run_of_adapters_is_resumed_bit_for_bit_and_merged_weights_are_where_t
         assert all(torch.equal(own[name][: len(tensor)], tensor) for name, tensor in merged.items())
 
 
+def test_a_run_of_a_pretrained_folder_and_what_starts_from_it_are_resumed_without_the_folder(
+    source: Path, train: Train
+) -> None:
+    new = (*SHORT, TEXT, "data.path=two.txt", "deterministic=true", "schedule=constant")
+    jobs = {"opened": f"recipe.pretrained={source / 'best'}", "next": "init_from=outputs/opened"}
+    for run, origin in jobs.items():
+        for name, steps in ((run, 2), (f"{run}-whole", 4)):
+            done = train("recipe=gpt2", origin, *new, f"run_name={name}", f"steps={steps}")
+            assert done.code == 0, done.err
+    assert config_of("next")["recipe.pretrained"] == "outputs/opened/best"
+    refused = train("recipe=gpt2", "recipe.pretrained=outputs/opened/tokenizer", *new)
+    assert (refused.code, "holds no weights; use recipe.pretrained=outputs/opened/best" in refused.err) == (2, True)
+    shutil.rmtree(source)
+    Path("outputs/opened/best").rename("elsewhere")
+    for run in jobs:
+        resumed = train(f"resume=outputs/{run}", "steps=4")
+        assert resumed.code == 0, resumed.err
+        one, other = (load(Path("outputs", name, "checkpoints")).tensors() for name in (run, f"{run}-whole"))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_the_learning_rate_is_that_of_fine_tuning_where_none_is_given(source: Path, train: Train) -> None:
     new = ("recipe=gpt2", f"init_from={source}", TEXT, "data.path=two.txt")
     rates = {(): 1e-4, ("recipe.lora.rank=2",): 2e-4, ("optimizer.lr=3e-4",): 3e-4, ("optimizer=sgd",): 0.01}
     for more, rate in rates.items():
         assert composed([*new, *more]).optimizer.lr == pytest.approx(rate)
     assert composed(["recipe=gpt2"]).optimizer.lr == 1e-3
+    adapters = composed(["recipe=gpt2", "recipe.lora.rank=2"]).preset
+    assert adapters[0].why == "of random weights, which stay as they are; set init_from or recipe.pretrained"
     done = train(*new, *SHORT, "run_name=second")
     assert "optimizer.lr=0.0001" in done.out
     assert "for pretrained weights; 0.001 for random weights" in done.out
