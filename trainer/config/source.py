@@ -13,6 +13,7 @@ from torch import nn
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.schema import sha256
+from trainer.checkpoint.state import AVERAGE
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
@@ -82,7 +83,8 @@ class Source:
             saved = load(self.path / "checkpoints", self.step).tensors()
             weights = {
                 name.removeprefix("weights/"): tensor for name, tensor in saved.items() if name.startswith("weights/")
-            }
+            }  # averaged, where there is an average, as an export has them
+            weights = {name: saved.get(f"optimizer/{name}.{AVERAGE}", tensor) for name, tensor in weights.items()}
         about = read_object(self.path / BEST / "config.json") if self.exported else {}
         weights, choices = recipe.fitted(weights, model, datasets, about)
         fill(model, weights, f"init_from={self.path}")

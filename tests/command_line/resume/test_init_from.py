@@ -163,6 +163,18 @@ def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path) -
         assert torch.equal(tensor, saved[:rows] if name.endswith(("wte.weight", "lm_head.weight")) else saved)
 
 
+def test_averaged_weights_are_the_same_from_an_export_and_from_a_checkpoint(train: Train, folder: Path) -> None:
+    tiny = ("recipe=bignet", "data.samples=32", "profiler=none", *SHORT)
+    done = train(*tiny, "recipe.width=8", "recipe.layers=2", "ema=default", "run_name=averaged")
+    assert done.code == 0, done.err
+    one = trainer_of(*tiny, "init_from=outputs/averaged").model.state_dict()
+    shutil.rmtree("outputs/averaged/best")
+    other = trainer_of(*tiny, "init_from=outputs/averaged").model.state_dict()
+    last = load(Path("outputs/averaged/checkpoints")).tensors()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not any(torch.equal(one[name], last[f"weights/{name}"]) for name in one)
+
+
 REFUSED = {
     "recipe=bignet": "init_from=outputs/first is a run of recipe=gpt2, not of recipe=bignet; set recipe=gpt2",
     "recipe=gpt2 recipe.size=mini": "recipe.size=mini, but the run init_from=outputs/first has recipe.size=nano",
