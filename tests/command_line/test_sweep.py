@@ -168,7 +168,7 @@ def test_the_same_command_again_runs_only_what_is_missing(train: Callable[..., A
 
 
 def test_other_options_make_other_runs_of_the_same_names(train: Callable[..., Any], folder: Path) -> None:
-    command = ("-m", *BIGNET, "precision=fp32,bf16", "checkpoint=none", "tracking=local")
+    command = ("-m", *BIGNET, "precision=fp32,bf16", "checkpoint=none", "tracking=local", "eval_every=2")
     assert train(*command, "steps=2").code == 0
     longer = train(*command, "steps=3")  # a resumed run may be longer, but its schedule would not be this one's
     assert "runs are complete" not in longer.out
