@@ -108,6 +108,7 @@ def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bo
     found = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
     # What a model was fine-tuned from is in its weights; the others are of training only.
     dropped = [f"recipe.{key}=" for key in ("pretrained", "class_weights", "train_image_size")] + ["output_dir="]
+    dropped += ["augment.mixup=", "augment.cutmix="]
     dropped += ["loader.workers="] if other_data else []
     found = [override for override in found if not override.startswith(tuple(dropped))]
     if other_data and "image_size" in exported.config and "recipe.image_size" not in typed:

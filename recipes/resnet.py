@@ -131,7 +131,7 @@ class ResNet(Recipe):
             return []
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
         new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
-        why = f"{new if datasets.new_head else 'with its head'}; images are normalised as for it ({colours})"
+        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised as it needs ({colours})"
         return [Choice("recipe.pretrained", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:

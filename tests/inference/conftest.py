@@ -27,7 +27,10 @@ JOBS = {
     "chars": ("recipe=llama", "recipe.context=16", "data.tokenizer=chars"),
     "bert": ("recipe=bert", "recipe.context=32", "data.vocab_size=300"),
     "t5": ("recipe=t5", "recipe.context=32", "data.vocab_size=300"),
-    "images": ("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "precision=bf16"),
+    "images": (
+        *("recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "recipe.image_size=32", "precision=bf16"),
+        "augment.mixup=0.2",
+    ),
 }
 
 

@@ -62,7 +62,7 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     torch.testing.assert_close(normalised[0], (batch[0] / 255 - mean) / std)
     (choice,) = (choice for choice in trainer.choices if choice.key == "recipe.pretrained")
     assert choice.why.startswith(
-        "a new head for 10 classes (fc.weight, fc.bias); images are normalised as for it (0.485"
+        "a new head for 10 classes (fc.weight, fc.bias); images are normalised as it needs (0.485"
     )
     assert trainer.recipe.facts(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
 
@@ -70,7 +70,7 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
 def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:
     trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT", "data=synthetic", "recipe.image_size=32")
     assert same_bits(trainer.model.state_dict(), published)
-    assert [choice.why[:13] for choice in trainer.choices if choice.key == "recipe.pretrained"] == ["with its head"]
+    assert [choice.why[:16] for choice in trainer.choices if choice.key == "recipe.pretrained"] == ["its head is kept"]
 
 
 @pytest.mark.parametrize("form", ["plain.pth", "timm.pth", "weights.safetensors"])
