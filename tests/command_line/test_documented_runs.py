@@ -198,6 +198,7 @@ def own_options(script: str) -> set[str]:
     )
 
 
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("command", sorted(command for command in documented() if elsewhere(command)))
 def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
     words = shlex.split(command)
