@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import UserError
 from trainer.parallel.wrap import is_sharded, local_part, local_rows
 
 
@@ -102,26 +101,3 @@ def _step_of_sharded(muon: torch.optim.Optimizer) -> None:
             torch.optim.Muon([whole], **options).step()
             first, count = local_rows(weight)
             local_part(weight).mul_(1 - lr * group["weight_decay"]).add_(whole[first : first + count])
-
-
-def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> set[str]:
-    """Return the names of the parameters for Muon: those of two dimensions in the model's blocks, but no embeddings.
-
-    Raises:
-        UserError: there are none, or the recipe names no blocks.
-    """
-    inside = {id(module) for block in blocks for module in block.modules() if not isinstance(module, nn.Embedding)}
-    found = {
-        name
-        for owner, module in model.named_modules()
-        if id(module) in inside
-        for name, parameter in module.named_parameters(owner, recurse=False)
-        if parameter.ndim == 2
-    }
-    if not found:
-        what = "its blocks have no matrices" if blocks else "it names no repeated blocks"
-        raise UserError(
-            f"optimizer.name=Muon trains the matrices in the blocks of a model, and of this recipe's {what}; use "
-            "optimizer=adamw"
-        )
-    return found

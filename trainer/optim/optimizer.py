@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError, nearest
+from trainer.kernels.blocks import hidden_matrices, layer_factors
 from trainer.kernels.fused import fused_is_sound, start_momentum
-from trainer.kernels.muon import MuonAdamW, hidden_matrices
+from trainer.kernels.muon import MuonAdamW
 from trainer.kernels.optimizers import accepted_options, averages_itself, optimizer_class
 from trainer.optim.decay import decayed
-from trainer.optim.groups import check_patterns, layer_factors, parameter_groups
+from trainer.optim.groups import check_patterns, parameter_groups
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.wrap import is_sharded
 

@@ -13,7 +13,8 @@ from torch import nn
 from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.kernels import optimizers
-from trainer.kernels.muon import MuonAdamW, hidden_matrices
+from trainer.kernels.blocks import hidden_matrices
+from trainer.kernels.muon import MuonAdamW
 from trainer.optim.optimizer import Optimizer
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
