@@ -69,6 +69,9 @@ def open_pretrained(source: str, kind: str, cls: Any, vocabulary: int, attention
             setattr(config, name, value)
         config.dtype = torch.float32
         return cls(config)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     with _opening(source, kind):
         # Transformers would load the weights in whatever dtype they were saved.
         model = cls.from_pretrained(**_where(source), dtype=torch.float32, attn_implementation=attention, **options)
