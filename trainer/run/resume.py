@@ -107,9 +107,10 @@ def check_same(
     Raises:
         UserError: names the keys that differ, the recipe first.
     """
-    before = {key: value for key, value in (defaults or {}).items() if key in flat} | folder.config()
-    if "augment" in flat:
+    before = folder.config()
+    if "augment" in flat:  # first: what was done before there was a choice is not the default
         before |= augment.recorded(before, reads_images)
+    before = {key: value for key, value in (defaults or {}).items() if key in flat} | before
     different = {
         key: (before.get(key), flat.get(key))
         for key in dict.fromkeys([*before, *flat])
