@@ -121,6 +121,8 @@ def small(arguments: list[str]) -> list[str]:
     given = dict(each.partition("=")[::2] for each in arguments)
     recipe = given.get("recipe", "gpt2")
     sizes = [*SMALL[recipe], "batch_size=4", "eval_samples=4"]
+    if recipe == "resnet" and {"freeze", "optimizer.groups"} & given.keys():  # which name layers of a ResNet
+        sizes.append("recipe.arch=resnet18")
     if recipe == "gpt2" and "recipe.pretrained" not in given:
         sizes += ["recipe.size=nano", *([] if "data.tokenizer" in given else ["data.tokenizer=bytes"])]
     return sizes
