@@ -77,7 +77,8 @@ ELSEWHERE = {
     ),
     f"{TRAIN} recipe=gpt2 data=hub": (f"{HERE}/test_commands.py::test_every_choice_runs_two_steps", "downloads"),
     f"{TRAIN} recipe=resnet recipe.pretrained=DEFAULT": (
-        "tests/recipes/vision/test_pretrained_images.py::test_weights_of_torchvision_by_name", "downloads",
+        "tests/recipes/vision/test_pretrained_images.py::test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation",
+        "downloads",
     ),
     f"{TRAIN} resume=mlflow:RUN_ID": (
         f"{HERE}/tracking/test_mlflow_checkpoints.py::test_a_run_is_continued_on_an_empty_machine_bit_for_bit",
