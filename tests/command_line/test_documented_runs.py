@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed.run as torchrun
 
+from evidence.search.space import PREFIX, check_space, parse_space
 from tests.command_line.test_documented_commands import PAGES, PROJECT, commands
 from trainer.config import registration
 from trainer.config.compose import combinations, compose
@@ -222,6 +223,12 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
     own = own_options(words[1]) if words[1] != "scripts/train.py" else set()
     arguments = [word for word in words[2:] if word != "-m" and "hydra" not in word]
     others = [word for word in arguments if word.partition("=")[0] not in own]
+    if any(word.startswith(PREFIX) for word in others):
+        space, others = parse_space(others)
+        check_space(space, others)
+    for arm in [word for word in others if word.startswith("arm.")]:
+        others.remove(arm)
+        compose(arm.partition("=")[2].split())
     for arms in (word.removeprefix("arms=") for word in arguments if word.startswith("arms=")):
         others.append(f"precision={arms}")
     for overrides in combinations(others).values():
