@@ -226,9 +226,10 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
     if any(word.startswith(PREFIX) for word in others):
         space, others = parse_space(others)
         check_space(space, others)
-    for arm in [word for word in others if word.startswith("arm.")]:
-        others.remove(arm)
-        compose(arm.partition("=")[2].split())
+    overridden = [word.partition("=")[2].split() for word in others if word.startswith("arm.")]
+    others = [word for word in others if not word.startswith("arm.")]
+    for each in overridden:
+        compose([*others, *each])
     for arms in (word.removeprefix("arms=") for word in arguments if word.startswith("arms=")):
         others.append(f"precision={arms}")
     for overrides in combinations(others).values():
