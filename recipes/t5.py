@@ -172,6 +172,12 @@ class T5(SizedTextRecipe):
         )
         return T5ForConditionalGeneration(config)
 
+    def build_model(self, datasets: TextDatasets) -> Any:
+        """Build the model, which knows how many of its rows are token ids; the others pad the vocabulary."""
+        model: Any = super().build_model(datasets)
+        model.vocabulary = datasets.vocabulary
+        return model
+
     def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text with a gap in it."""
         decode, text = datasets.tokens.tokenizer.decode, datasets.tokens.valid[:24].tolist()
@@ -190,10 +196,14 @@ class T5(SizedTextRecipe):
         return len(batch["labels"])
 
     def loss(self, model: Any, batch: Batch) -> LossOutput:
-        """Predict each token of the target from the input and the target before it; add up in fp32."""
+        """Predict each token of the target from the input and the target before it; add up in fp32.
+
+        The padding of the vocabulary is left out: it is not exported, and nothing else would predict it.
+        """
         labels, start = batch["labels"], model.config.decoder_start_token_id
         before = F.pad(labels[:, :-1], (1, 0), value=start)
         before = before.masked_fill(before == IGNORED, start)
         logits = model(input_ids=batch["inputs"], decoder_input_ids=before, use_cache=False).logits.flatten(0, 1)
-        loss = F.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        known = logits[:, : getattr(model, "vocabulary", None)]
+        loss = F.cross_entropy(known.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
         return LossOutput(loss, {})

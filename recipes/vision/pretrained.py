@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from recipes.data.images.source import ImageDatasets
 from recipes.vision import architectures
-from recipes.vision.exported import read_config
 from trainer.checkpoint.weights import fill
 from trainer.errors import UserError, first_line, nearest
+from trainer.files import read_object
 
 Colours = tuple[float, float, float]
 DEFAULT = "DEFAULT"
@@ -36,6 +36,18 @@ class Weights:
     """Of the images they were trained on, as in ``ImageDatasets``."""
     classes: list[str] | None
     """The names of the head's outputs, where they are known."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the ``config.json`` of an exported classifier.
+
+    Raises:
+        UserError: it is not there, or is of something else.
+    """
+    config = read_object(folder / "config.json")
+    if not {"arch", "arch_options", "classes", "image_size", "mean", "std"} <= config.keys():
+        raise UserError(f"{folder} is not the exported folder of an image classifier; use the best/ of such a run")
+    return config
 
 
 def exported_config(pretrained: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,9 @@ def test_the_loss_is_summed_over_targets_that_are_not_ignored_and_equals_that_of
     assert targets == int((batch["labels"] >= 0).sum()) < batch["labels"].numel()
     assert trainer.recipe.count_units(batch) == 8
     loss = trainer.recipe.loss(model, batch).loss_sum
-    mean = model(input_ids=batch["inputs"], labels=batch["labels"]).loss
+    without_padding = copy.deepcopy(model)
+    without_padding.resize_token_embeddings(model.vocabulary)
+    mean = without_padding(input_ids=batch["inputs"], labels=batch["labels"]).loss
     assert loss.dtype == torch.float32
     assert loss.item() / targets == pytest.approx(mean.item(), rel=1e-5)
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from recipes.data.images.pixels import IMAGENET_MEAN
-from recipes.vision.exported import open_classifier
 from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
+from tests.recipes.vision.opened import open_classifier
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.run.memory.forecast import meta_model

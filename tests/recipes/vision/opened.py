@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from recipes.data.images.augment import Augment, ImageNet
 from recipes.data.images.pixels import square
 from recipes.vision import architectures
-from trainer.errors import UserError, first_line
-from trainer.files import read_object
+from recipes.vision.pretrained import read_config
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,34 +36,11 @@ class Classifier:
 
 
 def open_classifier(folder: Path) -> Classifier:
-    """Open the ``best/`` of a run of ``recipe=resnet``.
-
-    Raises:
-        UserError: the folder is none, its library is not installed, or its weights do not fit.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_model
-
+    """Open the ``best/`` of a run of ``recipe=resnet``, by its own files only."""
     config = read_config(folder)
-    architectures.check(config["arch"])
     model = architectures.build(config["arch"], config["image_size"], config["arch_options"]["num_classes"])
-    try:
-        load_model(model, str(folder / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise UserError(f"{folder}/model.safetensors does not fit its config.json ({first_line(error)})") from error
+    load_model(model, str(folder / "model.safetensors"))
     return Classifier(model.float().eval(), config["classes"], _transform(config), config)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the ``config.json`` of an exported classifier.
-
-    Raises:
-        UserError: it is not there, or is of something else.
-    """
-    config = read_object(folder / "config.json")
-    if not {"arch", "arch_options", "classes", "image_size", "mean", "std"} <= config.keys():
-        raise UserError(f"{folder} is not the exported folder of an image classifier; use the best/ of such a run")
-    return config
 
 
 def _transform(config: dict[str, Any]) -> Callable[[Image.Image], Tensor]:
