@@ -173,7 +173,7 @@ class Config(SetOnce):
             )
         batch_size = number("batch_size", sizes.batch_size, default)
         most = min(batch_size, sizes.micro_batch_size)
-        least = 2 if self.augment.mixes else 1
+        least = self.augment.micro_batch_multiple
         fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, default)
         self.augment.check_batching(batch_size // world.size, micro_batch_size)

@@ -64,6 +64,11 @@ class Augment(SetOnce):
             raise UserError(f"augment.erasing={self.erasing} is a probability: set it between 0 and 1, such as 0.1")
 
     @property
+    def micro_batch_multiple(self) -> int:
+        """Return the number that ``micro_batch_size`` has to be a multiple of: pairs of images are mixed."""
+        return 2 if self.mixes else 1
+
+    @property
     def mixes(self) -> bool:
         """Whether images are mixed in pairs: neighbours in the stream of samples, the first of an even position."""
         return self.mixup > 0 or self.cutmix > 0

@@ -150,7 +150,8 @@ class _Search:
     def largest(self, size: int, need: int) -> int:
         """Return the largest microbatch below ``size`` that fits, 0 if none does, by the line through two forecasts."""
         per_rank = self.batching.batch_size // self.batching.ranks
-        sizes = [smaller for smaller in range(1, size) if per_rank % smaller == 0]
+        least = self.config.augment.micro_batch_multiple
+        sizes = [smaller for smaller in range(least, size, least) if per_rank % smaller == 0]
         if not sizes or self.steady > self.usable:
             return 0
         below = sizes[-1]

@@ -38,7 +38,8 @@ def _first_words(error: BaseException) -> str:
 def _advice(overrides: Sequence[str]) -> str:
     typed = _Need("this run", overrides)
     usable = min(USABLE * available_bytes(detect(typed.config.device).device), USABLE * typed.bytes)
-    remedies = [_smaller(typed, overrides, usable)] if typed.batching.micro_batch_size > 1 else []
+    divides = typed.batching.micro_batch_size > typed.config.augment.micro_batch_multiple
+    remedies = [_smaller(typed, overrides, usable)] if divides else []
     if typed.config.activation_checkpointing.mode == "none":
         remedies.append("activation_checkpointing=blocks")
     if typed.config.precision.mode in ("fp32", "tf32"):
@@ -106,8 +107,9 @@ def _need(remedy: str, overrides: Sequence[str]) -> _Need | None:
 
 def _smaller(typed: _Need, overrides: Sequence[str], usable: float) -> str:
     """Return the largest microbatch that a straight line through two forecasts says will fit, the batch unchanged."""
-    sizes = [size for size in range(1, typed.batching.micro_batch_size) if typed.batching.batch_size % size == 0]
+    least, size = typed.config.augment.micro_batch_multiple, typed.batching.micro_batch_size
+    sizes = [smaller for smaller in range(least, size, least) if typed.batching.batch_size % smaller == 0]
     half = _Need(f"micro_batch_size={sizes[-1]}", overrides)
     slope = (typed.bytes - half.bytes) / (typed.batching.micro_batch_size - sizes[-1])
     fitting = [size for size in sizes if half.bytes - slope * (sizes[-1] - size) <= usable]
-    return f"micro_batch_size={max(fitting, default=1)}"
+    return f"micro_batch_size={max(fitting, default=least)}"

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import compose
 from trainer.config.schema import Config, Plan
+from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import detect
 from trainer.parallel.world import World
@@ -149,3 +150,10 @@ def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
         config, kept, explained, _ = earlier_plan(tmp_path, resolved)
         assert config.micro_batch_size == kept.batching.micro_batch_size == expected
         assert [choice.value for choice in explained if choice.key == "micro_batch_size"] == [expected]
+
+
+@pytest.mark.parametrize(("mixup", "fitting"), [(0, 3), (0.2, 2)])
+def test_mixed_images_need_an_even_microbatch(mixup: float, fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit._Search, "need", lambda search, size: 100 * size)
+    search = fit._Search(compose("recipe=resnet", f"augment.mixup={mixup}"), Batching(6, 6), usable=350)
+    assert search.choose([])[0] == fitting
