@@ -10,7 +10,7 @@ from rich.console import Console
 from evidence.claims import command as reproduce_cli
 from evidence.claims.claims import load
 from evidence.claims.criteria import NOT_HERE
-from trainer import cli
+from trainer.run import command
 
 
 def listing(here: str) -> str:
@@ -50,7 +50,7 @@ def test_a_pipe_is_not_80_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("columns", ["70", "160"])
 def test_help_wraps_whole_sentences(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    text = cli._choices()
+    text = command._choices()
     assert max(map(len, text.splitlines())) <= int(columns)
     together = " ".join(text.split())
     assert "and keeps the results of matmuls with weights, convolutions and fused attention." in together

@@ -17,11 +17,11 @@ from torch import nn
 from evidence.memory.command import max_batch, memory
 from evidence.memory.trial import Trial, trial
 from tests import forks
-from trainer import cli
 from trainer.config.options import run
 from trainer.config.schema import Config, Resolved
 from trainer.data.contract import Batch
 from trainer.errors import OutOfMemory
+from trainer.run import command
 from trainer.run.run import Run
 from trainer.trainer import StepRecord
 
@@ -110,7 +110,7 @@ def test_the_report_is_of_the_microbatch_that_was_chosen(
     monkeypatch.setattr("trainer.run.start.fit_plan", to_eight)
     job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=16", "tracking=local"]
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", *job])
-    assert cli.main(report, Fails) == 4
+    assert command.main(report, Fails) == 4
     assert reported == [*job, "micro_batch_size=8"]
     assert "not enough memory" in capsys.readouterr().err
 
@@ -124,7 +124,7 @@ def test_a_model_that_holds_itself_is_released_after_its_run() -> None:
     gc.disable()
     try:
         assert gone() is not None
-        cli.release_memory()
+        command.release_memory()
     finally:
         gc.enable()
     assert gone() is None

@@ -61,7 +61,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "batch=8": ("did you mean 'batch_size'?",),
     "model=gpt2": ("did you mean 'recipe'?",),
     "model.size=mini": ("model is not a key of the config; did you mean 'recipe'?",),
-    "epochs=3": ("did you mean 'steps'?",),
+    "epoch=3": ("did you mean 'epochs'?",),
+    "epochs=3 steps=10": ("epochs=3 and steps=10 both set the length; set only one of them",),
     "momentum=0.9": ("did you mean 'optimizer.options.momentum=0.9'?",),
     "--steps 10": ("--steps: write steps=10, without dashes",),
     "--steps=10": ("--steps=10: write steps=10, without dashes",),
@@ -126,7 +127,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{TUNED} recipe.pretrained=gpt2 recipe.context=1024": ("recipe.context=1024 is longer", "use recipe.context=32"),
     # files and folders
     f"{TUNED} recipe.pretrained=gpt2": ("recipe.pretrained=gpt2: the folder has no tokenizer", "save_pretrained"),
-    f"{TUNED} recipe.pretrained=bert": ("recipe.pretrained=bert cannot be opened as a GPT-2", "of type bert"),
+    f"{TUNED} recipe.pretrained=bert": ("recipe.pretrained=bert is of type bert, not gpt2; use recipe=bert",),
     f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a GPT-2",),
     f"{TUNED} recipe.pretrained=./nowhere": ("recipe.pretrained=./nowhere: there is no such folder",),
     f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),

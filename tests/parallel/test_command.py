@@ -126,7 +126,7 @@ def test_a_run_goes_from_two_processes_to_one_and_back(start: Start, tmp_path: P
 
 LOST = """
 import os, signal, sys
-from trainer import cli
+from trainer.run import command
 from trainer.trainer import Trainer
 from trainer.run.memory.shortage import out_of_memory
 
@@ -138,7 +138,7 @@ def lost(self, microbatches):
     return train_step(self, microbatches)
 
 Trainer.train_step = lost
-sys.exit(cli.main(out_of_memory))
+sys.exit(command.main(out_of_memory))
 """
 
 
@@ -171,7 +171,7 @@ IMPORTS = """import os, sys
 from trainer.errors import UserError"""
 BROKEN = """
 import os, sys
-from trainer import cli
+from trainer.run import command
 from trainer.trainer import Trainer
 from trainer.run.memory.shortage import out_of_memory
 
@@ -183,7 +183,7 @@ def broken(self, microbatches):
     return train_step(self, microbatches)
 
 Trainer.train_step = broken
-sys.exit(cli.main(out_of_memory))
+sys.exit(command.main(out_of_memory))
 """
 
 
@@ -274,10 +274,10 @@ def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, sta
 SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-from trainer import cli
+from trainer.run import command
 from trainer.run.memory.shortage import out_of_memory
 
-build, sleep = cli.config.build, time.sleep
+build, sleep = command.config.build, time.sleep
 
 def last(composed, overrides):  # rank 0 finds the mistake when rank 1 has
     while not Path("waits").exists():
@@ -291,11 +291,11 @@ def waits(seconds):
     sleep(seconds)
 
 if os.environ["RANK"] == "0":
-    cli.config.build = last
+    command.config.build = last
 else:
     atexit.register(Path("left").touch)
     time.sleep = waits
-sys.exit(cli.main(out_of_memory))
+sys.exit(command.main(out_of_memory))
 """
 
 

@@ -128,12 +128,15 @@ def test_an_earlier_step_whose_loss_is_not_finite_is_examined(
     assert "note: the loss is not finite at step 2 already: that step is examined, not step 3" in lines
 
 
-def test_a_run_that_finished_is_healthy_at_its_last_step(finishes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = said(capsys, f"resume={finishes}", "check=ladder,manifest,range,pairs,updates")
+def test_a_run_that_finished_is_healthy_at_its_last_step(
+    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(finishes)
+    code, lines = said(capsys, f"resume={run}", "check=ladder,manifest,range,pairs,updates")
     assert code == 0
     assert lines[0].startswith("one more step (3) after the last, taken from step-00000002 (loss ")
     assert "HEALTHY at the last step, 2" in lines
-    code, lines = said(capsys, f"resume={finishes}", "check=ladder", "step=1")
+    code, lines = said(capsys, f"resume={run}", "check=ladder", "step=1")
     assert code == 0
     assert lines[0].startswith("step 1 taken from the beginning")
     assert "HEALTHY at step 1" in lines
@@ -170,11 +173,14 @@ def test_a_run_of_other_software_in_a_format_that_is_not_here(
 
 
 def test_what_there_is_no_time_for_is_named(
-    finishes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finishes: Path,
+    copy: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = itertools.count()
     monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))  # a second a look
-    code, lines = said(capsys, f"resume={finishes}", "budget_s=1")
+    code, lines = said(capsys, f"resume={copy(finishes)}", "budget_s=1")
     assert code == 0
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
     left_out = [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]

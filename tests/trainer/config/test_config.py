@@ -30,6 +30,7 @@ def choices() -> list[str]:
         needs = {"text": f"data.path={CONF}", "idx": f"data.path={CONF}", "imagefolder": f"data.path={CONF}"}
         extra = [needs[path.stem]] if path.parent.name == "data" and path.stem in needs else []
         extra += ["recipe=resnet"] if path.parent.name == "augment" else []
+        extra += ["schedule=constant"] if path.stem == "schedulefree" else []
         extra += ["data.name=some/data"] if path.stem == "hub" else []
         extra += ["precision=fp16"] if path.parent.name == "scaler" and path.stem != "none" else []
         extra += ["scaler.force=true"] if path.parent.name == "scaler" and path.stem == "none" else []
