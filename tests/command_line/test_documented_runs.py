@@ -77,6 +77,18 @@ ELSEWHERE = {
         "two steps do not learn it",
     ),
     f"{TRAIN} recipe=gpt2 data=hub": (f"{HERE}/test_commands.py::test_every_choice_runs_two_steps", "downloads"),
+    f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT": (
+        "tests/recipes/vision/test_pretrained_images.py::test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation",
+        "downloads",
+    ),
+    "python scripts/evaluate.py run=outputs/photos split=test": (
+        "tests/inference/test_evaluate.py::test_the_best_metrics_of_the_run_come_out_again",
+        "of the command before",
+    ),
+    "python scripts/predict.py run=outputs/photos path=new_photos": (
+        "tests/inference/test_predict.py::test_a_folder_of_photos_is_classified_as_in_evaluation",
+        "of the command before",
+    ),
     f"{TRAIN} recipe=resnet recipe.pretrained=DEFAULT": (
         "tests/recipes/vision/test_pretrained_images.py::test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation",
         "downloads",
