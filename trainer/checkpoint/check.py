@@ -6,6 +6,7 @@ The optimizer's options, for example, come from the config; a checkpoint with ot
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,8 +111,9 @@ def check_progress(
         require(good, "best is not a valid step and score of this run")
     if "stopping" in progress:
         stopping = progress["stopping"]
-        require_keys(stopping, {"reference", "waited"}, f"{STATE_FILE}: stopping")
-        good = stopping["reference"] is None or is_finite(stopping["reference"])
+        require_keys(stopping, {"metric", "reference", "waited"}, f"{STATE_FILE}: stopping")
+        good = isinstance(stopping["metric"], str)
+        good = good and (stopping["reference"] is None or is_finite(stopping["reference"]))
         require(good and is_count(stopping["waited"]), "stopping is not a valid state of early stopping")
         require(stopping["waited"] <= step, "stopping has waited longer than this run")
     good = isinstance(final, dict) and all(name.startswith("valid/") for name in final)
@@ -173,8 +175,11 @@ def _try_twin(
     shape = range(2, 2 + parameter.ndim)
     twin = nn.Parameter(torch.zeros(tuple(shape), dtype=parameter.dtype, device=local_part(parameter).device))
     twin.grad = torch.zeros_like(twin)
-    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     maker: Any = type(optimizer)
+    # Its counts begin anew: at their present values a step need not change them.
+    typed = inspect.signature(maker).parameters
+    options = {key: value for key, value in group.items() if key in typed or type(value) not in (int, float)}
+    options = copy.deepcopy({key: value for key, value in options.items() if key != "params"})
     other: torch.optim.Optimizer = maker([{**options, "params": [twin]}])
     before = copy.deepcopy({key: value for key, value in other.param_groups[0].items() if key != "params"})
     other.step()

@@ -130,7 +130,8 @@ class WeightAverage(Average):
             self._forget_gathered()
 
     def state_of_model(self) -> dict[str, Tensor]:
-        averages = {id(each): self._averages[name] for name, each in self._live.items()}
+        held = self._averages
+        averages = {id(each): held[name] for name, each in self._live.items()}
         state: dict[str, Any] = self._model.state_dict(keep_vars=True)
         return {name: averages.get(id(each), each.detach()) for name, each in state.items()}
 

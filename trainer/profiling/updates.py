@@ -171,9 +171,10 @@ class UpdateMeter:
             update.masters.take_gradients()
         factor = update.loss_scale.inverse(correction)
         samples = {each.name: self._sample(each) for each in self._tracked if each.parameter.grad is not None}
+        groups = [dict(group) for group in update.optimizer.param_groups]  # some optimizers count in them
         peak = self._peak()
         result = type(update).step(update, steps_done, correction)
-        intended = self._intended(samples, factor, result.grad_norm)
+        intended = self._intended(samples, groups, factor, result.grad_norm)
         zeros = torch.zeros(len(Counts._fields), device=peak.device)
         rows = [
             self._count(each, samples.pop(each.name), intended.pop(each.name), step) if each.name in samples else zeros
@@ -200,10 +201,12 @@ class UpdateMeter:
             {key: _sampled_state(key, value, shape) for key, value in state.items()},
         )
 
-    def _intended(self, samples: dict[str, _Sample], factor: Tensor | None, norm: Tensor) -> dict[str, Tensor]:
+    def _intended(
+        self, samples: dict[str, _Sample], before: list[dict[str, Any]], factor: Tensor | None, norm: Tensor
+    ) -> dict[str, Tensor]:
         """Return the updates that the optimizer makes in fp32, by name.
 
-        ``factor`` makes the gradients true ones; their total norm is ``norm``.
+        ``before`` are its groups before the step. ``factor`` makes the gradients true ones, whose norm is ``norm``.
         """
         copies: dict[nn.Parameter, nn.Parameter] = {}
         for each in self._tracked:
@@ -215,7 +218,7 @@ class UpdateMeter:
         optimizer = self._update.optimizer
         groups = [
             group | {"params": [copies[parameter] for parameter in group["params"] if parameter in copies]}
-            for group in optimizer.param_groups
+            for group in before
         ]
         replica = type(optimizer)([group for group in groups if group["params"]])  # type: ignore[call-arg]
         for each in self._tracked:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes.data.images import augment
-from recipes.data.images.augment import AutomaticAugment
+from recipes.data.images.augment import REASONS, AutomaticAugment
 from trainer.checkpoint import store as checkpoint
 from trainer.config.registration import flatten
 from trainer.config.schema import Config, Resolved
@@ -114,9 +114,10 @@ def _as_before(before: dict[str, Any], config: Config) -> Config:
     if config.init_from is not None and hasattr(config.data, "tokenizer") and "data.tokenizer" in before:
         tokenizer: Any = {"tokenizer": before["data.tokenizer"]}  # where it is now
         config = replace(config, data=replace(config.data, **tokenizer))
-    if config.augment.kind != AutomaticAugment.kind or before.get("data") != config.data.kind:
+    if not isinstance(config.augment, AutomaticAugment) or before.get("data") != config.data.kind:
         return config
-    return config.with_augment(augment.from_record(augment.recorded(before, recipe.unit == "images")))
+    kind = augment.recorded(before, recipe.unit == "images").get("augment")
+    return config.with_augment(config.augment.become(kind)) if kind in REASONS else config
 
 
 def _is_same(folder: RunFolder, config: Config, resolved: Resolved) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from trainer import files
 from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.state import AVERAGE
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -124,7 +125,9 @@ def record_failure(error: NonFiniteGradients, trainer: Trainer, folder: RunFolde
     if not error.failure["later_updates"] and not world.on_first(lambda: checkpoint.steps(folder.checkpoints)):
         training = trainer.state_dict() | {"step": error.failure["step"] - 1}
         training["loss_scale"]["scale"] = error.failure["loss_scale"]
-        facts["buffers_reset"] = _reset_nonfinite(training["model"], dict(trainer.model.named_buffers()))
+        statistics = [name for name, _ in trainer.model.named_buffers()]
+        facts["buffers_reset"] = _reset_nonfinite(training["model"], statistics)
+        _reset_nonfinite(training["optimizer"], [f"{name}.{AVERAGE}" for name in statistics])
         monitor = progress["monitor"] | {"losses": [], "last": {}}
         monitor |= {key: monitor[key] - 1 for key in ("skipped_steps", "skipped_in_a_row")}  # without the failed step
         snapshot = Snapshot.of(training, progress | {"monitor": monitor}, world)
@@ -145,15 +148,15 @@ def forget_failure(folder: RunFolder) -> None:
     shutil.rmtree(folder.path / FAILURE, ignore_errors=True)
 
 
-def _reset_nonfinite(state: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> list[str]:
+def _reset_nonfinite(state: dict[str, torch.Tensor], buffers: list[str]) -> list[str]:
     """Replace NaN and infinities in a state's running statistics, as a reader would refuse them; return their names.
 
     Training does not read them.
     """
     reset = []
-    for name in sorted(state.keys() & buffers.keys()):
-        kept = state[name].isfinite()
-        if name.rpartition(".")[2] in ("running_mean", "running_var") and not kept.all():
-            state[name] = state[name].where(kept, float(name.endswith("running_var")))
+    for name in sorted(state.keys() & set(buffers)):
+        kept, statistic = state[name].isfinite(), name.removesuffix(f".{AVERAGE}").rpartition(".")[2]
+        if statistic in ("running_mean", "running_var") and not kept.all():
+            state[name] = state[name].where(kept, float(statistic == "running_var"))
             reset.append(name)
     return reset

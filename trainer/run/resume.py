@@ -133,11 +133,17 @@ def is_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False)
     if "augment" in flat:
         before |= augment.recorded(before, reads_images)
     return all(
-        before.get(key) == flat.get(key) or flat.get(key) == "auto"
+        _equal(before.get(key), flat.get(key)) or (flat.get(key) == "auto" and key != "augment")
         for key in dict.fromkeys([*before, *flat])
         if key not in _KEPT_ELSEWHERE
         and (key == "checkpoint.best" or key.partition(".")[0] not in _KEPT_ELSEWHERE_GROUPS)
     )
+
+
+def _equal(before: Any, now: Any) -> bool:
+    """Compare two values; of a mapping also the order (the last of ``optimizer.groups`` that matches decides)."""
+    same = isinstance(before, dict) and isinstance(now, dict) and [*before] != [*now]
+    return not same and bool(before == now)
 
 
 def _another_run(folder: RunFolder, different: dict[str, tuple[Any, Any]]) -> UserError:

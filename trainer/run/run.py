@@ -155,7 +155,7 @@ class Run:
             raise Interrupted(message, self.stopped_by)
         if self.world.largest(len(missing)):
             raise report.unfinished(missing, self.trainer.step, self.folder, self.command)
-        self.config.debug.check(self._first_loss(), self.scores.final["valid/loss"], self.trainer.step)
+        self.config.debug.check(self._first_loss(), self.scores.final.get("valid/loss", math.nan), self.trainer.step)
         return summary
 
     @property

@@ -94,14 +94,15 @@ class Scores:
         """Return what a checkpoint holds of it, as JSON types; ``stopping`` only with early stopping."""
         state: dict[str, Any] = {"best": self.best, "final": self.final}
         if self.stopping.patience is not None:
-            state["stopping"] = {"reference": self._reference, "waited": self._waited}
+            state["stopping"] = {"metric": self.watched, "reference": self._reference, "waited": self._waited}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's; one that was saved without early stopping begins to wait now."""
+        """Continue from a checkpoint's; without early stopping of the same metric the wait begins now."""
         self.best, self.final = state["best"], state["final"]
-        stopping = state.get("stopping", {"reference": None, "waited": 0})
-        self._reference, self._waited = stopping["reference"], stopping["waited"]
+        stopping = state.get("stopping", {})
+        if stopping.get("metric") == self.watched:
+            self._reference, self._waited = stopping["reference"], stopping["waited"]
 
     def _watch(self, value: float) -> None:
         margin = -self.stopping.min_delta if self._falls else self.stopping.min_delta

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,8 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
                 return done
             resolved = continued(folder, world.on_first(folder.config), config, resolved)
             saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
-            status = partial(final_status, folder.path)
-            # A run that was killed at its end has taken all steps, but its export and its summary may be missing.
-            if saved.step > plan.steps or (saved.step == plan.steps and world.on_first(status) == "FINISHED"):
-                terminal.note(
-                    f"{folder.path} is already complete ({saved.step} steps); set steps={2 * saved.step} to continue"
-                )
+            if remedy := world.on_first(partial(_nothing_left, folder, saved, resolved)):
+                terminal.note(f"{folder.path} is already complete {remedy}")
                 world.on_first(partial(finish_delivery, folder.path, config.tracking))
                 return world.on_first(folder.summary)
         terminal.note("opening the data …")
@@ -85,6 +81,22 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             if is_out_of_memory(error):
                 raise MemoryRanOut(error, resolved.plan.batching.micro_batch_size) from error
             raise
+
+
+def _nothing_left(folder: RunFolder, saved: CheckpointReader, resolved: Resolved) -> str | None:
+    """Return how a run that is complete can be continued; None: it is not complete.
+
+    A run that was killed at its end has taken all steps, but its export and its summary may be missing.
+    """
+    steps, finished = resolved.plan.steps, final_status(folder.path) == "FINISHED"
+    if saved.step > steps or (saved.step == steps and finished):
+        return f"({saved.step} steps); set steps={2 * saved.step} to continue"
+    scores = Scores(resolved.config)
+    with suppress(KeyError, TypeError, AttributeError):  # what the checkpoint holds is checked when it is loaded
+        scores.load_state_dict(saved.progress)
+        if finished and scores.exhausted:
+            return f"(stopped early at step {saved.step}); set a larger early_stopping.patience, or null, to continue"
+    return None
 
 
 def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolder:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evidence.doctor.step.case import Case
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
@@ -24,6 +22,7 @@ from trainer.data.loader import DataOrder
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import UNAVAILABLE, detect, peak_memory_bytes, reset_peak_memory
+from trainer.kernels.optimizers import optimizer_class
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision.modes import Precision
@@ -229,7 +228,7 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     reset_peak_memory(hardware.device)
     clock = time.monotonic()
     options = config.optimizer
-    metered = elementwise(getattr(torch.optim, options.name), options.options)
+    metered = elementwise(optimizer_class(options.name), options.options)
     meter = UpdateMeter(trainer.model, trainer.update, config.precision.half) if metered else None
     with meter or nullcontext():
         record = trainer.train_step(microbatches)

@@ -255,9 +255,13 @@ class AutomaticAugment(Augment):
     def choose(self, shorter_side: int | None) -> Augment:
         """Return the choice for images of this size, and keep it in ``chosen``."""
         cls = Augment if shorter_side is None or shorter_side < SMALL else ImageNet
-        choice = cls(**{name: getattr(self, name) for name in DEVICE_OPTIONS})
+        choice = self.become(cls.kind)
         vars(self)["_chosen"] = choice
         return choice
+
+    def become(self, kind: str) -> Augment:
+        """Return the choice ``kind`` with its defaults, and with the options that are set here."""
+        return CHOICES[kind](**{name: getattr(self, name) for name in DEVICE_OPTIONS})
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Raise: which part is taken depends on all of the images."""

@@ -65,7 +65,7 @@ class ImageFolder(ImageSource):
             valid = self._readable(_images_by_class(valid_folder))
         else:
             train, valid = _split(train, self.valid_fraction)
-        test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder)
+        test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder, set(classes))
         test = self._readable(_images_by_class(test_folder)) if test_folder else {}
         for part, folder in ((valid, valid_folder), (test, test_folder)):
             if unknown := sorted(set(part) - set(classes)):
@@ -168,12 +168,16 @@ def _split_folders(root: Path) -> tuple[Path, Path | None]:
     return train, next((root / name for name in names if (root / name).is_dir()), None)
 
 
-def _test_folder(train: Path) -> Path | None:
+def _test_folder(train: Path, classes: set[str]) -> Path | None:
     """Return ``test/`` beside ``train/``, where it has class folders: published test images often have no labels."""
     folder = train.parent / "test"
     if train.name != "train" or not folder.is_dir():
         return None
-    return folder if any(entry.is_dir() for entry in folder.iterdir()) else None
+    found = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    if other := sorted(found - classes):
+        message = "%s is not used: %s is no class of %s; to evaluate it, rename its folders, or set data.test="
+        logging.getLogger("mantissa").warning(message, folder, other[0], train)
+    return folder if found and not other else None
 
 
 def _images_by_class(root: Path) -> dict[str, list[str]]:

@@ -165,9 +165,22 @@ def test_a_test_folder_beside_train_is_evaluated(train: Callable[..., Any], fold
     assert "12 training, 12 validation and 12 test images" in done.out
     assert summary(folder)["test"].keys() == {"loss", "top1"}
     (folder / "photos" / "test" / "class0").rename(folder / "photos" / "test" / "other")
-    wrong = train(*images, "data.path=photos", "run_name=wrong")
+    unused = train(*images, "data.path=photos", "run_name=unused")
+    assert unused.code == 0, unused.err
+    assert "photos/test is not used: other is no class of photos/train" in unused.err + unused.out
+    wrong = train(*images, "data.path=photos", "data.test=photos/test", "run_name=wrong")
     assert wrong.code == 2
     assert "photos/test has the class other, which photos/train does not have" in wrong.err
     elsewhere = train(*images, "data.path=photos/train", "data.test=images", "run_name=elsewhere")
     assert elsewhere.code == 0, elsewhere.err
     assert "top1 (test)" in elsewhere.out
+
+
+@pytest.mark.usefixtures("user_data")
+def test_a_run_with_other_augmentation_is_not_the_same(train: Callable[..., Any], folder: Path) -> None:
+    options = [*IMAGES, "steps=1", "run_name=first", "resume=same"]
+    for extra in ([], ["augment.mixup=0.4"], ["augment=light"], []):
+        done = train(*options, *extra)
+        assert done.code == 0, done.err
+    assert "first is already complete" in done.out
+    assert sorted(path.name for path in (folder / "outputs").iterdir()) == ["first", "first-2", "first-3"]

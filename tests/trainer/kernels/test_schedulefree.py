@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers import copied, fit, same_bits, trainer_of
+from trainer.checkpoint.reader import load
+from trainer.checkpoint.store import Snapshot, write
 from trainer.errors import UserError
+from trainer.parallel.world import World
 
 schedulefree = pytest.importorskip("schedulefree")
 
@@ -91,3 +95,14 @@ def test_the_score_is_that_of_the_averages() -> None:
 def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         trainer_of(*overrides)
+
+
+def test_a_checkpoint_of_the_warm_up_is_read_at_the_end(tmp_path: Path) -> None:
+    """The best one may be, and the rates that the optimizer has counted were lower then."""
+    trainer = trainer_of(*FREE, "schedule.warmup_steps=8")
+    fit(trainer, 3)
+    averages = copied(trainer.average.state_of_model() or {})
+    write(tmp_path, Snapshot.of(trainer.state_dict(), {}, World()), None, World(), lambda _: None)
+    fit(trainer, 12)
+    load(tmp_path).restore(trainer.model, trainer.optimizer, trainer.masters, trainer.average)
+    assert same_bits(trainer.average.state_of_model() or {}, averages)

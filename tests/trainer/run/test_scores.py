@@ -81,3 +81,15 @@ def test_a_state_without_early_stopping_begins_to_wait() -> None:
 def test_options_that_cannot_work_are_refused(option: str) -> None:
     with pytest.raises(UserError, match=f"early_stopping.{option.partition('=')[0]}"):
         compose(f"early_stopping.{option}")
+
+
+def test_early_stopping_by_another_metric_begins_to_wait() -> None:
+    before = scores("early_stopping.patience=1")
+    for step in (1, 2):
+        before.add(step, {"loss": 1.0, "top1": 0.5})
+    assert before.exhausted
+    after = scores("early_stopping.patience=1", "early_stopping.metric=valid/top1")
+    after.load_state_dict(before.state_dict())
+    assert not after.exhausted
+    after.add(3, {"loss": 1.0, "top1": 0.6})
+    assert not after.exhausted
