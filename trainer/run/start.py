@@ -51,7 +51,6 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         except UserError as error:
             error.shared = True
             raise
-        plan = resolved.plan
         folder = world.on_first(partial(earlier_folder, config, resolved))
         saved = None
         if folder is not None:
