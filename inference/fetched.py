@@ -40,7 +40,7 @@ def fetch(given: str, uri: str | None, output_dir: str) -> Path:
     store = tracking_uri(uri)
     database = database_file(store)
     if database is not None and not database.exists():
-        raise UserError(f"run={given}: there is no {database}; name the store with tracking.uri=http://host:port")
+        raise UserError(f"run={given}: there is no {database}; name the store with uri=http://host:port")
     target = Path(output_dir).expanduser() / f"mlflow-{match[1]}"
     if read_object(target / "config.json"):
         return target
@@ -51,7 +51,7 @@ def fetch(given: str, uri: str | None, output_dir: str) -> Path:
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         raise UserError(
             f"run={given}: the run cannot be fetched from MLflow at {without_password(store)} ({first_line(error)}); "
-            "check tracking.uri or MLFLOW_TRACKING_URI and that the server answers"
+            "check uri= or MLFLOW_TRACKING_URI, and that the server answers"
         ) from error
 
 

@@ -72,8 +72,8 @@ def _configs(options: RangeOptions, overrides: list[str]) -> dict[str, Config]:
         raise UserError(f"steps={options.steps} are too few for a curve; use more than {2 * FIRST}, such as steps=100")
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        if key == "optimizer.lr" or key.partition(".")[0] == "schedule" or key == "resume":
-            raise UserError(f"{override} has no effect: the test sets the learning rate of every step; leave it out")
+        if key == "optimizer.lr" or key.partition(".")[0] == "schedule" or key in ("resume", "epochs"):
+            raise UserError(f"{override} has no effect: the test sets every rate and steps itself; leave it out")
     if launched_processes():
         raise UserError("the test runs in one process; start it without torchrun")
     configs = {}

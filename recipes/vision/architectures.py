@@ -165,7 +165,10 @@ def _is_block(cls: type) -> bool:
 
 def _check_timm(name: str) -> None:
     if importlib.util.find_spec("timm") is None:
-        raise UserError(f"recipe.arch=timm/{name} needs timm, which is not installed: pip install 'mantissa[timm]'")
+        raise UserError(
+            f"recipe.arch=timm/{name} needs timm, which is not installed; pip install 'timm>=1.0.20', or use a "
+            "recipe.arch of torchvision"
+        )
     import timm
 
     base, dot, tag = name.partition(".")

@@ -83,7 +83,7 @@ def class_weights(weights: Any, datasets: ImageDatasets, outputs: int) -> Tensor
         return torch.tensor(weights, dtype=torch.float32, device="cpu")
     labels = getattr(datasets.train, "labels", None)
     if not isinstance(labels, Tensor):
-        raise UserError("recipe.class_weights=balanced needs data that has its labels at hand; list the weights")
+        raise UserError("recipe.class_weights=balanced needs labels before training; set a list, such as [1,2.5]")
     counts = torch.bincount(labels, minlength=outputs).to(torch.float64)
     present = counts > 0
     factors = counts.sum() / (present.sum() * counts.clamp(min=1))

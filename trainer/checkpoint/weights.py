@@ -28,7 +28,7 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     if missing or unknown:
         parts = [f"they lack {missing[0]}"] if missing else []
         parts += [f"this model has no {unknown[0]}"] if unknown else []
-        raise UserError(f"{where}: the weights are of another model: {' and '.join(parts)}")
+        raise UserError(f"{where}: the weights are of another model: {' and '.join(parts)}; give those of this one")
     found = {name: next(weights[each] for each in names if each in weights) for name, names in groups.items()}
     other = [name for name, tensor in found.items() if tensor.shape != state[name].shape]
     if other:

@@ -41,7 +41,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         near = nearest(name, [*dir(torch.optim), *_ELSEWHERE])
         raise UserError(f"optimizer.name={name} is not in torch.optim{near}")
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        raise UserError(f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has")
+        raise UserError(
+            f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has; "
+            "use another one, such as optimizer=adamw"
+        )
     return MuonAdamW if cls is getattr(torch.optim, "Muon", None) else cls
 
 

@@ -69,7 +69,7 @@ class ImageFolder(ImageSource):
         test = self._readable(_images_by_class(test_folder)) if test_folder else {}
         for part, folder in ((valid, valid_folder), (test, test_folder)):
             if unknown := sorted(set(part) - set(classes)):
-                raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have")
+                raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")
         size = image_size or 224
         train_set, valid_set, test_set = (FolderImages(part, classes, size) for part in (train, valid, test))
         augment = self.augment.choose(train_set.shorter_side())

@@ -98,7 +98,7 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
                     ids.astype(dtype).tofile(file)
                 if not file.tell():
                     if part == "test":
-                        raise UserError("the text for testing is empty; use another one")
+                        raise UserError("the text for testing is empty; set data.test to another file or folder")
                     share = "training" if part == "train" else "validation"
                     raise UserError(f"no text is left for {share}; use a longer text or another data.valid_fraction")
         files = {path.name: _check(path) for path in sorted(partial.iterdir())}

@@ -159,7 +159,7 @@ class TextFiles(TokenizedText):
                 raise UserError(f"{key}: no file in it matches data.pattern={self.pattern} ({there})")
         corpus = _files(paths, key)
         if not corpus.sizes.sum():
-            raise UserError(f"{key} is empty")
+            raise UserError(f"{key} is empty; set {key.partition('=')[0]} to a file or folder that has text")
         return corpus
 
 

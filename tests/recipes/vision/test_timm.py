@@ -76,7 +76,7 @@ def test_a_name_that_timm_does_not_have_is_refused_with_the_nearest(arch: str, m
 
 def test_without_timm_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs timm, which is not installed: pip install 'mantissa\[timm\]'"):
+    with pytest.raises(UserError, match=r"needs timm, which is not installed; pip install 'timm>=1\.0\.20'"):
         ResNet(arch="timm/resnet18").resolve(CPU, Digits())
 
 
