@@ -173,6 +173,26 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
     return rows
 
 
+def ema_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
+    """Measure what ema=default adds to a step: the update of the averages."""
+    job = job or gpt2_job(hardware)
+    options = ("ema=default", "steps=1000000", f"device={hardware.device}")
+    trainer = Trainer.from_config(job.config(*options), hardware)
+
+    def update(steps: int) -> None:
+        for _ in range(steps):
+            trainer.average.update(trainer.step)
+
+    timed = {"step": steps_of(trainer), "update": update}
+    blocks: dict[str, Callable[[], float]] = {
+        name: partial(stopwatch(work, hardware.device), 1) for name, work in timed.items()
+    }
+    times = interleave(blocks, 2 * repeats)
+    share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
+    how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"
+    return [Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)]
+
+
 def meters_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
     """Measure what a measurement of meters=numerics adds to its step, as a share of the steps from it to the next."""
     job = job or gpt2_job(hardware)
@@ -299,6 +319,7 @@ MEASUREMENTS: dict[str, Callable[[Hardware, int, Path], list[Row]]] = {
     "precision": precision,
     "trainer": trainer_cost,
     "meters": meters_cost,
+    "ema": ema_cost,
     "memory": peak_memory,
     "loader": loader,
     "startup": startup,

@@ -218,6 +218,13 @@ def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path, frameworks: lis
     assert (tmp_path / "tiny-MLP" / "mlflow.json").exists()
 
 
+def test_the_cost_of_averaged_weights_is_a_share_of_the_step(tmp_path: Path) -> None:
+    (row,) = bench.ema_cost(detect("cpu"), 2, tmp_path, SMALL)
+    assert (row.name, row.unit, row.target) == ("small, ema=default, over ema=none", "%", 2.0)
+    assert len(row.values) == 4
+    assert row.median > 0
+
+
 def test_the_cost_of_a_measurement_is_spread_over_its_interval(tmp_path: Path) -> None:
     (row,) = bench.meters_cost(detect("cpu"), 2, tmp_path, SMALL)
     assert (row.name, row.unit, row.target) == ("small, meters=numerics, over meters=none", "%", 2.0)
