@@ -116,7 +116,7 @@ def _as_before(before: dict[str, Any], config: Config) -> Config:
         config = replace(config, data=replace(config.data, **tokenizer))
     if not isinstance(config.augment, AutomaticAugment) or before.get("data") != config.data.kind:
         return config
-    kind = augment.recorded(before, recipe.unit == "images").get("augment")
+    kind = augment.from_record(augment.recorded(before, recipe.unit == "images")).kind
     return config.with_augment(config.augment.become(kind)) if kind in REASONS else config
 
 
