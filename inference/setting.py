@@ -135,7 +135,7 @@ def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> list[str
 
 
 def _options(exported: Exported) -> Mapping[str, Any]:
-    """Return the recipe's options that an exported folder tells."""
+    """Return the recipe's options that can be read from an exported folder."""
     config = exported.config
     if "options" in config:  # of a recipe without a library that knows it
         return dict(config["options"])

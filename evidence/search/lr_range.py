@@ -47,7 +47,7 @@ class Curve:
     """The result of one test."""
 
     label: str
-    """What tells it from the other tests of a command, such as ``precision=bf16``."""
+    """The overrides in which it differs from the other tests of a command, such as ``precision=bf16``."""
     lr: list[float] = field(default_factory=list)
     """Of each step."""
     loss: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Curve:
     ended: str = "at the last step"
 
     def add(self, record: StepRecord, recovers: bool) -> bool:
-        """Take a step's record; return whether the test goes on.
+        """Take a step's record; return whether the test continues.
 
         Args:
             record: of the step.

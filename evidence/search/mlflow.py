@@ -1,4 +1,4 @@
-"""A search in MLflow: a parent run, and the runs of its trials below it. Without an answer the search goes on."""
+"""A search in MLflow: a parent run, and the trials' runs below it. If MLflow does not answer, the search continues."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _BLOCKS = {
     *("Inception", "InceptionA", "InceptionB", "InceptionC", "InceptionD", "InceptionE"),
 }
 _TIMM_BLOCKS = re.compile(r"Block|Bottle\w*neck|Residual|Basic$|Separable(Conv)?$|Inception|XceptionModule")
-"""In the names of timm's building blocks, of which there are hundreds."""
+"""A part of the class names of timm's building blocks. They are too many to list."""
 
 
 def check(arch: str) -> None:

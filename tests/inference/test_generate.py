@@ -75,13 +75,13 @@ def test_t5_fills_gaps_and_its_sentinels_are_shown(here: Path, monkeypatch: pyte
     steps = iter(answer)
     forward = T5ForConditionalGeneration.forward
 
-    def told(self: Any, **given: Any) -> Any:
+    def given_answer(self: Any, **given: Any) -> Any:
         output = forward(self, **given)
         output.logits[:, -1] = -100.0
         output.logits[:, -1, next(steps)] = 100.0
         return output
 
-    monkeypatch.setattr(T5ForConditionalGeneration, "forward", told)
+    monkeypatch.setattr(T5ForConditionalGeneration, "forward", given_answer)
     done = generate("run=outputs/t5", "prompt=The <extra_id_0> jumps", "max_new_tokens=9")
     assert done.code == 0, done.err
     assert done.out == "<extra_id_0>" + tokenizer.decode(answer[1]) + "\n"

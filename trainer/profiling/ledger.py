@@ -146,7 +146,7 @@ class MemoryLedger(TorchDispatchMode):
     - ``weights``, ``buffers``: storages of the model's parameters and buffers, shared ones once.
     - ``gradients``: storages that were the ``.grad`` of a parameter, or of its fp32 master, from their allocation on
       (autograd hands the result of a backward operator to ``.grad`` without a copy). Sparse ones are not recognised.
-    - ``optimizer``: storages in ``optimizer.state`` before or after the step, and fp32 masters of 16-bit weights.
+    - ``optimizer``: storages in ``optimizer.state`` before or after the step, fp32 masters, averages (``held``).
     - ``autocast_copies``: made by a conversion of a parameter to another dtype, in forward or backward.
     - ``inputs``: existed before the recording and used in it, copied from another device, or passed to the
       first module of a microbatch.
@@ -198,7 +198,6 @@ class MemoryLedger(TorchDispatchMode):
         super().__exit__(*exception)
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
         self._mark_model_and_optimizer()
         self._alive.clear()  # also removes the callbacks of the weak references: nothing is recorded any more
         self._finished = True
