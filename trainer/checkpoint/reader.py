@@ -24,7 +24,7 @@ from trainer.checkpoint.state import AVERAGE, MASTER, parameter_names, untie, we
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
 from trainer.formats import dimensions
-from trainer.kernels.ema import Average
+from trainer.kernels.ema import Average, schedule_free_average
 from trainer.optim.masters import MasterWeights
 from trainer.parallel.wrap import is_sharded, local_part, local_rows
 from trainer.precision.scaler import LossScale
@@ -124,6 +124,23 @@ class CheckpointReader:
         for rank in range(len(self._manifest.files("rng"))):
             result |= {f"rng/{rank}/{name}": tensor for name, tensor in (self.rng(rank) or {}).items()}
         return result
+
+    def evaluated(self, schedule_free: bool) -> dict[str, Tensor]:
+        """Return the weights as they were evaluated, and as an export has them: averaged where there is an average.
+
+        Args:
+            schedule_free: whether the optimizer averaged them, so that they follow from its state.
+        """
+        weights, state = self._weights.read(), self._moments.read()
+        weights = {name: state.get(f"{name}.{AVERAGE}", weight) for name, weight in weights.items()}
+        if not schedule_free:
+            return weights
+        (beta,) = {group["betas"][0] for group in self._state.groups}
+        masters = {name: state.get(f"{name}.{MASTER}", weight) for name, weight in weights.items()}
+        return {
+            name: schedule_free_average(masters[name], state[f"{name}.z"], beta) if f"{name}.z" in state else weight
+            for name, weight in weights.items()
+        }
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -13,11 +13,11 @@ from torch import nn
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.schema import sha256
-from trainer.checkpoint.state import AVERAGE
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import read_object
+from trainer.kernels.optimizers import averages_itself
 from trainer.recipe import Choice, Recipe
 from trainer.tracking.mlflow.delivery_record import RECORD_FILE, SUMMARY_FILE, TOKENIZER
 
@@ -80,11 +80,8 @@ class Source:
         if self.exported:
             weights = recipe.exported(self.path / BEST)
         else:
-            saved = load(self.path / "checkpoints", self.step).tensors()
-            weights = {
-                name.removeprefix("weights/"): tensor for name, tensor in saved.items() if name.startswith("weights/")
-            }  # averaged, where there is an average, as an export has them
-            weights = {name: saved.get(f"optimizer/{name}.{AVERAGE}", tensor) for name, tensor in weights.items()}
+            saved = load(self.path / "checkpoints", self.step)
+            weights = saved.evaluated(averages_itself(str(self.config.get("optimizer.name"))))
         about = read_object(self.path / BEST / "config.json") if self.exported else {}
         weights, choices = recipe.fitted(weights, model, datasets, about)
         fill(model, weights, f"init_from={self.path}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.errors import UserError
-from trainer.kernels.ema import WeightAverage
+from trainer.kernels.ema import WeightAverage, schedule_free_average
 
 
 class AdamWScheduleFree(schedulefree.AdamWScheduleFree):
@@ -62,7 +62,7 @@ class AdamWScheduleFree(schedulefree.AdamWScheduleFree):
 
 
 class ScheduleFreeAverage(WeightAverage):
-    """x of a schedule-free optimizer, computed when it is needed: x = y + (1 - 1/β₁) · (z - y), fp32."""
+    """x of a schedule-free optimizer, fp32, computed when it is needed, see ``schedule_free_average``."""
 
     from_optimizer = True
 
@@ -87,7 +87,7 @@ class ScheduleFreeAverage(WeightAverage):
             own = self._changed[name]
             averages[name] = source.detach().float()
             if "z" in (state := self._optimizer.state.get(own, {})):  # not before the first step
-                averages[name] = averages[name].lerp(state["z"].float(), 1 - 1 / beta[id(own)])
+                averages[name] = schedule_free_average(source.detach(), state["z"], beta[id(own)])
         return averages
 
     def update(self, step: int) -> None:

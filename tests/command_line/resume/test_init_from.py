@@ -163,9 +163,17 @@ def test_a_stopped_run_gives_the_best_weights_of_its_checkpoints(source: Path) -
         assert torch.equal(tensor, saved[:rows] if name.endswith(("wte.weight", "lm_head.weight")) else saved)
 
 
-def test_averaged_weights_are_the_same_from_an_export_and_from_a_checkpoint(train: Train, folder: Path) -> None:
+FREE = ("optimizer=schedulefree", "schedule=constant", "optimizer.lr=0.05")
+
+
+@pytest.mark.parametrize("averages", [("ema=default",), FREE, (*FREE, "precision=bf16_master")], ids=" ".join)
+def test_averaged_weights_are_the_same_from_an_export_and_from_a_checkpoint(
+    train: Train, folder: Path, averages: tuple[str, ...]
+) -> None:
+    if averages != ("ema=default",):
+        pytest.importorskip("schedulefree")
     tiny = ("recipe=bignet", "data.samples=32", "profiler=none", *SHORT)
-    done = train(*tiny, "recipe.width=8", "recipe.layers=2", "ema=default", "run_name=averaged")
+    done = train(*tiny, "recipe.width=8", "recipe.layers=2", *averages, "run_name=averaged")
     assert done.code == 0, done.err
     one = trainer_of(*tiny, "init_from=outputs/averaged").model.state_dict()
     shutil.rmtree("outputs/averaged/best")
