@@ -27,16 +27,18 @@ class LargestBatch:
     """The result of the search."""
 
     micro_batch_size: int
-    """The largest size that fitted; above 32, to within 1/32."""
+    """The largest size that fitted; above 32 times ``multiple``, to within 1/32."""
     batch_size: int
     """Of the config: samples per optimizer step."""
     trials: int
+    multiple: int = 1
+    """What a microbatch has to be a multiple of."""
 
     @property
     def dividing(self) -> int:
         """The largest that fits and divides ``batch_size``."""
         most = min(self.micro_batch_size, self.batch_size)
-        return next(size for size in range(most, 0, -1) if self.batch_size % size == 0)
+        return next(size for size in range(most, 0, -self.multiple) if self.batch_size % size == 0)
 
     @property
     def overrides(self) -> str:
@@ -71,7 +73,7 @@ def largest_micro_batch(
     limit_bytes = int(budget_bytes * (1 - margin))
     config = compose(overrides)
     config, plan, *_ = config.resolve(detect(config.device))
-    batch_size = plan.batching.batch_size
+    batch_size, multiple = plan.batching.batch_size, config.augment.micro_batch_multiple
     samples = len(config.open_datasets().train)
     common = [override for override in overrides if _key(override) not in _KEYS]
 
@@ -81,19 +83,20 @@ def largest_micro_batch(
     guess = _first_guess(sized, limit_bytes)
     tried: list[int] = []
 
-    def fits(size: int) -> bool:
+    def fits(multiples: int) -> bool:
+        size = multiple * multiples
         tried.append(size)
         fitted = trial(sized(size), limit_bytes).fits
         report(f"micro_batch_size={size} {'fits' if fitted else 'does not fit'}")
         return fitted
 
-    largest = search(fits, guess, min(_LARGEST, samples))
+    largest = multiple * search(fits, max(1, guess // multiple), min(_LARGEST, samples) // multiple)
     if not largest:
         raise UserError(
-            f"not even micro_batch_size=1 fits into {size(limit_bytes)}; "
+            f"not even micro_batch_size={multiple} fits into {size(limit_bytes)}; "
             "use a larger budget, activation_checkpointing=blocks, checkpoint.background=false or a smaller model"
         )
-    return LargestBatch(largest, batch_size, len(tried))
+    return LargestBatch(largest, batch_size, len(tried), multiple)
 
 
 def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int:

@@ -67,6 +67,8 @@ def test_the_answer_keeps_the_batch() -> None:
     assert LargestBatch(23, 64, 5).overrides == "micro_batch_size=16 batch_size=64"
     assert LargestBatch(100, 64, 5).overrides == "micro_batch_size=64 batch_size=64"
     assert LargestBatch(6, 7, 5).overrides == "micro_batch_size=1 batch_size=7"
+    assert LargestBatch(10, 20, 5, multiple=2).overrides == "micro_batch_size=10 batch_size=20"
+    assert LargestBatch(16, 30, 5, multiple=2).overrides == "micro_batch_size=10 batch_size=30"
 
 
 def test_trials_accumulate_where_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +86,21 @@ def test_trials_accumulate_where_training_does(monkeypatch: pytest.MonkeyPatch) 
     assert (found.micro_batch_size, found.overrides) == (9, "micro_batch_size=8 batch_size=8")
     assert ("micro_batch_size=7", "batch_size=14") in seen
     assert ("micro_batch_size=9", "batch_size=9") in seen
+
+
+def test_images_mixed_in_pairs_are_tried_in_even_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def trial(overrides: list[str], limit_bytes: int) -> Trial:
+        sizes.append(int(overrides[-2].split("=")[1]))
+        return Trial(sizes[-1] <= 13, 1)
+
+    monkeypatch.setattr(max_batch, "trial", trial)
+    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 7)
+    job = ["recipe=resnet", "data=digits", "augment=none", "augment.mixup=0.2", "device=cpu", "batch_size=64"]
+    found = largest_micro_batch(job, 100 * 2**20)
+    assert (found.micro_batch_size, found.overrides) == (12, "micro_batch_size=8 batch_size=64")
+    assert not [size for size in sizes if size % 2]
 
 
 @pytest.mark.parametrize(

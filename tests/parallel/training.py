@@ -21,6 +21,8 @@ from trainer.trainer import Trainer
 
 SMALL = ("recipe=bignet", "recipe.width=12", "recipe.layers=12", "data.samples=64", "schedule=linear", "device=cpu")
 TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "device=cpu")
+# No batch norm, whose statistics would be those of each rank.
+IMAGES = ("recipe=resnet", "recipe.arch=timm/test_convnext", "data=digits", "augment=light", "device=cpu")
 STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
 RULES: dict[str, tuple[str, ...]] = {
     "freeze": ("freeze=['0.?',2.4.bias]",),
@@ -34,6 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "adafactor": ("optimizer=adafactor",),
     "schedulefree": ("optimizer=schedulefree", "schedule=constant"),
     "schedulefree bf16_master": ("optimizer=schedulefree", "schedule=constant", "precision=bf16_master"),
+    "mixing": ("augment.mixup=0.4", "augment.cutmix=1", "augment.erasing=0.5"),
     "lora": ("recipe.lora.rank=2", "optimizer.lr=0.02"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),
 }
@@ -83,6 +86,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
 
 
 def _trainer(mode: str, device: str, *overrides: str) -> Trainer:
-    small = TEXT if any("lora" in override for override in overrides) else SMALL
+    jobs = {"recipe.lora": TEXT, "augment": IMAGES}
+    small = next((jobs[key] for key in jobs if any(override.startswith(key) for override in overrides)), SMALL)
     config = compose(*small, *STEPS, f"parallel={mode}", *overrides)
     return Trainer.from_config(config, detect(device), config.parallel.world(device))
