@@ -1,8 +1,8 @@
 """Measure the project's performance targets, as ratios from one run: ``python scripts/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, trainer, meters, ema, memory, loader, startup, saving,
-                          parallel
+                          precision, trainer, optimizers, meters, ema, memory, loader,
+                          generation, evaluation, startup, saving, parallel
   repeats=5               repeats; the median is shown
   device=auto             as for train.py
   json=FILE               also write all measurements to FILE

@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,8 +18,10 @@ from rich.console import Console
 from torch import nn
 
 from evidence.bench.baselines import FRAMEWORKS, LOG_EVERY, BareLoop, Workload
+from evidence.bench.inference import evaluation, generation
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job, steps_of
 from evidence.bench.loading import loader
+from evidence.bench.parts import ema_cost, meters_cost, optimizers
 from evidence.bench.scale import parallel, saving
 from evidence.bench.turns import Block, Row, Turns, interleave, overheads, ratios, stopwatch, synchronise, threads
 from trainer.config.schema import Config
@@ -29,10 +29,8 @@ from trainer.errors import RunError
 from trainer.files import PROJECT
 from trainer.formats import size
 from trainer.hardware import UNAVAILABLE, Hardware
-from trainer.parallel.world import World
 from trainer.precision.modes import BASIC_MODES
 from trainer.profiling.ledger import MemoryLedger
-from trainer.profiling.numerics import Numerics
 from trainer.run.folder import RunFolder
 from trainer.run.run import Run
 from trainer.run.signals import Signals
@@ -173,56 +171,6 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
     return rows
 
 
-def ema_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
-    """Measure what ema=default adds to a step: the update of the averages."""
-    job = job or gpt2_job(hardware)
-    options = ("ema=default", "steps=1000000", f"device={hardware.device}")
-    trainer = Trainer.from_config(job.config(*options), hardware)
-
-    def update(steps: int) -> None:
-        for _ in range(steps):
-            trainer.average.update(trainer.step)
-
-    timed = {"step": steps_of(trainer), "update": update}
-    blocks: dict[str, Callable[[], float]] = {
-        name: partial(stopwatch(work, hardware.device), 1) for name, work in timed.items()
-    }
-    times = interleave(blocks, 2 * repeats)
-    share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
-    how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"
-    return [Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)]
-
-
-def meters_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
-    """Measure what a measurement of meters=numerics adds to its step, as a share of the steps from it to the next."""
-    job = job or gpt2_job(hardware)
-    trainer = Trainer.from_config(job.config("clip=norm", "steps=1000000", f"device={hardware.device}"), hardware)
-    every = Numerics().every
-    meters = Numerics(1).start(trainer.model, trainer.update, trainer.config.precision.half, every, World())
-    batches, device = trainer.batches(), hardware.device
-
-    def update(measured: bool) -> float:
-        correction = trainer.gradients(next(batches)).correction
-
-        def step(_: int) -> None:
-            with meters.step(1) if measured else nullcontext():
-                trainer.update.step(0, correction)
-            list(meters.collect())
-
-        return stopwatch(step, device)(1)
-
-    blocks: dict[str, Callable[[], float]] = {
-        "step": partial(stopwatch(steps_of(trainer), device), 1),
-        "update": partial(update, False),
-        "measured": partial(update, True),
-    }
-    times = interleave(blocks, 2 * repeats)
-    columns = zip(times["step"], times["update"], times["measured"], strict=True)
-    share = [100 * (measured - update) / (every * step) for step, update, measured in columns]
-    how = f"{job.line()}; updates with and without a measurement alternate, the difference is spread over {every} steps"
-    return [Row(f"{job.name}, meters=numerics, over meters=none", "%", share, how, 2.0)]
-
-
 def peak_memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[tuple[Job, str]] = ()) -> list[Row]:
     """Measure the peak memory of one step, trainer over hand-written loop; it is exact and needs no repeats."""
     rows = []
@@ -318,10 +266,13 @@ def _seconds(command: list[str], folder: Path, code: int | None = None, until: s
 MEASUREMENTS: dict[str, Callable[[Hardware, int, Path], list[Row]]] = {
     "precision": precision,
     "trainer": trainer_cost,
+    "optimizers": optimizers,
     "meters": meters_cost,
     "ema": ema_cost,
     "memory": peak_memory,
     "loader": loader,
+    "generation": generation,
+    "evaluation": evaluation,
     "startup": startup,
     "saving": saving,
     "parallel": parallel,

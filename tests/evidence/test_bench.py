@@ -5,16 +5,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
-from evidence.bench import baselines, bench, loading
+from evidence.bench import baselines, bench, inference, loading, parts
 from evidence.bench.baselines import BareLoop, Framework, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch, threads
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
+from trainer.kernels import optimizers as optimizer_names
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -23,6 +26,10 @@ SMALL = Job(
     ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=64", "profiler=none", "batch_size=4"),
     steps=2,
     rounds=3,
+)
+TEXT = Job(
+    "text",
+    ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4"),
 )
 
 
@@ -219,17 +226,68 @@ def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path, frameworks: lis
 
 
 def test_the_cost_of_averaged_weights_is_a_share_of_the_step(tmp_path: Path) -> None:
-    (row,) = bench.ema_cost(detect("cpu"), 2, tmp_path, SMALL)
+    (row,) = parts.ema_cost(detect("cpu"), 2, tmp_path, SMALL)
     assert (row.name, row.unit, row.target) == ("small, ema=default, over ema=none", "%", 2.0)
     assert len(row.values) == 4
     assert row.median > 0
 
 
 def test_the_cost_of_a_measurement_is_spread_over_its_interval(tmp_path: Path) -> None:
-    (row,) = bench.meters_cost(detect("cpu"), 2, tmp_path, SMALL)
+    (row,) = parts.meters_cost(detect("cpu"), 2, tmp_path, SMALL)
     assert (row.name, row.unit, row.target) == ("small, meters=numerics, over meters=none", "%", 2.0)
     assert len(row.values) == 4
     assert row.median > 0
+
+
+def test_steps_of_optimizers_are_compared_with_adamw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(optimizer_names._ELSEWHERE, "Lion", ("missing_library", "missing_library>=1"))
+    muon, lion = parts.optimizers(detect("cpu"), 2, tmp_path, TEXT, ("muon", "lion"))
+    assert (muon.name, muon.unit, len(muon.values)) == ("text, a step with muon / with adamw", "x", 2)
+    assert muon.measured.endswith("batch_size=4 optimizer=muon")
+    assert lion.values == []
+    assert "not measured: " in lion.measured
+    assert "pip install 'missing_library>=1'" in lion.measured
+
+
+def test_generation_is_measured_with_and_without_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    forward = GPT2LMHeadModel.forward
+
+    def watched(self: Any, input_ids: Any = None, **given: Any) -> Any:
+        passes.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **given)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", watched)
+    fp32, bf16 = inference.generation(detect("cpu"), 1, tmp_path, TEXT, tokens=3)
+    assert (fp32.name, fp32.unit, fp32.target, fp32.at_most) == (
+        "text fp32, generation, with cache / without",
+        "x",
+        5.0,
+        False,
+    )
+    assert bf16.target is None
+    assert passes == 2 * [1, 2, 3, 1, 1, 1, 1, 1, 1, 1, 2, 3]  # a warm-up, then in reverse order
+
+
+def test_evaluation_is_measured_beside_the_forward_pass_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"forward": [3.0], "evaluation": [2.0]}
+    samples: list[int] = []
+    one_pass = inference.evaluate
+
+    def watched(opened: Any) -> Any:
+        samples.append(one_pass(opened).samples)
+
+    def interleaved(blocks: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+        assert all(block() > 0 for block in blocks.values())
+        return seconds
+
+    monkeypatch.setattr(inference, "evaluate", watched)
+    monkeypatch.setattr(inference, "interleave", interleaved)
+    (row,) = inference.evaluation(detect("cpu"), 1, tmp_path, [TEXT])
+    assert (row.name, row.target) == ("text, evaluation / training's forward", 1.0)
+    assert row.values == [1.5 * samples[0] / 16]
 
 
 def test_peak_memory_is_compared(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, T5ForConditionalGeneration
 
 from tests.inference.conftest import script
@@ -66,6 +67,34 @@ def test_the_cache_makes_every_token_but_the_first_a_pass_over_one_token(
     assert cached == [prompt, 1, 1, 1, 1]
     assert whole == [prompt + number for number in range(5)]
     assert text == same
+
+
+def casts(*options: str) -> int:
+    """How often generation casts a weight."""
+    seen: list[int] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter))
+            return func(*args, **(kwargs or {}))
+
+    with Casts():
+        done = generate("run=outputs/gpt2", "prompt=The", "temperature=0", *options)
+    assert done.code == 0, done.err
+    return sum(seen)
+
+
+def test_autocast_casts_weights_once_and_not_for_every_token(here: Path) -> None:
+    few, many = (casts("precision=bf16", f"max_new_tokens={length}") for length in (2, 8))
+    assert few == many > 0
+    assert casts("precision=fp32", "max_new_tokens=2") < few
+
+
+def test_dropout_is_not_called(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Dropout, "forward", None)
+    for name in ("gpt2", "chars", "t5"):
+        done = generate(f"run=outputs/{name}", "prompt=The", "max_new_tokens=2")
+        assert done.code == 0, done.err
 
 
 def test_t5_fills_gaps_and_its_sentinels_are_shown(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

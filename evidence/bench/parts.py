@@ -1,0 +1,95 @@
+"""What parts of a step cost: optimizers, averaged weights, meters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from evidence.bench.jobs import Job, gpt2_job, steps_of
+from evidence.bench.turns import Row, interleave, ratios, stopwatch
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.parallel.world import World
+from trainer.profiling.numerics import Numerics
+from trainer.trainer import Trainer
+
+OPTIMIZERS = ("muon", "lion", "lamb", "adafactor", "schedulefree schedule=constant")
+"""Choices of ``optimizer``, with what else they need, that are measured beside adamw."""
+
+
+def optimizers(
+    hardware: Hardware, repeats: int, folder: Path, job: Job | None = None, names: Sequence[str] = OPTIMIZERS
+) -> list[Row]:
+    """Measure a step with each optimizer beside one with AdamW."""
+    job = job or gpt2_job(hardware)
+    blocks: dict[str, Callable[[], float]] = {}
+    missing: dict[str, str] = {}
+    for name in ("adamw", *names):
+        overrides = (*f"optimizer={name}".split(), "steps=1000000", f"device={hardware.device}")
+        try:
+            trainer = Trainer.from_config(job.config(*overrides), hardware)
+        except UserError as error:  # the library that has it is not installed
+            missing[name] = str(error)
+            continue
+        blocks[name] = partial(stopwatch(steps_of(trainer), hardware.device), job.steps)
+    times = interleave(blocks, repeats)
+    rows = []
+    for name in names:
+        title = f"{job.name}, a step with {name.partition(' ')[0]} / with adamw"
+        if name in missing:
+            rows.append(Row(title, "x", [], f"not measured: {missing[name]}"))
+        else:
+            rows.append(Row(title, "x", ratios(times, name, "adamw"), job.line(f"optimizer={name}")))
+    return rows
+
+
+def ema_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
+    """Measure what ema=default adds to a step: the update of the averages."""
+    job = job or gpt2_job(hardware)
+    options = ("ema=default", "steps=1000000", f"device={hardware.device}")
+    trainer = Trainer.from_config(job.config(*options), hardware)
+
+    def update(steps: int) -> None:
+        for _ in range(steps):
+            trainer.average.update(trainer.step)
+
+    timed = {"step": steps_of(trainer), "update": update}
+    blocks: dict[str, Callable[[], float]] = {
+        name: partial(stopwatch(work, hardware.device), 1) for name, work in timed.items()
+    }
+    times = interleave(blocks, 2 * repeats)
+    share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
+    how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"
+    return [Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)]
+
+
+def meters_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
+    """Measure what a measurement of meters=numerics adds to its step, as a share of the steps from it to the next."""
+    job = job or gpt2_job(hardware)
+    trainer = Trainer.from_config(job.config("clip=norm", "steps=1000000", f"device={hardware.device}"), hardware)
+    every = Numerics().every
+    meters = Numerics(1).start(trainer.model, trainer.update, trainer.config.precision.half, every, World())
+    batches, device = trainer.batches(), hardware.device
+
+    def update(measured: bool) -> float:
+        correction = trainer.gradients(next(batches)).correction
+
+        def step(_: int) -> None:
+            with meters.step(1) if measured else nullcontext():
+                trainer.update.step(0, correction)
+            list(meters.collect())
+
+        return stopwatch(step, device)(1)
+
+    blocks: dict[str, Callable[[], float]] = {
+        "step": partial(stopwatch(steps_of(trainer), device), 1),
+        "update": partial(update, False),
+        "measured": partial(update, True),
+    }
+    times = interleave(blocks, 2 * repeats)
+    columns = zip(times["step"], times["update"], times["measured"], strict=True)
+    share = [100 * (measured - update) / (every * step) for step, update, measured in columns]
+    how = f"{job.line()}; updates with and without a measurement alternate, the difference is spread over {every} steps"
+    return [Row(f"{job.name}, meters=numerics, over meters=none", "%", share, how, 2.0)]
