@@ -88,7 +88,7 @@ def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:
     confusion: Tensor | None = None
     config.precision.apply()
     started, warm = _now(device), 0.0
-    with torch.no_grad():  # in inference mode, autocast would cast a weight again wherever it is used
+    with torch.inference_mode():
         for microbatch in checked(config.loader.loader(opened.part, batches, hardware)):
             batch = to_device(microbatch, device)
             with config.precision.autocast(device):

@@ -104,7 +104,7 @@ def predict(arguments: list[str]) -> int:
     return 0
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def predictions(
     exported: Exported, setting: Setting, files: Sequence[Path], batch_size: int, top: int
 ) -> Iterator[tuple[Path, list[tuple[int, float]]]]:
