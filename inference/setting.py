@@ -90,6 +90,8 @@ def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> 
         group = key.partition(".")[0]
         if key in ("data.tokenizer", "data.vocab_size", "recipe.pretrained"):
             raise UserError(f"{key} has no effect: the model has its own weights and its own tokenizer; leave it out")
+        if key in ("recipe.mean", "recipe.std"):
+            raise UserError(f"{key} has no effect: images are normalised as the model was trained; leave it out")
         if key == "recipe":
             raise UserError(f"recipe= has no effect: run={exported.given} is a {exported.recipe}; leave it out")
         if group in allowed:

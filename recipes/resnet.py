@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -47,6 +48,11 @@ class ResNet(Recipe):
     """Weights to start from: a name of torchvision's, such as IMAGENET1K_V2, or DEFAULT (also for timm); a file
     (.pth, .safetensors); or the ``best/`` of a run. The head is new where the classes are others, and images are
     normalised as the weights need it."""
+    mean: list[float] | None = None
+    """Of each channel (red, green, blue; 0 to 1), which images are normalised with; null: that of the weights they
+    start from, else of the data."""
+    std: list[float] | None = None
+    """The standard deviation, likewise."""
     classes: int | str = "auto"
     """Outputs of the head; auto: as many as the data has."""
     channels_last: bool = True
@@ -67,6 +73,14 @@ class ResNet(Recipe):
         for key, value, least in (*sizes, ("classes", self.classes, 2)):
             if value not in ("auto", None) and (isinstance(value, str) or value < least):
                 raise UserError(f"recipe.{key}={value} must be auto or a whole number of at least {least}")
+        if (self.mean is None) != (self.std is None):
+            raise UserError("recipe.mean and recipe.std normalise images together; set both or neither of them")
+        for key, colours, above in (("mean", self.mean, -math.inf), ("std", self.std, 0.0)):
+            if colours is not None and not (len(colours) == 3 and all(above < each < math.inf for each in colours)):
+                raise UserError(
+                    f"recipe.{key}={colours} must be three numbers{', each above 0' if key == 'std' else ''}: of red, "
+                    "green and blue"
+                )
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"recipe.label_smoothing={self.label_smoothing} must be at least 0 and below 1")
         if self.criterion not in objective.CRITERIA:
@@ -119,8 +133,16 @@ class ResNet(Recipe):
         architectures.check_size(self.arch, datasets.image_size, outputs)
         if self.train_image_size is not None:
             self._set_train_size(datasets, outputs)
-        if self.pretrained is None:
+        if self.pretrained is not None:
+            datasets = self._with_weights(datasets, outputs)
+        if self.mean is None or self.std is None:
             return datasets
+        mean, std = pretrained.normalisation({"mean": self.mean, "std": self.std})
+        return replace(datasets, mean=mean, std=std)
+
+    def _with_weights(self, datasets: ImageDatasets, outputs: int) -> ImageDatasets:
+        """Return the data, normalised as the pretrained weights need it."""
+        assert self.pretrained is not None
         weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)  # before the other ranks do
         new_head = pretrained.new_head(weights, self.arch, datasets, outputs)
         return replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
@@ -131,7 +153,8 @@ class ResNet(Recipe):
             return []
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
         new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
-        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised as it needs ({colours})"
+        need = "as it needs" if self.mean is None else "by recipe.mean and recipe.std"
+        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised {need} ({colours})"
         return [Choice("recipe.pretrained", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
@@ -179,17 +202,30 @@ class ResNet(Recipe):
             return objective.binary_cross_entropy(logits, batch, self.label_smoothing, weights, self.bce_threshold)
         return objective.cross_entropy(logits, batch, self.label_smoothing, weights)
 
+    @classmethod
+    def inherited(cls, about: dict[str, Any]) -> dict[str, Any]:
+        """Return the normalisation that the weights were trained with."""
+        return (
+            dict(zip(("mean", "std"), map(list, pretrained.normalisation(about)), strict=True))
+            if "mean" in about
+            else {}
+        )
+
     def fitted(
         self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Choice]]:
-        """Return the weights, but a new head where the classes are others."""
+        """Return the weights, but a new head where the classes are others; and what is not known about them."""
+        unknown = []
+        if self.mean is None and "mean" not in about:
+            why = "those of the new data: the run it starts from is of an earlier version, and has not exported its own"
+            unknown = [Choice("recipe.mean, recipe.std", None, why)]
         outputs, own = self._outputs(datasets), model.state_dict()
         head = architectures.head(self.arch, datasets.image_size, outputs)
         fits = all(name in weights and weights[name].shape == own[name].shape for name in head)
         if fits and about.get("classes", datasets.classes) == datasets.classes:
-            return weights, []
+            return weights, unknown
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
-        return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why)]
+        return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why), *unknown]
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what the model's library needs to build it again, and how images become its input."""

@@ -206,6 +206,15 @@ class Recipe(SetOnce):
         """
         return read_exported(folder)
 
+    @classmethod
+    def inherited(cls, about: dict[str, Any]) -> dict[str, Any]:
+        """Return further options that ``init_from`` takes over: what the data of the earlier run decided.
+
+        Args:
+            about: see ``fitted``.
+        """
+        return {}
+
     def fitted(
         self, weights: dict[str, Tensor], model: Any, datasets: Any, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Choice]]:
@@ -215,7 +224,7 @@ class Recipe(SetOnce):
             weights: by name, on the host.
             model: new, on the host.
             datasets: of the new run.
-            about: the ``config.json`` beside exported weights; empty for those of a checkpoint.
+            about: the ``config.json`` beside exported weights; for those of a checkpoint, what data of images keep.
         """
         return weights, []
 

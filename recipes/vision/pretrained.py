@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,13 @@ def open_weights(arch: str, pretrained: str, image_size: int) -> Weights:
     state = _read(path / "model.safetensors" if path.is_dir() else path)
     state = {name: tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
     if about:
-        mean, std = (_colours(about[name]) for name in ("mean", "std"))
-        return Weights(state, mean, std, about["classes"])
+        return Weights(state, *normalisation(about), about["classes"])
     return Weights(state, *_normalisation(arch), None)
+
+
+def normalisation(about: Mapping[str, Any]) -> tuple[Colours, Colours]:
+    """Return ``mean`` and ``std`` of an exported ``config.json``, or of a run's ``images.json``."""
+    return _colours(about["mean"]), _colours(about["std"])
 
 
 def new_head(weights: Weights, arch: str, datasets: ImageDatasets, outputs: int) -> list[str]:

@@ -240,6 +240,7 @@ MISTAKES = {
     "run=outputs/images data=text data.path=text.txt": "recipe=resnet needs images, and data=text has none",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
     "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the",
+    "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: images are normalised as",
     "run=outputs/gpt2 split=tset": "split=tset is unknown; use split=valid|test|train|all",
     "run=outputs/gpt2 split=test": "split=test: this data has none; use split=valid",
     "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",

@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.kernels.optimizers import averages_itself
 from trainer.recipe import Choice, Recipe
-from trainer.tracking.mlflow.delivery_record import RECORD_FILE, SUMMARY_FILE, TOKENIZER
+from trainer.tracking.mlflow.delivery_record import IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER
 
 BEST = "best"
 """The folder in a run's that has its exported weights."""
@@ -82,10 +82,13 @@ class Source:
         else:
             saved = load(self.path / "checkpoints", self.step)
             weights = saved.evaluated(averages_itself(str(self.config.get("optimizer.name"))))
-        about = read_object(self.path / BEST / "config.json") if self.exported else {}
-        weights, choices = recipe.fitted(weights, model, datasets, about)
+        weights, choices = recipe.fitted(weights, model, datasets, self.about())
         fill(model, weights, f"init_from={self.path}")
         return choices
+
+    def about(self) -> dict[str, Any]:
+        """Return the ``config.json`` beside exported weights; of a checkpoint, what the run keeps of its images."""
+        return read_object(self.path / (f"{BEST}/config.json" if self.exported else IMAGES_FILE))
 
     def facts(self) -> dict[str, Any]:
         """Return what is recorded about it: the run, the step, and the hash of each file of weights."""
@@ -129,13 +132,14 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
     if "recipe.pretrained" in typed and composed.recipe.pretrained is not None:
         raise UserError("init_from and recipe.pretrained both bring weights; remove one of them")
     kept: dict[str, Any] = {}
-    for option in (*cls.architecture, *cls.adjustable):
+    wanted = [option for option in (*cls.architecture, *cls.adjustable) if f"recipe.{option}" in source.config]
+    recorded = {option: source.config[f"recipe.{option}"] for option in wanted} | cls.inherited(source.about())
+    for option, before in recorded.items():
         key = f"recipe.{option}"
-        before = source.config.get(key)
         if option == "pretrained" and before is not None and source.exported:
             before = str(source.path / BEST)  # the same model, wherever the first one is by now
         now = OmegaConf.select(composed, key)
-        if key not in source.config or before == now:
+        if before == now:
             continue
         if key not in typed:
             kept[key] = before

@@ -13,6 +13,7 @@ from trainer.files import read_object
 from trainer.formats import duration, loss, quantity, size
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.modes import family
+from trainer.recipe import Choice
 from trainer.run.folder import RunFolder
 from trainer.run.terminal import Rows
 from trainer.tracking.mlflow.delivery_record import SOURCE_FILE
@@ -66,6 +67,16 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         ("output", str(folder)),
     ]
+
+
+def choice_rows(choices: list[Choice]) -> Rows:
+    """Return what was chosen automatically, and why; fractions in lists with three digits."""
+
+    def shown(value: object) -> object:
+        fractions = isinstance(value, list) and all(isinstance(each, float) for each in value)
+        return f"[{', '.join(f'{each:.3g}' for each in value)}]" if fractions and isinstance(value, list) else value
+
+    return [(f"{choice.key}={shown(choice.value)}", choice.why) for choice in choices]
 
 
 def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:

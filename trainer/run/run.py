@@ -274,8 +274,7 @@ class Run:
         title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
         if choices:
-            rows = [(f"{choice.key}={choice.value}", choice.why) for choice in choices]
-            self.terminal.block("chosen automatically (override any of them)", rows)
+            self.terminal.block("chosen automatically (override any of them)", report.choice_rows(choices))
 
     def _finish(self) -> tuple[dict[str, Any], list[str]]:
         """Export the best weights, show the summary, finish the profile and the tracking.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from recipes.data.images.augment import Augment
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
+from trainer.files import write_json
 from trainer.recipe import NO_OPTION, DataSource
+from trainer.tracking.mlflow.delivery_record import IMAGES_FILE
 
 
 @dataclass(kw_only=True)
@@ -27,6 +30,10 @@ class ImageDatasets(Datasets):
     """What is done to the images as they are fetched, and which part of them is evaluated."""
     new_head: list[str] = field(default_factory=list)
     """Names of the weights that pretrained ones do not give, because these data have other classes."""
+
+    def keep(self, folder: Path) -> None:
+        """Write the classes and the normalisation to images.json: a run that stops early exports neither."""
+        write_json(folder / IMAGES_FILE, {"classes": self.classes, "mean": list(self.mean), "std": list(self.std)})
 
 
 @dataclass

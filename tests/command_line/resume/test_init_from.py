@@ -236,20 +236,3 @@ def test_what_is_no_run_with_weights_is_refused(folder: Path, given: str, messag
         (folder / name / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
         compose("recipe=gpt2", f"init_from={given}")
-
-
-def test_new_classes_get_a_new_head_and_the_same_ones_do_not(train: Train, folder: Path, user_data: None) -> None:
-    images = (*SHORT, "recipe=resnet", "data=imagefolder", "data.path=images", "recipe.image_size=16")
-    done = train(*images, "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
-    assert done.code == 0, done.err
-    before = load_file("outputs/first/best/model.safetensors")
-    same = start(compose(*images, "init_from=outputs/first/best"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in same.model.state_dict().items())
-    assert not [choice for choice in same.choices if choice.key == "recipe.classes"]
-    (folder / "images" / "class1").rename(folder / "images" / "other")
-    other = start(compose(*images, "init_from=outputs/first"))
-    kept = {name: torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items()}
-    assert [name for name, same in kept.items() if not same] == ["fc.weight", "fc.bias"]
-    done = train(*images, "init_from=outputs/first", "run_name=second")
-    assert "recipe.classes=2" in done.out
-    assert "a new head (fc.weight, fc.bias): the run it starts from has other classes" in done.out

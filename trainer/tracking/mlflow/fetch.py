@@ -16,6 +16,7 @@ from trainer.files import check_output_dir, flush, in_use, locked, read_object, 
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS
 from trainer.tracking.mlflow.delivery import RunInfo
 from trainer.tracking.mlflow.delivery_record import (
+    IMAGES_FILE,
     RECORD_FILE,
     SOURCE_FILE,
     SUMMARY_FILE,
@@ -207,7 +208,7 @@ def _download(client: MlflowClient, run: Any, wanted: _Wanted, partial: Path) ->
     for name in COMPANIONS:
         _get(client, wanted.run_id, name, partial)
     present = {item.path for item in client.list_artifacts(wanted.run_id)}
-    for name in {SOURCE_FILE} & present:
+    for name in {SOURCE_FILE, IMAGES_FILE} & present:
         _get(client, wanted.run_id, name, partial)
     for item in client.list_artifacts(wanted.run_id, TOKENIZER) if TOKENIZER in present else ():
         _get(client, wanted.run_id, item.path, partial / TOKENIZER)

@@ -1,0 +1,122 @@
+"""``init_from=RUN`` of images: the normalisation of the weights, and a head for the classes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.command_line.conftest import Result
+from tests.helpers import compose, start
+from trainer.checkpoint.reader import load
+from trainer.config.compose import compose as composed
+from trainer.data.contract import SampleId
+from trainer.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+Train = Callable[..., Result]
+SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
+DARK = ("data=idx", "data.path=dark")
+
+
+@pytest.fixture
+def digits_source(train: Train, folder: Path) -> Path:
+    """A finished run on scikit-learn's digits; dark/ has other digits of a tenth of their brightness."""
+    (folder / "dark").mkdir()
+    rng = np.random.default_rng(0)
+    for part in ("train", "t10k"):
+        images, labels = rng.integers(0, 26, (20, 8, 8), np.uint8), np.arange(20, dtype=np.uint8) % 10
+        header = struct.pack(">IIII", 0x803, *images.shape)
+        (folder / "dark" / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (folder / "dark" / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 20) + labels.tobytes())
+    done = train(*SHORT, "recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
+    assert done.code == 0, done.err
+    return Path("outputs/first")
+
+
+def normalisation(run: str) -> list[Any]:
+    content = json.loads(Path("outputs", run, "best", "config.json").read_text())
+    return [content["mean"], content["std"]]
+
+
+def test_images_are_normalised_as_those_of_the_first_run(digits_source: Path, train: Train) -> None:
+    new = ("recipe=resnet", f"init_from={digits_source}", *SHORT, *DARK, "deterministic=true", "schedule=constant")
+    for run, steps in (("whole", 4), ("part", 2)):
+        done = train(*new, f"run_name={run}", f"steps={steps}")
+        assert done.code == 0, done.err
+        assert "recipe.mean=[0.305, 0.305, 0.305]" in done.out
+        assert "as in outputs/first" in done.out
+    wanted = normalisation("first")
+    assert wanted[0] == pytest.approx([0.305] * 3, abs=1e-3)
+    shutil.rmtree(digits_source)
+    resumed = train("resume=outputs/part", "steps=4")
+    assert resumed.code == 0, resumed.err
+    config = json.loads(Path("outputs/part/config.json").read_text())
+    assert [config[f"recipe.{name}"] for name in ("mean", "std")] == wanted
+    assert normalisation("part") == normalisation("whole") == wanted
+    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_stays(digits_source: Path) -> None:
+    wanted = normalisation("first")
+    shutil.rmtree(digits_source / "best")
+    new = ["recipe=resnet", f"init_from={digits_source}", *DARK]
+    trainer = start(composed(new))
+    batch = trainer.datasets.valid.batch([SampleId(0, None)])["image"]
+    own: Any = trainer.model
+    pixels = own.normalise(batch, torch.contiguous_format)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in wanted)
+    torch.testing.assert_close(pixels, (batch / 255 - mean) / std)
+    typed: Any = start(composed([*new, "recipe.mean=[0.5,0.5,0.5]", "recipe.std=[0.2,0.2,0.2]"])).datasets
+    assert (typed.mean, typed.std) == ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+    data: Any = start(composed([*new, "recipe.mean=null", "recipe.std=null"])).datasets
+    assert data.mean[0] == pytest.approx(0.05, abs=0.01)
+    assert not [choice for choice in trainer.choices if choice.key == "recipe.classes"]
+
+
+def test_a_run_of_an_earlier_version_without_an_export_says_that_its_normalisation_is_lost(digits_source: Path) -> None:
+    shutil.rmtree(digits_source / "best")
+    (digits_source / "images.json").unlink()
+    trainer = start(composed(["recipe=resnet", f"init_from={digits_source}", *DARK]))
+    assert [choice.why[:16] for choice in trainer.choices if "mean" in choice.key] == ["those of the new"]
+    datasets: Any = trainer.datasets
+    assert datasets.mean[0] == pytest.approx(0.05, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("recipe.mean=[0.5,0.5,0.5]", "recipe.mean and recipe.std normalise images together; set both"),
+        ("recipe.mean=[0.5] recipe.std=[0.2,0.2,0.2]", r"recipe.mean=\[0.5\] must be three numbers: of red"),
+        ("recipe.mean=[0,0,0] recipe.std=[0.2,0,1]", "recipe.std=.* must be three numbers, each above 0"),
+    ],
+)
+def test_what_is_no_normalisation_is_refused(options: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        composed(["recipe=resnet", *options.split()])
+
+
+def test_new_classes_get_a_new_head_and_the_same_ones_do_not(train: Train, folder: Path, user_data: None) -> None:
+    images = (*SHORT, "recipe=resnet", "data=imagefolder", "data.path=images", "recipe.image_size=16")
+    done = train(*images, "recipe.arch=shufflenet_v2_x0_5", "run_name=first")
+    assert done.code == 0, done.err
+    before = load_file("outputs/first/best/model.safetensors")
+    same = start(compose(*images, "init_from=outputs/first/best"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in same.model.state_dict().items())
+    assert not [choice for choice in same.choices if choice.key == "recipe.classes"]
+    (folder / "images" / "class1").rename(folder / "images" / "other")
+    other = start(compose(*images, "init_from=outputs/first"))
+    kept = {name: torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items()}
+    assert [name for name, same in kept.items() if not same] == ["fc.weight", "fc.bias"]
+    done = train(*images, "init_from=outputs/first", "run_name=second")
+    assert "recipe.classes=2" in done.out
+    assert "a new head (fc.weight, fc.bias): the run it starts from has other classes" in done.out
