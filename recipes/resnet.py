@@ -35,7 +35,7 @@ class ResNet(Recipe):
     mixes_images: ClassVar[bool] = True
     fine_tuning_lr: ClassVar[float | None] = 0.1  # Kornblith et al. 2019: SGD at about 0.01, where training takes 0.1
     architecture: ClassVar[tuple[str, ...]] = ("arch",)
-    adjustable: ClassVar[tuple[str, ...]] = ("image_size",)
+    adjustable: ClassVar[tuple[str, ...]] = ("image_size", "mean", "std")
 
     arch: str = "auto"
     """Any classifier of torchvision.models, by its name there; with ``timm/`` before it one of timm."""

@@ -131,7 +131,7 @@ class Config(SetOnce):
 
     def default_name(self) -> str:
         """Return the default name of a run."""
-        return f"{self.recipe.name}-{self.precision.mode}-s{self.seed}"
+        return default_name(self.recipe.name, self.precision.mode, self.seed)
 
     def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved:
         """Return the config with the ``auto`` values that depend on the hardware resolved, and check it.
@@ -193,6 +193,11 @@ class Config(SetOnce):
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
         config = replace(self.with_augment(self.augment), recipe=recipe, run_name=plan.run_name, epochs=None, **numbers)
         return Resolved(config, plan, choices, opened)
+
+
+def default_name(recipe: str, precision: str, seed: int) -> str:
+    """Return the default name of a run of this recipe, in this precision (``precision.mode``)."""
+    return f"{recipe}-{precision}-s{seed}"
 
 
 @dataclass(frozen=True)

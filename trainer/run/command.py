@@ -32,6 +32,7 @@ from trainer.config.compose import CONF, checked_arguments
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, MemoryRanOut, OutOfMemory, RunError, UserError, is_out_of_memory
 from trainer.parallel.world import launched_processes
+from trainer.run.earlier import without_source
 from trainer.run.resume import complete
 from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
@@ -62,7 +63,7 @@ def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
     config.register()
     codes: list[int] = []
     try:
-        sys.argv[1:] = complete(checked_arguments(sys.argv[1:]))
+        sys.argv[1:] = without_source(complete(checked_arguments(sys.argv[1:])))
         sweep = Sweep(swept_keys(sys.argv[1:]))
         if os.environ.get("RANK", "0") == "0" and (outlook := sweep.outlook(sys.argv[1:])):
             print(outlook, flush=True)

@@ -6,18 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import hydra
+from omegaconf import OmegaConf
+
 from recipes.data.images import augment
 from recipes.data.images.augment import REASONS, AutomaticAugment
 from trainer.checkpoint import store as checkpoint
+from trainer.config.compose import CONF, quoted
 from trainer.config.registration import flatten
-from trainer.config.schema import Config, Resolved
+from trainer.config.schema import Config, Resolved, default_name
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import check_output_dir, read_object
 from trainer.parallel.world import launch_id, restarted
 from trainer.run.folder import LAUNCH_FILE, RunFolder, local_folder
 from trainer.run.memory.fit import earlier_plan
 from trainer.run.record import FAILURE
-from trainer.run.resume import SAME, is_same
+from trainer.run.resume import NO_FOLDER, SAME, is_same, parse_override
 from trainer.tracking.mlflow.delivery_record import final_status
 
 State = Literal["complete", "not finite", "interrupted"]
@@ -33,19 +37,62 @@ def earlier_folder(config: Config, resolved: Resolved) -> RunFolder | None:
         UserError: ``resume`` names no run, or the output folder cannot be written.
     """
     check_output_dir(config.output_dir)
-    root, name = Path(config.output_dir).expanduser(), resolved.plan.run_name
+    if found := _found(Path(config.output_dir).expanduser(), resolved.plan.run_name, config.resume):
+        return found
+    if config.resume == SAME:
+        return same_run(config, resolved)
+    if config.resume in NO_FOLDER:
+        return None
+    return local_folder(config.resume, config.output_dir, config.tracking.uri)
+
+
+def _found(root: Path, name: str, resume: str | None) -> RunFolder | None:
+    """Return the run of this name that torchrun's restart interrupted, or that ``resume=auto`` continues."""
     if restarted():
         marks = root.glob(f"{name}*/{LAUNCH_FILE}")
         ours = [mark for mark in marks if read_object(mark).get("launch") == launch_id()]
         saved = [mark for mark in ours if checkpoint.steps(mark.parent / "checkpoints")]
         if saved:
             return RunFolder(max(saved, key=lambda mark: mark.stat().st_mtime).parent)
-    if config.resume == SAME:
-        return same_run(config, resolved)
-    if config.resume == "auto":
-        saved = [path for path in _named(root, name) if checkpoint.steps(path / "checkpoints")]
-        return RunFolder(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
-    return local_folder(config.resume, config.output_dir, config.tracking.uri) if config.resume else None
+    if resume != "auto":
+        return None
+    saved = [path for path in _named(root, name) if checkpoint.steps(path / "checkpoints")]
+    return RunFolder(max(saved, key=lambda path: path.stat().st_mtime)) if saved else None
+
+
+def without_source(arguments: list[str]) -> list[str]:
+    """Return the command line of a run with ``init_from`` as it is continued, if it has a checkpoint of its own.
+
+    It then names the run's folder, and the options that were taken over are those recorded there: the run that it
+    started from is not needed again. Every process of a job does so for itself, before they know each other.
+
+    Args:
+        arguments: with ``resume=auto``, or started again by torchrun. Any others are returned as they are.
+
+    Raises:
+        HydraException: what Hydra refuses.
+    """
+    typed = {argument: parsed for argument in arguments if (parsed := parse_override(argument)) is not None}
+    values = {
+        override.key_or_group: override.value() for override in typed.values() if not override.is_sweep_override()
+    }
+    if not values.get("init_from") or {"-m", "--multirun"} & set(arguments):
+        return arguments
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = hydra.compose("config", [argument for argument in typed if not argument.startswith("hydra")])
+    cls: Any = OmegaConf.get_type(composed.recipe)
+    name = composed.run_name or default_name(cls.name, composed.precision.mode, composed.seed)
+    folder = _found(Path(composed.output_dir).expanduser(), name, composed.resume)
+    if folder is None:
+        return arguments
+    recorded, before = folder.config(), read_object(folder.path / "config.json")
+    options = {"resume": str(folder.path)}
+    for key in (*(f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)), "data.tokenizer"):
+        group, _, option = key.rpartition(".")
+        if key in recorded and option in composed[group] and (key not in values or values[key] == before[key]):
+            options[key] = recorded[key]  # where it is now
+    kept = [each for each in arguments if each not in typed or typed[each].key_or_group not in options]
+    return [*kept, *(f"{key}={quoted(value)}" for key, value in options.items())]
 
 
 def same_run(config: Config, resolved: Resolved) -> RunFolder | None:
@@ -111,7 +158,8 @@ def _as_before(before: dict[str, Any], config: Config) -> Config:
         return config  # another run, which check_same will report
     left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
     config = replace(config, recipe=replace(recipe, **{name: before[f"recipe.{name}"] for name in left}))
-    if config.init_from is not None and hasattr(config.data, "tokenizer") and "data.tokenizer" in before:
+    taken_over = config.init_from is not None and config.resume in NO_FOLDER
+    if taken_over and hasattr(config.data, "tokenizer") and "data.tokenizer" in before:
         tokenizer: Any = {"tokenizer": before["data.tokenizer"]}  # where it is now
         config = replace(config, data=replace(config.data, **tokenizer))
     if not isinstance(config.augment, AutomaticAugment) or before.get("data") != config.data.kind:

@@ -36,7 +36,8 @@ _FREE_GROUPS = (
 )
 SAME = "same"
 """``resume=same``: the run of this name with the same options; a new one where there is none. Sweeps do so."""
-_NO_FOLDER = (None, "auto", SAME)
+NO_FOLDER = (None, "auto", SAME)
+"""Values of ``resume`` that name no folder: the run has to be found, if there is one."""
 _KEPT_ELSEWHERE = ("resume", "output_dir", "run_name")
 _KEPT_ELSEWHERE_GROUPS = ("tracking", "checkpoint")
 """Options that change nothing about a run but where its results are."""
@@ -52,9 +53,9 @@ def complete(arguments: list[str]) -> list[str]:
     Raises:
         UserError: the folder holds no run to resume, or a given choice differs from that of the run.
     """
-    typed = {argument: parsed for argument in arguments if (parsed := _parse(argument)) is not None}
+    typed = {argument: parsed for argument in arguments if (parsed := parse_override(argument)) is not None}
     named = [override.value() for override in typed.values() if override.key_or_group == "resume"]
-    if not named or named[-1] in _NO_FOLDER or not isinstance(named[-1], str):
+    if not named or named[-1] in NO_FOLDER or not isinstance(named[-1], str):
         return arguments
     if {"-m", "--multirun"} & set(arguments):
         raise UserError(f"resume={named[-1]} continues one run, but -m starts several; remove -m, or leave resume= out")
@@ -172,7 +173,7 @@ def _reads_images(recorded: dict[str, Any]) -> bool:
     return recipe is not None and getattr(recipe, "unit", "") == "images"
 
 
-def _parse(argument: str) -> Override | None:
+def parse_override(argument: str) -> Override | None:
     """Return an override; None for options such as ``-m`` and for what Hydra is going to refuse."""
     if argument.startswith("-") or "=" not in argument:
         return None

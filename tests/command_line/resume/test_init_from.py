@@ -90,6 +90,35 @@ def test_the_new_run_has_its_own_data_and_precision_and_is_resumed_without_the_f
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("more", [(), ("data.tokenizer=outputs/first/tokenizer", "recipe.context=16")], ids=str)
+def test_a_repeated_command_continues_the_new_run_without_the_first(
+    source: Path, train: Train, more: tuple[str, ...]
+) -> None:
+    new = ("recipe=gpt2", f"init_from={source}", *SHORT, TEXT, CACHE, "data.path=two.txt", "deterministic=true", *more)
+    whole = train(*new, "run_name=whole", "steps=4", "schedule=constant")
+    assert whole.code == 0, whole.err
+    command = (*new, "run_name=again", "schedule=constant", "resume=auto")
+    assert train(*command).code == 0
+    shutil.rmtree(source)
+    shutil.rmtree("cache")
+    resumed = train(*command, "steps=4")
+    assert resumed.code == 0, resumed.err
+    assert "again, resumed after step 2" in resumed.out
+    config = config_of("again")
+    assert (config["recipe.context"], config["data.tokenizer"]) == (16, "outputs/again/tokenizer")
+    assert (config["init_from"], config["optimizer.lr"]) == (str(source), 1e-4)
+    one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "again"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for changed, message in {
+        "recipe.context=8": "recipe.context was 16, now 8",
+        "data.tokenizer=chars": "now chars",
+    }.items():
+        refused = train(*command, "steps=6", changed)
+        assert (refused.code, message in refused.err) == (2, True), refused.err
+    refused = train(*command[:-1], "run_name=third", "resume=auto")
+    assert "init_from=outputs/first: there is no such folder" in refused.err
+
+
 def test_a_run_of_adapters_is_resumed_bit_for_bit_and_merged_weights_are_where_the_next_one_starts(
     source: Path, train: Train
 ) -> None:
