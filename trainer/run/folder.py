@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from trainer.parallel.world import launch_id, launched_processes
 from trainer.tracking.mlflow.delivery_record import TOKENIZER
 
 LAUNCH_FILE = "launch.json"
+"""From which folder the run was last started, and by which torchrun."""
+_PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained")
+"""Options that are files or folders, or may be."""
+_NO_PATHS = ("bpe", "chars", "bytes")
+"""What ``data.tokenizer`` may be instead."""
 
 
 class RunFolder:
@@ -51,9 +57,46 @@ class RunFolder:
             ) from error
 
     def mark_launch(self) -> None:
-        """Note by which torchrun the run was started, so that its restart finds the run again."""
-        if launched_processes():
-            self.write(LAUNCH_FILE, {"launch": launch_id()})
+        """Note from which folder the run was started, and by which torchrun, whose restart finds it again by that."""
+        launch = {"launch": launch_id()} if launched_processes() else {}
+        self.write(LAUNCH_FILE, {"folder": str(Path.cwd())} | launch)
+
+    def located(self, recorded: dict[str, Any]) -> dict[str, Any]:
+        """Return recorded options with paths that are valid in the present folder.
+
+        A relative path leads from the folder that the run was started in. Where it does not exist there (the run was
+        trained on another machine, or in a container), it stays as it is.
+        """
+        started = self._started
+        if started in (Path(), Path.cwd()):
+            return recorded
+        found = {}
+        for key in _PATHS:
+            if not isinstance(recorded.get(key), str) or recorded[key] in ("", *_NO_PATHS):
+                continue
+            path = Path(recorded[key]).expanduser()
+            split = key == "data.test" and recorded.get("data") == "hub"
+            own = path.is_relative_to(self.path)  # already found, see ``config``
+            if not (path.is_absolute() or split or own) and (started / path).exists():
+                found[key] = str(started / path)
+        return recorded | found
+
+    def is_place(self, key: str, recorded: dict[str, Any], now: Any) -> bool:
+        """Return whether an option is a path to the same file or folder as the recorded one, however it is written."""
+        before = self.located(recorded).get(key)
+        if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):
+            return False
+        return os.path.realpath(os.path.expanduser(before)) == os.path.realpath(os.path.expanduser(now))
+
+    def is_gone(self, key: str, recorded: dict[str, Any]) -> bool:
+        """Return whether an option is the path of data that are no longer where they were when the run was started."""
+        path = recorded.get(key)
+        return key == "data.path" and isinstance(path, str) and not (self._started / Path(path).expanduser()).exists()
+
+    @property
+    def _started(self) -> Path:
+        """The folder that the run was last started in; the present one where that is not known."""
+        return Path(str(read_object(self.path / LAUNCH_FILE).get("folder", "")))
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
@@ -86,7 +129,8 @@ class RunFolder:
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)
         pretrained = recorded.get("recipe.pretrained")
-        if pretrained and not Path(str(pretrained)).expanduser().is_dir() and (own / "config.json").is_file():
+        there = Path(str(self.located(recorded).get("recipe.pretrained"))).expanduser()
+        if pretrained and not there.is_dir() and (own / "config.json").is_file():
             recorded["recipe.pretrained"] = str(own)
         return recorded
 

@@ -72,7 +72,7 @@ def complete(arguments: list[str]) -> list[str]:
     kept = [argument for argument in arguments if argument not in (*checked, *names)]
     if "epochs" in plain:
         del recorded["steps"]
-    base = _base(folder, recorded, choices.keys() & set(_FREE_GROUPS))
+    base = _base(folder, folder.located(recorded), choices.keys() & set(_FREE_GROUPS))
     return [*base, *kept, f"resume={quoted(str(folder.path))}"]
 
 
@@ -88,6 +88,7 @@ def recorded_overrides(folder: RunFolder, only: Collection[str] | None = None) -
     """
     recorded = folder.config()
     recorded |= augment.recorded(recorded, _reads_images(recorded))
+    recorded = folder.located(recorded)
     if only is None:
         return _base(folder, recorded, set())
     wanted = {key: value for key, value in recorded.items() if key.partition(".")[0] in only}
@@ -115,7 +116,10 @@ def check_same(
     different = {
         key: (before.get(key), flat.get(key))
         for key in dict.fromkeys([*before, *flat])
-        if before.get(key) != flat.get(key) and not _is_free(key, before, flat)
+        if before.get(key) != flat.get(key)
+        and not _is_free(key, before, flat)
+        and not folder.is_place(key, before, flat.get(key))
+        and not folder.is_gone(key, before)
     }
     if different:
         raise _another_run(folder, different)
@@ -134,7 +138,9 @@ def is_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False)
     if "augment" in flat:
         before |= augment.recorded(before, reads_images)
     return all(
-        _equal(before.get(key), flat.get(key)) or (flat.get(key) == "auto" and key != "augment")
+        _equal(before.get(key), flat.get(key))
+        or folder.is_place(key, before, flat.get(key))
+        or (flat.get(key) == "auto" and key != "augment")
         for key in dict.fromkeys([*before, *flat])
         if key not in _KEPT_ELSEWHERE
         and (key == "checkpoint.best" or key.partition(".")[0] not in _KEPT_ELSEWHERE_GROUPS)
