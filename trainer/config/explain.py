@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import is_dataclass
+from typing import Any
 
 from trainer.config import registration as config
 from trainer.errors import nearest
@@ -52,6 +54,8 @@ def explain(error: BaseException) -> str:
         return f"{there} already has a value; set it with {there}=…, without the +"
     overrides: list[str] = re.findall(r"Error merging override (.*)", text)
     typed = overrides[0] if overrides else key or ""
+    if own := _own_options(typed.partition("=")[0]):
+        return f"{typed}: set one of its options: {', '.join(own)}"
     for words, wanted in _WANTED:
         if typed and words in text:
             return f"{typed} must be {wanted}{_where(text)}"
@@ -64,6 +68,14 @@ def _where(text: str) -> str:
     return f" (in conf/{found[1]}.yaml)" if found else ""
 
 
+def _own_options(key: str) -> list[str]:
+    """Return the options within an option: of ``early_stopping``, ``early_stopping.patience`` and others."""
+    group, _, name = key.rpartition(".")
+    owners = config.groups().get(group, {}).values() if group else [config.Config]
+    inner: list[Any] = [entry.default_factory for cls in owners for entry in config.options(cls) if entry.name == name]
+    return [f"{key}.{entry.name}" for cls in inner[:1] if is_dataclass(cls) for entry in config.options(cls)]
+
+
 def _unknown(key: str, owner: str, value: str = "") -> str:
     """Return which choice of the group has this option, if any, or the nearest option; ``value`` is the given value."""
     group, _, option = key.partition(".")
@@ -74,8 +86,12 @@ def _unknown(key: str, owner: str, value: str = "") -> str:
         which = f"{group}={here}" if here else f"this {group}"
         return f"{key} is not an option of {which}; it belongs to {', '.join(f'{group}={name}' for name in holders)}"
     if classes:
-        options = [entry.name for cls in classes.values() for entry in config.options(cls)]
-        near = nearest(option, options, f"{group}.")
+        options = dict.fromkeys(entry.name for cls in classes.values() for entry in config.options(cls))
+        other = _OTHER_NAMES.get(option, "")
+        if other.startswith(f"{group}."):
+            near = f"; did you mean '{intended_key(option)}'?"
+        else:
+            near = nearest(option, options, f"{group}.") or f"; {group} has {', '.join(options)}"
     elif (better := intended_key(key)) != key:
         # Under the same name in a group the value is right, too; other trainers' names may want another one.
         near = f"; did you mean '{better}{f'={value}' if better.endswith(f'.{key}') and value else ''}'?"

@@ -21,6 +21,7 @@ from trainer.config.schema import Config
 from trainer.config.source import adopt
 from trainer.data.loader import Loader, OnDeviceLoader, PinnedLoader
 from trainer.errors import UserError, nearest
+from trainer.files import PROJECT
 from trainer.kernels.ema import Ema, ExponentialMovingAverage
 from trainer.kernels.optimizers import accepted_options, optimizer_class
 from trainer.optim.optimizer import Optimizer
@@ -103,12 +104,28 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"missing required option: {missing[0]}; set {missing[0]}=…")
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    _check_optimizer(composed, overrides)
     dropped = _drop_options(composed, typed)
     source, kept = adopt(composed, typed)
     kept += _fine_tuned(composed, typed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return replace(config, source=source, preset=(*dropped, *kept))
+
+
+def _check_optimizer(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse the class of one choice of ``optimizer`` with the settings of another, such as AdamW's rate for SGD."""
+    typed = dict(override.partition("=")[::2] for override in overrides)
+    if "optimizer.name" not in typed or "experiment" in typed:  # an experiment has settings of its own
+        return
+    chosen = typed.get("optimizer", "adamw")  # the default of conf/config.yaml
+    names = {path.stem: OmegaConf.load(path).name for path in (PROJECT / "conf" / "optimizer").glob("*.yaml")}
+    right = sorted(choice for choice, name in names.items() if name == composed.optimizer.name)
+    if right and chosen in names and chosen not in right:
+        raise UserError(
+            f"optimizer.name={composed.optimizer.name} would have the settings of optimizer={chosen}; "
+            f"set optimizer={right[0]}"
+        )
 
 
 def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:

@@ -49,9 +49,8 @@ def hidden_matrices(model: nn.Module, blocks: list[nn.Module]) -> set[str]:
         if parameter.ndim == 2
     }
     if not found:
-        what = "its blocks have no matrices" if blocks else "it names no repeated blocks"
+        lack = "the blocks of this recipe's model have none" if blocks else "this recipe names no repeated blocks"
         raise UserError(
-            f"optimizer.name=Muon trains the matrices in the blocks of a model, and of this recipe's {what}; use "
-            "optimizer=adamw"
+            f"optimizer.name=Muon trains the matrices in the blocks of a model, but {lack}; use optimizer=adamw"
         )
     return found

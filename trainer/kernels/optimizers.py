@@ -37,15 +37,19 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         cls: Any = getattr(importlib.import_module(module), name)
     else:
         cls = getattr(torch.optim, name, None)
-    if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
-        near = nearest(name, [*dir(torch.optim), *_ELSEWHERE])
-        raise UserError(f"optimizer.name={name} is not in torch.optim{near}")
+    if not _is_optimizer(cls):
+        names = [*filter(lambda each: _is_optimizer(getattr(torch.optim, each)), dir(torch.optim)), *_ELSEWHERE]
+        raise UserError(f"optimizer.name={name} is not an optimizer{nearest(name, names)} ({', '.join(names)})")
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         raise UserError(
             f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has; "
             "use another one, such as optimizer=adamw"
         )
     return MuonAdamW if cls is getattr(torch.optim, "Muon", None) else cls
+
+
+def _is_optimizer(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
 
 
 def accepted_options(cls: type[torch.optim.Optimizer]) -> set[str]:

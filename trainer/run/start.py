@@ -89,7 +89,8 @@ def _nothing_left(folder: RunFolder, saved: CheckpointReader, resolved: Resolved
     """
     steps, finished = resolved.plan.steps, final_status(folder.path) == "FINISHED"
     if saved.step > steps or (saved.step == steps and finished):
-        return f"({saved.step} steps); set steps={2 * saved.step} to continue"
+        fewer = f"steps={steps} is below that; " if saved.step > steps else ""
+        return f"({saved.step} steps); {fewer}set steps={2 * saved.step} to continue"
     scores = Scores(resolved.config)
     with suppress(KeyError, TypeError, AttributeError):  # what the checkpoint holds is checked when it is loaded
         scores.load_state_dict(saved.progress)

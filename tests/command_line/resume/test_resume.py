@@ -205,6 +205,8 @@ def test_a_finished_run_is_reported_as_complete(train: Callable[..., Any], folde
         done = train(*RUN, LOCAL, "steps=2", f"resume={resume}")
         assert (done.code, done.err) == (0, "")
         assert done.out == f"outputs/{NAME} is already complete (2 steps); set steps=4 to continue\n"
+    done = train(*RUN, LOCAL, "steps=1", "resume=auto")
+    assert done.out == f"outputs/{NAME} is already complete (2 steps); steps=1 is below that; set steps=4 to continue\n"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     done = train(*RUN, LOCAL, "steps=4", "resume=auto")
     assert done.code == 0, done.err

@@ -67,24 +67,35 @@ def test_only_text_is_quoted(override: str) -> None:
 
 
 def test_options_of_the_yaml_go_with_its_class() -> None:
-    config = compose(["optimizer.name=Adafactor", "+optimizer.options.d=2.0"])
-    assert config.optimizer.options == {"d": 2.0}
+    config = compose(["optimizer.name=Adadelta", "+optimizer.options.rho=0.8"])
+    assert config.optimizer.options == {"rho": 0.8}
     choices = config.resolve(detect("cpu")).choices
     (choice,) = [choice for choice in choices if choice.key == "optimizer.options"]
-    assert "Adafactor has no betas" in choice.why
-    config = compose(["optimizer=sgd", "optimizer.name=AdamW"])
+    assert "Adadelta has no betas" in choice.why
+    config = compose(["optimizer=sgd", "optimizer.name=Rprop"])
     assert config.optimizer.options == {}
-    config = compose(["optimizer.name=Adam"])
+    config = compose(["optimizer.name=NAdam"])
     assert config.optimizer.options == {"betas": [0.9, 0.95]}
     assert not config.preset
 
 
 def test_options_that_the_user_set_are_not_dropped() -> None:
     for typed in ("optimizer.options.betas=[0.9,0.9]", "optimizer.options={betas:[0.9,0.9]}"):
-        with pytest.raises(UserError, match="betas: Adafactor has no such argument"):
-            compose(["optimizer.name=Adafactor", typed])
-    with pytest.raises(UserError, match=r"optimizer\.name=adafactor is not in torch.optim; did you mean 'Adafactor'"):
+        with pytest.raises(UserError, match="betas: Adadelta has no such argument"):
+            compose(["optimizer.name=Adadelta", typed])
+    with pytest.raises(UserError, match=r"optimizer\.name=adafactor is not an optimizer; did you mean 'Adafactor'"):
         compose(["optimizer.name=adafactor"])
+
+
+def test_the_class_of_another_choice_is_refused_with_the_settings_of_this_one() -> None:
+    assert compose(["optimizer=sgd", "optimizer.name=SGD"]).optimizer.lr == 0.1
+    assert compose(["experiment=amp_mlp", "optimizer.name=AdamW"]).optimizer.name == "AdamW"
+    for typed, message in (
+        (["optimizer.name=SGD"], "name=SGD would have the settings of optimizer=adamw; set optimizer=sgd"),
+        (["optimizer=sgd", "optimizer.name=Muon"], "name=Muon would have the settings of optimizer=sgd; .*=muon"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compose(typed)
 
 
 @pytest.mark.parametrize("value", VALUES)

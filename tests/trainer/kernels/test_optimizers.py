@@ -123,7 +123,7 @@ def test_muon_takes_the_matrices_of_the_blocks(recipe: tuple[str, ...], found: s
 
 
 def test_muon_is_refused_where_it_has_nothing_to_do() -> None:
-    with pytest.raises(UserError, match=r"of this recipe's its blocks have no matrices; use optimizer=adamw"):
+    with pytest.raises(UserError, match=r"but the blocks of this recipe's model have none; use optimizer=adamw"):
         trainer_of("recipe=resnet", "recipe.arch=resnet18", "optimizer=muon")
 
 
@@ -166,7 +166,7 @@ def test_a_library_that_is_missing_is_named_with_the_command(
 
 
 def test_a_name_that_is_near_one_of_another_library_is_found() -> None:
-    with pytest.raises(UserError, match=r"optimizer.name=Lino is not in torch.optim; did you mean 'Lion'"):
+    with pytest.raises(UserError, match=r"optimizer.name=Lino is not an optimizer; did you mean 'Lion'"):
         Optimizer("Lino")
 
 
