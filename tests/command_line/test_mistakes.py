@@ -101,7 +101,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "log_every=0": ("log_every=0 must be at least 1",),
     "optimizer.lr=abc": ("optimizer.lr=abc must be a number",),
     "optimizer.lr=-1": ("optimizer.lr=-1.0", "above 0"),
-    "optimizer.name=Adamw": ("optimizer.name=Adamw is not an optimizer; did you mean 'AdamW'? (ASGD, Adadelta, ",),
+    "optimizer.name=Adamw": ("optimizer.name=Adamw is not in torch.optim; did you mean 'AdamW'? (ASGD, Adadelta, ",),
     "deterministic=maybe": ("deterministic=maybe must be true or false",),
     "optimizer.fused=x": ("optimizer.fused=x must be true, false or auto",),
     "recipe.context=1.5": ("recipe.context=1.5 must be a whole number, or auto",),

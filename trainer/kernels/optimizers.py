@@ -39,7 +39,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         cls = getattr(torch.optim, name, None)
     if not _is_optimizer(cls):
         names = [*filter(lambda each: _is_optimizer(getattr(torch.optim, each)), dir(torch.optim)), *_ELSEWHERE]
-        raise UserError(f"optimizer.name={name} is not an optimizer{nearest(name, names)} ({', '.join(names)})")
+        raise UserError(f"optimizer.name={name} is not in torch.optim{nearest(name, names)} ({', '.join(names)})")
     if cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         raise UserError(
             f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has; "

@@ -166,7 +166,7 @@ def test_a_library_that_is_missing_is_named_with_the_command(
 
 
 def test_a_name_that_is_near_one_of_another_library_is_found() -> None:
-    with pytest.raises(UserError, match=r"optimizer.name=Lino is not an optimizer; did you mean 'Lion'"):
+    with pytest.raises(UserError, match=r"optimizer.name=Lino is not in torch.optim; did you mean 'Lion'"):
         Optimizer("Lino")
 
 

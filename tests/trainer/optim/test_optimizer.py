@@ -142,9 +142,9 @@ def test_every_optimizer_of_torch_takes_a_step(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "AdmW"}, r"optimizer.name=AdmW is not an optimizer; did you mean 'Adam"),
-        ({"name": "Optimizer"}, r"optimizer.name=Optimizer is not an optimizer \(ASGD,"),
-        ({"name": "lr_scheduler"}, r"optimizer.name=lr_scheduler is not an optimizer"),
+        ({"name": "AdmW"}, r"optimizer.name=AdmW is not in torch.optim; did you mean 'Adam"),
+        ({"name": "Optimizer"}, r"optimizer.name=Optimizer is not in torch.optim \(ASGD,"),
+        ({"name": "lr_scheduler"}, r"optimizer.name=lr_scheduler is not in torch.optim"),
         ({"name": "LBFGS"}, r"optimizer.name=LBFGS needs a closure"),
         ({"lr": 0.0}, r"optimizer.lr=0"),
         ({"lr": float("nan")}, r"optimizer.lr=nan"),
