@@ -51,13 +51,14 @@ class Setting:
         set_determinism(self.config.deterministic)
 
 
-def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True) -> Setting:
+def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True, split: str = "valid") -> Setting:
     """Return the setting for these overrides of the command line.
 
     Args:
         exported: the trained model.
         overrides: of its config.
         with_data: whether samples of a data source are evaluated; else inputs of another kind, such as a prompt.
+        split: of the data; of all but ``valid`` every sample is evaluated, as training does with its test data.
 
     Raises:
         UserError: an override that is unknown or has no effect, or data that is missing or does not suit the recipe.
@@ -66,7 +67,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     _check_keys(exported, typed, (*_KEYS, *_GROUPS) if with_data else _WITHOUT_DATA)
     other_data = any(key.partition(".")[0] == "data" for key in typed)
     if exported.run:
-        base = _of_run(exported, typed, other_data or not with_data, with_data)
+        base = _of_run(exported, typed, other_data or not with_data, with_data, split)
     else:
         base = _of_folder(exported, typed, with_data)
     config = compose([*base, *overrides])
@@ -101,11 +102,11 @@ def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> 
         raise UserError(f"{key} is not an option{nearest(group, allowed)}; --help lists them")
 
 
-def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bool) -> list[str]:
+def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bool, split: str) -> list[str]:
     """Return overrides that make up the run's config, as far as evaluation needs it."""
     assert exported.run
     left_out = typed & {"data", "augment", "precision", "loader"}  # chosen anew, with the defaults of that choice
-    left_out |= {"eval_samples"} if other_data else set()
+    left_out |= {"eval_samples"} if other_data or split != "valid" else set()
     left_out |= set() if with_data else {"data", "augment"}
     found = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
     # What a model was fine-tuned from is in its weights; the others are of training only.

@@ -177,7 +177,8 @@ class Trainer:
         def search() -> list[str]:
             times = size / min(_FEW, size)
             found = convolution.unreliable(self.model, self._forward_of_few, dtype, self.hardware, times)
-            return [name for name in found if not precision.keeps_in_fp32(name)]
+            kept = tuple(f"{name}." for name in precision.kept_in_fp32(self.model))
+            return [name for name in found if not f"{name}.".startswith(kept)]
 
         names = self.world.on_first(search)
         convolution.compute_in_fp32(self.model, names, dtype)

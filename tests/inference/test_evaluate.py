@@ -53,7 +53,7 @@ def test_the_best_metrics_of_the_run_come_out_again(name: str, here: Path, tmp_p
 
 
 def test_of_all_samples_in_another_batch_size_and_place(here: Path, tmp_path: Path) -> None:
-    done = evaluate("run=outputs/images/best", "split=all", "eval_samples=500", f"output={tmp_path}")
+    done = evaluate("run=outputs/images/best", "split=all", f"output={tmp_path}")
     assert done.code == 0, done.err
     found = results(tmp_path)
     assert found["samples"] == 90
@@ -116,7 +116,7 @@ def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(he
     data = ("data=imagefolder", f"data.path={tmp_path}/two", "split=all", "loader.workers=0")
     assert evaluate("run=outputs/images", *data, f"output={tmp_path}").code == 0
     two = {row["name"]: row for row in results(tmp_path)["classes"]}
-    assert evaluate("run=outputs/images", "split=all", "eval_samples=90", f"output={tmp_path}").code == 0
+    assert evaluate("run=outputs/images", "split=all", f"output={tmp_path}").code == 0
     own = {row["name"]: row for row in results(tmp_path)["classes"]}
     for name in ("grey", "dark"):
         assert (two[name]["samples"], two[name]["recall"]) == (30, own[name]["recall"])

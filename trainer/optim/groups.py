@@ -56,7 +56,7 @@ def parameter_groups(
         named: what the optimizer changes, by the names of the model's parameters.
         model: whose parameters they are, or are copies of.
         weight_decay: of the parameters that ``decayed`` returns; all others have none.
-        patterns: the settings of the parameters that they match (see ``precision.names.matches``) by their names or
+        patterns: the settings of the parameters that they match (see ``precision.names.matching``) by their names or
             those of modules around them, later ones before earlier ones: ``lr``, in the place of ``factors``, and
             ``weight_decay``, for those that have any.
         factors: multiples of the learning rate, by name; 1 where there is none.

@@ -15,7 +15,7 @@ from trainer.precision.names import matching
 def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
     """Freeze parameters, in place: no gradient is computed for them; return their names.
 
-    A pattern (see ``precision.names.matches``) names parameters, or modules with everything in them. A weight under
+    A pattern (see ``precision.names.matching``) names parameters, or modules with everything in them. A weight under
     several names is frozen under all of them. Call it before masters, the optimizer, DDP and FSDP, which leave frozen
     parameters out.
 

@@ -20,7 +20,7 @@ from trainer.formats import dtype_name
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
 from trainer.precision import fp8, operators
 from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
-from trainer.precision.names import matches, matching
+from trainer.precision.names import matching
 
 BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
 """The modes that need only torch and change only the dtype of matmuls and convolutions."""
@@ -244,11 +244,8 @@ class Precision:
         Raises:
             UserError: a pattern that matches no submodule.
         """
-        modules = {name: module for name, module in model.named_modules() if name}
-        kept: dict[str, nn.Module] = {}
-        for pattern in self.fp32_modules:
-            found = matching("precision.fp32_modules", pattern, modules, "submodule")
-            kept |= {name: modules[name] for name in found}
+        modules = dict(model.named_modules())
+        kept = self.kept_in_fp32(model)
         for name in kept:
             parent = name.rpartition(".")[0]
             if isinstance(modules.get(parent), nn.MultiheadAttention) and parent not in kept:
@@ -257,16 +254,23 @@ class Precision:
                     f"name the whole module: {parent}"
                 )
         # A container may never be called, only its children. So they are converted with it.
-        inside = {id(module): module for match in kept.values() for module in match.modules()}
+        inside = {id(module): module for name in kept for module in modules[name].modules()}
         for module in inside.values():
             module.forward = in_fp32(module.forward, device.type, WEIGHTS_DTYPE.get(self.mode))
         return sorted(kept)
 
-    def keeps_in_fp32(self, module: str) -> bool:
-        """Return whether ``fp32_modules`` has a pattern for this submodule or for one that contains it."""
-        parts = module.split(".")
-        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        return any(matches(name, pattern) for name in around for pattern in self.fp32_modules)
+    def kept_in_fp32(self, model: nn.Module) -> set[str]:
+        """Return the names of the submodules that ``fp32_modules`` matches; they are kept with all that they contain.
+
+        Raises:
+            UserError: a pattern matches nothing.
+        """
+        names = [name for name, _ in model.named_modules() if name]
+        return {
+            name
+            for pattern in self.fp32_modules
+            for name in matching("precision.fp32_modules", pattern, names, "submodule")
+        }
 
     def manifest(self, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
         """Return what was requested and what is effective, read back from torch and tested on the device.

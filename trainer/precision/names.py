@@ -9,24 +9,23 @@ from fnmatch import fnmatchcase
 from trainer.errors import UserError
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern (of fnmatch) matches a dotted name, or its end after a dot: ``ln_1`` is ``h.0.ln_1``."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
 def matching(option: str, pattern: str, names: Collection[str], kind: str) -> set[str]:
-    """Return the names that a pattern matches.
+    """Return the names that a pattern (of fnmatch) matches.
+
+    These are whole dotted names: ``conv1`` is the first layer of a ResNet and no layer in its blocks. Where there is
+    none, they are names that end so, after a dot: ``ln_1`` is ``transformer.h.0.ln_1`` and that of all other blocks.
 
     Args:
         option: the key that has the pattern, for the message.
-        pattern: see ``matches``.
+        pattern: as typed.
         names: dotted names.
         kind: what they name, for the message.
 
     Raises:
         UserError: there is none; the message has similar names.
     """
-    found = {name for name in names if matches(name, pattern)}
+    whole = {name for name in names if fnmatchcase(name, pattern)}
+    found = whole or {name for name in names if fnmatchcase(name, f"*.{pattern}")}
     if not found:
         last = [name.rpartition(".")[2] for name in names]
         near = difflib.get_close_matches(pattern, dict.fromkeys([*names, *last]), n=3)

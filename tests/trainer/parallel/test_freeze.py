@@ -31,6 +31,7 @@ class Tied(nn.Module):
         (["head"], ["embedding.weight", "head.bias"]),  # the weight is the embedding's
         (["bias"], ["blocks.0.bias", "blocks.1.bias", "head.bias"]),
         (["blocks"], ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]),
+        (["blocks.0"], ["blocks.0.weight", "blocks.0.bias"]),
         (["*.[01].weight", "head.bias"], ["blocks.0.weight", "blocks.1.weight", "head.bias"]),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.hardware import Hardware, product_slowdown
 from trainer.precision.modes import Precision
+from trainer.precision.names import matching
 
 CPU = torch.device("cpu")
 PLAIN_CPU = Hardware(CPU, "plain CPU", 2**34, 2)
@@ -275,12 +276,22 @@ def test_patterns_match_whole_names_and_last_parts() -> None:
     assert kept("ln_1") == ["h.0.ln_1", "h.1.ln_1"]
     assert kept("*.ln_*") == ["h.0.ln_1", "h.1.ln_1"]
     assert kept("h.0.*") == ["h.0.attn", "h.0.ln_1"]
+    assert kept("h.0") == ["h.0"]
     assert kept("lm_head", "attn") == ["h.0.attn", "h.1.attn", "lm_head"]
     assert kept() == []
     with pytest.raises(UserError, match=r"'lmhead' matches no submodule; similar: .*lm_head"):
         kept("lmhead")
     with pytest.raises(UserError, match=r"'zzz' matches no submodule; examples of names: h"):
         kept("attn", "zzz")
+
+
+def test_a_whole_name_comes_before_names_that_end_so() -> None:
+    names = ["conv1", "layer1.0.conv1", "layer1.0.bn1", "layer2.0.bn1"]
+    assert matching("freeze", "conv1", names, "module") == {"conv1"}
+    assert matching("freeze", "conv?", names, "module") == {"conv1"}
+    assert matching("freeze", "*.conv1", names, "module") == {"layer1.0.conv1"}
+    assert matching("freeze", "bn1", names, "module") == {"layer1.0.bn1", "layer2.0.bn1"}
+    assert matching("freeze", "0.bn1", names, "module") == {"layer1.0.bn1", "layer2.0.bn1"}
 
 
 def test_the_test_environment_lowers_nothing() -> None:
