@@ -159,12 +159,12 @@ class Config(SetOnce):
             return value
 
         default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
-        opened, auto, why = None, sizes.steps, default
+        opened, auto, why, epoch = None, sizes.steps, default, None
         if self.epochs is not None:
             opened = world.first_then_others(replace(self.with_augment(self.augment), recipe=recipe).open_datasets)
             samples, typed = len(opened.train), self.batch_size
-            auto = math.ceil(self.epochs * samples / (typed if isinstance(typed, int) else sizes.batch_size))
-            why = f"{self.epochs:g} epochs of {samples} samples"
+            epoch = samples / (typed if isinstance(typed, int) else sizes.batch_size)
+            auto, why = math.ceil(self.epochs * epoch), f"{self.epochs:g} epochs of {samples} samples"
         steps = number("steps", auto, why)
         if self.schedule.warmup(steps) >= max(2, steps):
             raise UserError(
@@ -177,7 +177,7 @@ class Config(SetOnce):
         fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
         micro_batch_size = number("micro_batch_size", fitting, default)
         self.augment.check_batching(batch_size // world.size, micro_batch_size)
-        eval_every = number("eval_every", max(steps // 10, min(steps, 25)), "at most ten evaluations per run")
+        eval_every = number("eval_every", *_evaluation_interval(steps, epoch))
         every = self.checkpoint.every
         plan = Plan(
             self.run_name or self.default_name(),
@@ -193,6 +193,16 @@ class Config(SetOnce):
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
         config = replace(self.with_augment(self.augment), recipe=recipe, run_name=plan.run_name, epochs=None, **numbers)
         return Resolved(config, plan, choices, opened)
+
+
+def _evaluation_interval(steps: int, epoch: float | None) -> tuple[int, str]:
+    """Return the default of ``eval_every``, and why; ``epoch``: its steps, where the run is measured in epochs."""
+    interval = max(steps // 10, min(steps, 25))
+    if epoch is None or epoch >= interval:
+        return interval, "at most ten evaluations per run"
+    if epoch >= steps / 100:
+        return math.ceil(epoch), "once per epoch"
+    return math.ceil(steps / 100), "at most 100 evaluations per run"
 
 
 def default_name(recipe: str, precision: str, seed: int) -> str:

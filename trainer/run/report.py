@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from trainer.checkpoint import store as checkpoint
 from trainer.errors import RunError
 from trainer.files import read_object
 from trainer.formats import duration, loss, quantity, size
+from trainer.kernels.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.modes import family
 from trainer.recipe import Choice
@@ -47,12 +49,12 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
-    source = read_object(folder / SOURCE_FILE)
+    source, augment = read_object(folder / SOURCE_FILE), config.augment.effect()
     weights = [("weights", f"of {source['run']}, step {source['step']}")] if source else []
     return [
         ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}"),
         *weights,
-        ("data", trainer.datasets.description),
+        ("data", trainer.datasets.description + (f"; {augment}" if augment else "")),
         ("precision", precision),
         ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
         (
@@ -65,8 +67,39 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
             f"{config.optimizer.name}, lr {_lr(trainer)}, schedule {config.schedule.kind}, "
             f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}",
         ),
+        ("evaluation", _evaluation(trainer)),
         ("output", str(folder)),
     ]
+
+
+def warnings(trainer: Trainer) -> list[str]:
+    """Return what in the config will not have the effect that the user expects of it."""
+    found, plan = [], trainer.plan
+    samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
+    if plan.batching.batch_size > samples:
+        found.append(
+            f"batch_size={plan.batching.batch_size} is more than the {samples} training samples, so a step has some of "
+            "them twice; set a smaller batch_size"
+        )
+    evaluations = math.ceil(plan.steps / plan.eval_every)
+    if patience is not None and evaluations < patience + 2:
+        found.append(
+            f"early_stopping.patience={patience} cannot end this run, which has {evaluations} evaluations; set a "
+            "smaller eval_every"
+        )
+    return found
+
+
+def _evaluation(trainer: Trainer) -> str:
+    """Return when what is evaluated, on how much."""
+    config, plan = trainer.config, trainer.plan
+    every, samples = len(trainer.datasets.valid), plan.eval_samples
+    text = f"every {plan.eval_every} steps, {min(samples, every):,} of {every:,} samples"
+    if isinstance(config.ema, ExponentialMovingAverage):
+        text += f", of averaged weights (ema.decay={config.ema.decay})"
+    if config.early_stopping.patience is not None:
+        text += f"; ends after {config.early_stopping.patience} without an improvement"
+    return text
 
 
 def choice_rows(choices: list[Choice]) -> Rows:
@@ -158,6 +191,7 @@ class RunSummary:
     """Counts and times of saving, see ``CheckpointWriter.facts``."""
     skipped_steps: int
     wall_time_s: float
+    """Since this process started or resumed the run."""
     resume: str
     """The command that resumes the run."""
     hardware: dict[str, Any]

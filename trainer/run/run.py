@@ -155,7 +155,9 @@ class Run:
             raise Interrupted(message, self.stopped_by)
         if self.world.largest(len(missing)):
             raise report.unfinished(missing, self.trainer.step, self.folder, self.command)
-        self.config.debug.check(self._first_loss(), self.scores.final.get("valid/loss", math.nan), self.trainer.step)
+        last = self.scores.final.get("valid/loss", math.nan)
+        if verdict := self.config.debug.check(self._first_loss(), last, self.trainer.step):
+            self.terminal.note(verdict)
         return summary
 
     @property
@@ -269,7 +271,7 @@ class Run:
     def _show_start(self, choices: list[Choice]) -> None:
         emulated = self.config.precision.warning(self.hardware, self.manifest["effective"]["matmul_time_over_fp32"])
         unwritten = convolution.warning(self.trainer.conv_in_fp32, self.folder.path / "precision.json")
-        for sentence in filter(None, [emulated, unwritten]):
+        for sentence in filter(None, [emulated, unwritten, *report.warnings(self.trainer)]):
             self.terminal.warn(sentence)
         title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
@@ -293,7 +295,8 @@ class Run:
             self.terminal.note(text)
         if self.tracker and not self.tracker.close(summary.status, asdict(summary)):
             missing.append("summary.json could not be written")
-        self.terminal.note(f"\nrun folder {self.folder.path}; compare runs with: python scripts/ui.py")
+        compare = "; compare runs with: python scripts/ui.py" if self.config.tracking.mlflow else ""
+        self.terminal.note(f"\nrun folder {self.folder.path}{compare}")
         if stop := self.world.largest(self.signals.stop or 0):  # a sweep must not begin another run
             raise Interrupted(f"received {signal.Signals(stop).name} at the end of the run, which is complete", stop)
         return asdict(summary), missing

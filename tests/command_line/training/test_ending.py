@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import compose
+from tests.helpers import CPU, compose
 from trainer.checkpoint.reader import load
+from trainer.recipe import Choice
 from trainer.tracking.mlflow.summary_metrics import summary_metrics
 from trainer.trainer import Trainer
 
@@ -42,6 +43,32 @@ def test_epochs_count_the_steps_and_can_be_extended(train: Callable[..., Any], f
     done = train(f"resume={run}", "epochs=1")
     assert done.code == 0, done.err
     assert summary(folder)["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("epochs", "every", "why"),
+    [
+        (20, 23, "once per epoch"),
+        (500, 113, "at most 100 evaluations per run"),
+        (1, 23, "once per epoch"),
+        (0.5, 12, "at most ten evaluations per run"),
+        (1000, 226, "at most 100 evaluations per run"),
+    ],
+)
+def test_every_epoch_is_evaluated(epochs: float, every: int, why: str) -> None:
+    resolved = compose("recipe=resnet", "data=digits", "batch_size=64", f"epochs={epochs}").resolve(CPU)
+    assert resolved.plan.eval_every == every  # 1,442 samples are 22.5 steps
+    assert Choice("eval_every", every, why) in resolved.choices
+
+
+def test_what_has_no_effect_is_said_at_the_start(train: Callable[..., Any]) -> None:
+    done = train(*TINY, "data.samples=8", "batch_size=16", "steps=4", "early_stopping.patience=1", "ema=default")
+    assert "warning: batch_size=16 is more than the 8 training samples" in done.out
+    assert "warning: early_stopping.patience=1 cannot end this run, which has 2 evaluations" in done.out
+    text = "every 2 steps, 1 of 1 samples, of averaged weights (ema.decay=0.999); ends after 1 without an improvement"
+    assert text in done.out
+    fine = train(*TINY, "steps=6", "early_stopping.patience=1")
+    assert "warning: " not in fine.out
 
 
 def test_early_stopping_ends_the_run_with_its_best_weights(train: Callable[..., Any], folder: Path) -> None:
@@ -95,6 +122,7 @@ def test_one_batch_must_be_learnt(train: Callable[..., Any], folder: Path) -> No
     small = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "profiler=none"]
     learnt = train(*small, "debug=overfit", "batch_size=2", "steps=60", "optimizer.lr=0.03")
     assert learnt.code == 0, learnt.err
+    assert "debug=overfit: passed, the loss of one batch fell from " in learnt.out
     assert not (folder / "outputs" / "bignet-fp32-s0" / "checkpoints").exists()
     not_learnt = train(*small, "debug=overfit", "batch_size=2", "steps=3", "optimizer.lr=1e-30")
     assert not_learnt.code == 1
