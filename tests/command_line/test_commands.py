@@ -169,7 +169,7 @@ def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path
     run = only_run(folder)
     assert {path.name for path in run.iterdir()} == {
         "config.json", "config.yaml", "precision.json", "metrics.jsonl", "summary.json", "checkpoints", "best", "plots",
-        "profile", "tracking.json", "tokenizer", ".lock",
+        "profile", "tracking.json", "launch.json", "tokenizer", ".lock",
     }  # fmt: skip
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000008"}
     assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
