@@ -79,6 +79,7 @@ def test_every_recipe_is_served_without_this_project(train: Callable[..., Any], 
         done = train(*SMALL, *overrides)
         assert done.code == 0, done.err
         assert "MLflow" not in done.out.partition("run folder")[0], done.out
+        assert "; compare runs with: python scripts/ui.py" in done.out
     models = models_of(store)
     assert models.keys() == JOBS.keys()
     assert {model.status for model in models.values()} == {"READY"}
