@@ -14,9 +14,8 @@ from inference.evaluate import Evaluation, Opened, evaluate, open_all
 from inference.exported import Exported, find
 from inference.precisions import BATCHES, Cost, compared, verdict
 from inference.precisions import table as precision_table
-from inference.setting import configure
+from inference.setting import configure, parse_options
 from trainer.config.compose import combinations
-from trainer.config.options import parse
 from trainer.errors import UserError
 from trainer.files import make_folder, write_json
 from trainer.formats import loss
@@ -37,7 +36,7 @@ def evaluation(arguments: list[str]) -> int:
     """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     several = "-m" in arguments
-    options, overrides = parse([each for each in arguments if each != "-m"], EvaluateOptions, "overrides")
+    options, overrides = parse_options([each for each in arguments if each != "-m"], EvaluateOptions)
     exported = find(options.run, options.uri or None, options.output_dir)
     arms = _arms(overrides, several)
     target = Path(options.output).expanduser() if options.output else exported.evaluation

@@ -16,6 +16,7 @@ from recipes.data.text.corpus import TokenizedText
 from recipes.data.text.source import TextDatasets
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import UserError
+from trainer.recipe import DataSource
 
 SPLITS = ("valid", "test", "train", "all")
 
@@ -42,8 +43,8 @@ def open_data(setting: Setting, exported: Exported) -> Datasets:
     return datasets
 
 
-def part_of(datasets: Datasets, split: str) -> Dataset:
-    """Return the samples of ``split``: one of SPLITS.
+def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
+    """Return the samples of ``split``: one of SPLITS. ``data`` is where the datasets are from.
 
     Raises:
         UserError: there is no such split.
@@ -54,8 +55,21 @@ def part_of(datasets: Datasets, split: str) -> Dataset:
         return Joined([datasets.train, datasets.valid])
     found: Dataset | None = getattr(datasets, split)
     if found is None:
-        raise UserError(f"split={split}: this data has none; use split=valid, or split=all for everything")
+        raise UserError(
+            f"split={split}: data={data.kind} has none; {_test_data(datasets, data)}split=valid or split=all"
+        )
     return found
+
+
+def _test_data(datasets: Datasets, data: DataSource) -> str:
+    """Return how test data can be given, for a message."""
+    if hasattr(data, "test"):
+        return "set data.test=…, or use "
+    if isinstance(datasets, TextDatasets):
+        return "for a text of your own use data=text data.path=test.txt split=all, else "
+    if isinstance(datasets, ImageDatasets):
+        return "for images of your own use data=imagefolder data.path=photos split=all, else "
+    return "use "
 
 
 def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatasets:

@@ -62,7 +62,7 @@ def open_all(exported: Exported, setting: Setting, split: str) -> Opened:
         UserError: the data does not suit the model, or the files cannot be read.
     """
     datasets = open_data(setting, exported)
-    part = part_of(datasets, split)
+    part = part_of(datasets, split, setting.config.data)
     if not len(part):
         raise UserError(f"split={split}: this part of the data is empty; choose another split")
     setting = setting.with_data(datasets)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from inference.exported import Exported, find
 from inference.model import in_precision, open_transformers
-from inference.setting import configure
+from inference.setting import configure, parse_options
 from recipes.data.text.tokenizers import Characters
-from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 
 CAUSAL = ("gpt2", "llama")
@@ -44,7 +43,7 @@ class GenerateOptions:
 
 def generate(arguments: list[str]) -> int:
     """Print ``n`` texts, word by word; the speed goes to the error stream."""
-    options, overrides = parse(arguments, GenerateOptions, "overrides")
+    options, overrides = parse_options(arguments, GenerateOptions)
     exported = find(options.run, options.uri or None, options.output_dir)
     if exported.recipe not in (*CAUSAL, "t5"):
         other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"

@@ -67,9 +67,13 @@ def table(results: dict[str, Evaluation], costs: dict[str, dict[str, Cost]], uni
     rows = [["precision", *names, *(f"{name} − {first}'s" for name in sums), f"{unit}/s"]]
     for label, result in results.items():
         own = costs.get(label)
-        shown = [f"{own[name].mean:+.2g} ± {own[name].half_width:.1g}" if own else "" for name in sums]
+        shown = [_shown(own[name]) if own else "" for name in sums]
         rows.append([label, *(loss(result.metrics[name]) for name in names), *shown, f"{result.units_per_s:,.0f}"])
     return columns(rows)
+
+
+def _shown(cost: Cost) -> str:
+    return "0" if cost == (0, 0) else f"{cost.mean:+.2g} ± {cost.half_width:.1g}"
 
 
 def verdict(label: str, first: str, cost: Cost, of: float) -> str:
@@ -83,6 +87,8 @@ def verdict(label: str, first: str, cost: Cost, of: float) -> str:
     """
     if not math.isfinite(cost.mean):
         return f"{label}: its loss is not finite; use {first}"
+    if cost == (0, 0):
+        return f"{label}: the same loss as {first} in every batch"
     if not cost.is_measurable:
         part = f" ({100 * cost.half_width / of:.2g} %)" if of else ""
         return f"{label}: no measurable cost against {first}; one of more than {cost.half_width:.1g}{part} would show"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ import torch
 from inference.classes import name_of
 from inference.exported import Exported, find
 from inference.model import in_precision, load_model
-from inference.setting import Setting, configure
+from inference.setting import Setting, configure, parse_options
 from recipes.data.images.augment import Augment, ImageNet
 from recipes.data.images.folder import EXTENSIONS
 from recipes.data.images.pixels import DecodedImages, unreadable
 from recipes.data.images.source import ImageDatasets
-from trainer.config.options import parse
+from trainer.data.contract import Batch, SampleId
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import checked, to_device
 from trainer.errors import UserError
@@ -56,6 +57,8 @@ class Photos(DecodedImages):
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
         part = config.get("evaluated_part", 1.0)
         self.files = list(files)
+        self.readable = torch.ones(len(files), dtype=torch.bool)
+        """Of those decoded so far, in this process."""
         self.labels = torch.zeros(len(files), dtype=torch.int64)
         self.image_size = config["image_size"]
         self.augment = Augment() if part == 1 else ImageNet(evaluated=part)
@@ -68,14 +71,27 @@ class Photos(DecodedImages):
             with Image.open(self.files[index]) as image:
                 yield image
         except unreadable() as error:
-            raise UserError(
-                f"path: {self.files[index]} cannot be read as an image ({error}); repair it or leave it out"
-            ) from error
+            raise UserError(f"{self.files[index]} cannot be read as an image ({error})") from error
+
+    def image(self, index: int) -> Image.Image:
+        """Decode one image; one that cannot be decoded is black."""
+        from PIL import Image
+
+        try:
+            return super().image(index)
+        except UserError:
+            self.readable[index] = False
+            return Image.new("RGB", (self.image_size, self.image_size))
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        """Return the batch of ``DecodedImages``, and ``readable`` (bool, B)."""
+        batch = super().batch(samples)
+        return batch | {"readable": self.readable[[sample.index for sample in samples]]}
 
 
 def predict(arguments: list[str]) -> int:
-    """Print the most probable classes of each photo, and write them as CSV."""
-    options, overrides = parse(arguments, PredictOptions, "overrides")
+    """Print the most probable classes of each photo, and write them as CSV; 1: some cannot be read."""
+    options, overrides = parse_options(arguments, PredictOptions)
     exported = find(options.run, options.uri or None, options.output_dir)
     if "classes" not in exported.config:
         raise UserError(
@@ -87,7 +103,7 @@ def predict(arguments: list[str]) -> int:
     names: list[str] = exported.config["classes"]
     top = min(options.top, len(names))
     target = Path(options.output).expanduser() if options.output else exported.evaluation.with_name("predictions.csv")
-    width = max(len(str(file)) for file in files)
+    width, classified = max(len(str(file)) for file in files), 0
     try:
         with target.open("w", newline="", encoding="utf-8") as table:
             rows = csv.writer(table)
@@ -95,13 +111,19 @@ def predict(arguments: list[str]) -> int:
                 ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
             )
             for file, best in predictions(exported, setting, files, options.batch_size, top):
+                if not best:
+                    print(f"{file} cannot be read as an image; it is left out", file=sys.stderr)
+                    continue
+                classified += 1
                 rows.writerow([file, *(part for index, share in best for part in (name_of(index, names), share))])
                 shown = "  ".join(f"{name_of(index, names)} {share:.3f}" for index, share in best)
                 print(f"{file!s:<{width}}  {shown}")
     except OSError as error:
         raise UserError(f"output={target} cannot be written ({error.strerror}); choose another file") from error
-    print(f"\n{len(files)} photos, written to {target}")
-    return 0
+    if not classified:
+        raise UserError(f"path={options.path}: no photo can be read; give images such as .jpg or .png files")
+    print(f"\n{classified} photo{'s' * (classified != 1)}, written to {target}")
+    return 0 if classified == len(files) else 1
 
 
 @torch.inference_mode()
@@ -110,8 +132,7 @@ def predictions(
 ) -> Iterator[tuple[Path, list[tuple[int, float]]]]:
     """Yield each file with the model's ``top`` most probable outputs, and their probabilities (softmax, fp32).
 
-    Raises:
-        UserError: a file cannot be decoded.
+    Of a file that cannot be decoded, there are none.
     """
     photos, config = Photos(files, exported.config), exported.config
     datasets = ImageDatasets(
@@ -130,12 +151,14 @@ def predictions(
     batches = evaluation_samples(len(files), None, batch_size)
     loaded = checked(setting.config.loader.loader(photos, batches, setting.hardware))
     for samples, batch in zip(batches, loaded, strict=True):
+        readable = batch.pop("readable").tolist()
         with precision.autocast(device):
             scores = recipe.loss(model, to_device(batch, device)).scores
         assert scores is not None
         best = scores[:, : len(config["classes"])].softmax(1).topk(top)
-        for sample, index, share in zip(samples, best.indices.tolist(), best.values.tolist(), strict=True):
-            yield photos.files[sample.index], list(zip(index, share, strict=True))
+        found = zip(samples, readable, best.indices.tolist(), best.values.tolist(), strict=True)
+        for sample, decoded, index, share in found:
+            yield photos.files[sample.index], list(zip(index, share, strict=True)) if decoded else []
 
 
 def _files(given: str) -> list[Path]:

@@ -153,8 +153,13 @@ class ResNet(Recipe):
             return []
         colours = ", ".join(f"{value:.3g}" for value in (*datasets.mean, *datasets.std))
         new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
-        need = "as it needs" if self.mean is None else "by recipe.mean and recipe.std"
-        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised {need} ({colours})"
+        if self.mean is not None:
+            how = f"by recipe.mean and recipe.std ({colours})"
+        elif pretrained.assumes_normalisation(self.pretrained):
+            how = f"as weights of ImageNet need it ({colours}); set recipe.mean and recipe.std for others"
+        else:
+            how = f"as it needs ({colours})"
+        why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised {how}"
         return [Choice("recipe.pretrained", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:

@@ -8,7 +8,8 @@
   uri=…             where MLflow's runs are (default: $MLFLOW_TRACKING_URI, else mlflow.db in this folder)
   output_dir=…      the folder that such a run is downloaded to (default: outputs)
 It computes in the precision of the run, or in precision=…; device=… chooses where.
-Exit code: 0, 2 for a user error, 130 when interrupted.
+A file that cannot be read as an image is named and left out of the CSV file.
+Exit code: 0, 1 if there was such a file, 2 for a user error or if no file could be read, 130 when interrupted.
 """
 
 import sys

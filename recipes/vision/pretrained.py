@@ -60,6 +60,11 @@ def exported_config(pretrained: str) -> dict[str, Any]:
     return {}
 
 
+def assumes_normalisation(pretrained: str) -> bool:
+    """Whether it is a file of weights alone: which images they were trained on is not known."""
+    return Path(pretrained).expanduser().exists() and not exported_config(pretrained)
+
+
 def check(arch: str, pretrained: str) -> None:
     """Refuse weights that do not exist, as far as that can be known without a download.
 
@@ -127,12 +132,8 @@ def start_from(
     own = model.state_dict()
     kept = [name for name in own if name.endswith("num_batches_tracked") and name not in weights.state]
     kept += new_head(weights, arch, datasets, outputs)
-    try:
-        fill(model, weights.state | {name: own[name] for name in kept}, f"recipe.pretrained={where}")
-    except UserError as error:
-        raise UserError(
-            f"{error}; set the recipe.arch and the recipe.image_size that the weights were trained with"
-        ) from error
+    remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
+    fill(model, weights.state | {name: own[name] for name in kept}, f"recipe.pretrained={where}", remedy)
 
 
 def _published(arch: str, name: str, image_size: int) -> Weights:
@@ -194,8 +195,13 @@ def _read(path: Path) -> dict[str, Tensor]:
         for key in ("state_dict", "model"):  # what training scripts of timm and torchvision write
             content = content.get(key, content)
         return {name.removeprefix("module."): value for name, value in content.items() if isinstance(value, Tensor)}
+    except OSError as error:
+        raise UserError(f"recipe.pretrained={path} cannot be read ({error.strerror}); {_FILE}") from error
     except Exception as error:  # of pickle, zipfile, safetensors, or of a content that is no dictionary
-        raise UserError(f"recipe.pretrained={path} cannot be read as weights ({first_line(error)}); {_FILE}") from error
+        raise UserError(
+            f"recipe.pretrained={path} is not a file of weights, or is damaged; write one with "
+            'torch.save(model.state_dict(), "weights.pth")'
+        ) from error
 
 
 def _check_timm(arch: str, name: str) -> None:

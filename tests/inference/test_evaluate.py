@@ -17,14 +17,16 @@ from sklearn.metrics import precision_recall_fscore_support
 from transformers import AutoTokenizer
 
 from inference.classes import class_scores, table
-from inference.data import Joined
+from inference.data import Joined, part_of
 from inference.exported import find
 from inference.setting import configure
 from inference.textbytes import bytes_of_tokens
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from tests.command_line.conftest import _command
+from tests.helpers import CPU, compose
 from tests.inference.conftest import SIZES, photo, script
 from trainer.data.contract import SampleId
+from trainer.errors import UserError
 from trainer.files import read_json_lines
 
 evaluate = script("inference.command:evaluation")
@@ -228,6 +230,7 @@ def test_a_run_in_mlflow_brings_its_weights_and_its_config(
 
 MISTAKES = {
     "": "missing required option: run; set a run folder",
+    "rnu=outputs/gpt2": "rnu is not an option; did you mean 'run'?",
     "run=nowhere": "no such folder; give a run folder",
     "run=photos": "the folder has no config.json, so it is no run and no exported model",
     "run=empty": "has no weights in empty/best: it has not ended; finish it with:\n  python scripts/train.py resume=",
@@ -239,10 +242,10 @@ MISTAKES = {
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
     "run=outputs/images data=text data.path=text.txt": "recipe=resnet needs images, and data=text has none",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
-    "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the",
+    "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the 45 characters",
     "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: images are normalised as",
     "run=outputs/gpt2 split=tset": "split=tset is unknown; use split=valid|test|train|all",
-    "run=outputs/gpt2 split=test": "split=test: this data has none; use split=valid",
+    "run=outputs/gpt2 split=test": "split=test: data=text has none; set data.test=…, or use split=valid or split=all",
     "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",
     "run=outputs/gpt2 -m precision=fp32": "-m compares precisions on the same samples",
     "run=outputs/gpt2 -m micro_batch_size=4,8": "-m compares precisions on the same samples",
@@ -269,6 +272,20 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = evaluate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("gpt2", r"data=synthetic has none; for a text of your own use data=text data\.path=test\.txt split=all, else"),
+        ("resnet", r"data=synthetic has none; for images of your own use data=imagefolder data\.path=photos split=all"),
+        ("bignet", r"data=synthetic has none; use split=valid or split=all"),
+    ],
+)
+def test_data_without_a_test_split_is_named_with_a_source_that_has_one(recipe: str, message: str) -> None:
+    config = compose(f"recipe={recipe}", "data=synthetic")
+    with pytest.raises(UserError, match=message):
+        part_of(config.resolve(CPU).config.open_datasets(), "test", config.data)
 
 
 def test_convolutions_that_training_computed_in_fp32_are_so_here(

@@ -44,6 +44,7 @@ def test_a_photo_gets_the_probabilities_of_the_exported_model(here: Path, tmp_pa
     with torch.no_grad():
         expected = model.eval()((pixels - mean) / std).softmax(1)[0]
     (row,) = read(tmp_path / "one.csv")
+    assert "\n1 photo, written to" in done.out
     assert row["path"] == str(file)
     order = expected.argsort(descending=True).tolist()
     assert [row[f"class_{place}"] for place in (1, 2, 3)] == [config["classes"][index] for index in order]
@@ -76,12 +77,39 @@ def test_the_evaluated_part_of_the_export_is_what_is_cut(tmp_path: Path) -> None
             assert np.array_equal(photos.batch([SampleId(0, None)])["image"][0].permute(1, 2, 0), expected)
 
 
+def test_a_photo_that_cannot_be_read_is_named_and_all_others_are_classified(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree("photos/grey", tmp_path / "photos")
+    damaged = tmp_path / "photos/1.png"
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    rows, messages = [], []
+    for limit in (256, 8):  # files from which on other processes decode
+        monkeypatch.setattr("inference.predict._WORKERS_FROM", limit)
+        done = predict("run=outputs/images", f"path={tmp_path}/photos", "batch_size=4", f"output={tmp_path}/found.csv")
+        assert done.code == 1
+        assert "\n29 photos, written to" in done.out
+        rows.append(read(tmp_path / "found.csv"))
+        messages.append(done.err)
+    assert messages == 2 * [f"{damaged} cannot be read as an image; it is left out\n"]
+    damaged.unlink()
+    done = predict("run=outputs/images", f"path={tmp_path}/photos", "batch_size=4", f"output={tmp_path}/all.csv")
+    assert (done.code, done.err) == (0, "")
+    whole = read(tmp_path / "all.csv")
+    for found in rows:
+        assert [(row["path"], row["class_1"]) for row in found] == [(row["path"], row["class_1"]) for row in whole]
+        for name in ("probability_1", "probability_3"):  # in batches of other photos, which rounds otherwise
+            assert [float(row[name]) for row in found] == pytest.approx([float(row[name]) for row in whole], abs=0.02)
+
+
 MISTAKES = {
     "run=outputs/images": "missing required option: path; set a photo or a folder of photos",
     "run=outputs/images path=nothing": "path=nothing: there is no such file or folder",
     "run=outputs/images path=outputs/gpt2": "no images in this folder (looked for .jpg",
-    "run=outputs/images path=text.txt": "path: text.txt cannot be read as an image",
-    "run=outputs/images path=cut": "path: cut/half.png cannot be read as an image",
+    "run=outputs/images path=text.txt": "text.txt cannot be read as an image; it is left out",
+    "run=outputs/images path=cut": "path=cut: no photo can be read; give images such as .jpg or .png files",
+    "run=outputs/images pth=photos": "pth is not an option; did you mean 'path'?",
+    "run=outputs/images path=": "path= has no value; write path=…",
     "run=outputs/gpt2 path=photos": "run=outputs/gpt2 is a gpt2, which does not classify images; give a run of recipe",
     "run=outputs/images path=photos top=0": "top=0 must be a whole number of at least 1",
     "run=outputs/images path=photos data=digits": "data has no effect on a model that is trained",

@@ -81,7 +81,7 @@ def parse(
             raise UserError(f"{argument}: write {name}={text or '…'}, without dashes")
         if equals and key in defaults:
             if not text:
-                raise UserError(f"{key}= has no value; leave it out for the default")
+                raise UserError(f"{key}= has no value; write {key}=…")
             values[key] = _value(key, unquoted(text), types[key], defaults[key])
         elif ((equals or key.startswith("~")) and others == "overrides") or (
             others == "paths" and not dashes and (not equals or Path(argument).exists())

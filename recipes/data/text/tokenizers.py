@@ -92,17 +92,20 @@ class Characters:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids. Raises UserError for a character that the corpus does not have."""
-        unknown = set(text) - set(self.characters)
-        if unknown:
-            raise UserError(f"the character {min(unknown)!r} is not among the {self.label} of the training text")
+        self._check(set(text))
         return [self._ids[character] for character in text]
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
         """Return the ids of each text. Raises UserError as ``encode`` does."""
-        unknown = set().union(*texts) - self._ids.keys()
-        if unknown:
-            raise UserError(f"the character {min(unknown)!r} is not among the {self.label} of the tokenizer")
+        self._check(set().union(*texts))
         return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
+
+    def _check(self, characters: set[str]) -> None:
+        if unknown := characters - self._ids.keys():
+            raise UserError(
+                f"the character {min(unknown)!r} is not among the {self.label} of the training text; remove it from "
+                "this text, or train with data.tokenizer=bytes, which has every character"
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids that exist."""

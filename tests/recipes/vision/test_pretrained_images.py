@@ -83,6 +83,9 @@ def test_weights_from_a_file(form: str, published: dict[str, Tensor], tmp_path: 
     else:
         save_file(published, file)
     trainer = trainer_of(*SMALL, f"recipe.pretrained={file}")
+    (choice,) = (choice for choice in trainer.choices if choice.key == "recipe.pretrained")
+    assert "as weights of ImageNet need it (0.485" in choice.why
+    assert choice.why.endswith("set recipe.mean and recipe.std for others")
     assert same_bits(body(trainer.model.state_dict()), body(published))
     assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
 
@@ -208,9 +211,16 @@ def test_files_that_are_no_weights_of_this_model_are_refused(published: dict[str
         with pytest.raises(UserError, match=message):
             start(compose(*SMALL, f"recipe.pretrained={tmp_path / 'w.pth'}", *overrides))
 
+    one_sentence = r"w\.pth is not a file of weights, or is damaged; write one with torch\.save\(model\.state_dict.*\)$"
     (tmp_path / "w.pth").write_bytes(b"no weights")
-    refused("cannot be read as weights")
+    refused(one_sentence)
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "w.pth")  # a whole model: code, which is not run
+    refused(one_sentence)
     torch.save(published, tmp_path / "w.pth")
-    refused(r"they lack .*set the recipe\.arch", "recipe.arch=squeezenet1_1", "recipe.image_size=32")
+    refused(
+        r"they lack \S+ and this model has no \S+; set the recipe\.arch",
+        "recipe.arch=squeezenet1_1",
+        "recipe.image_size=32",
+    )
     torch.save({name: tensor for name, tensor in published.items() if name != "conv5.0.weight"}, tmp_path / "w.pth")
     refused("they lack conv5.0.weight")
