@@ -95,22 +95,21 @@ class ResNet(Recipe):
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the architecture, or check the requested one."""
         _image_source(data)
-        if self.arch != "auto":
-            architectures.check(self.arch)
-            if self.pretrained is not None:
-                pretrained.check(self.arch, self.pretrained)
-            return self, []
-        if self.pretrained is not None and (found := pretrained.exported_config(self.pretrained)):
-            choices = [Choice("recipe.arch", found["arch"], "that of recipe.pretrained")]
-            if self.image_size == "auto":
-                choices += [Choice("recipe.image_size", found["image_size"], "that of recipe.pretrained")]
-            recipe = self.chosen(choices)
-            return recipe.resolve(hardware, data)[0], choices
-        if hardware.is_gpu:
-            choice = Choice("recipe.arch", "resnet50", "GPU default; recipe.arch=resnet18 for a smaller one")
-        else:
-            choice = Choice("recipe.arch", "resnet18", "CPU default; recipe.arch=resnet50 for the published size")
-        return self.chosen([choice]).resolve(hardware, data)[0], [choice]
+        found = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
+        choices = [
+            Choice(f"recipe.{name}", found[name], "that of recipe.pretrained")
+            for name in ("arch", "image_size")
+            if found and getattr(self, name) == "auto"
+        ]
+        if self.arch == "auto" and not found and hardware.is_gpu:
+            choices = [Choice("recipe.arch", "resnet50", "GPU default; recipe.arch=resnet18 for a smaller one")]
+        elif self.arch == "auto" and not found:
+            choices = [Choice("recipe.arch", "resnet18", "CPU default; recipe.arch=resnet50 for the published size")]
+        recipe = self.chosen(choices)
+        architectures.check(recipe.arch)
+        if recipe.pretrained is not None:
+            pretrained.check(recipe.arch, recipe.pretrained)
+        return recipe, choices
 
     def smaller(self) -> list[str]:
         """Return ResNet-18."""
@@ -209,12 +208,12 @@ class ResNet(Recipe):
 
     @classmethod
     def inherited(cls, about: dict[str, Any]) -> dict[str, Any]:
-        """Return the normalisation that the weights were trained with."""
-        return (
-            dict(zip(("mean", "std"), map(list, pretrained.normalisation(about)), strict=True))
-            if "mean" in about
-            else {}
-        )
+        """Return the size and the normalisation of the images that the weights were trained with."""
+        size = {"image_size": about["image_size"]} if "image_size" in about else {}
+        if "mean" not in about:
+            return size
+        mean, std = pretrained.normalisation(about)
+        return size | {"mean": list(mean), "std": list(std)}
 
     def fitted(
         self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]

@@ -32,8 +32,9 @@ class ImageDatasets(Datasets):
     """Names of the weights that pretrained ones do not give, because these data have other classes."""
 
     def keep(self, folder: Path) -> None:
-        """Write the classes and the normalisation to images.json: a run that stops early exports neither."""
-        write_json(folder / IMAGES_FILE, {"classes": self.classes, "mean": list(self.mean), "std": list(self.std)})
+        """Write what the weights depend on to images.json: a run that stops early exports nothing."""
+        names = ("classes", "image_size", "mean", "std")
+        write_json(folder / IMAGES_FILE, {name: getattr(self, name) for name in names})
 
 
 @dataclass

@@ -62,6 +62,7 @@ def test_images_are_normalised_as_those_of_the_first_run(digits_source: Path, tr
     config = json.loads(Path("outputs/part/config.json").read_text())
     assert [config[f"recipe.{name}"] for name in ("mean", "std")] == wanted
     assert normalisation("part") == normalisation("whole") == wanted
+    assert config["recipe.image_size"] == 32  # the images in dark/ have 8 pixels
     one, other = (load(Path("outputs", run, "checkpoints")).tensors() for run in ("whole", "part"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -73,6 +74,7 @@ def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_s
     trainer = start(composed(new))
     batch = trainer.datasets.valid.batch([SampleId(0, None)])["image"]
     own: Any = trainer.model
+    assert batch.shape[2:] == (32, 32)
     pixels = own.normalise(batch, torch.contiguous_format)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in wanted)
     torch.testing.assert_close(pixels, (batch / 255 - mean) / std)

@@ -106,6 +106,8 @@ def test_the_folder_of_a_run_gives_architecture_size_head_and_normalisation(best
     exported = open_classifier(best)
     assert trainer.recipe.arch == ARCH  # type: ignore[attr-defined]
     assert trainer.datasets.image_size == 24  # type: ignore[attr-defined]
+    same = compose("recipe=resnet", f"recipe.pretrained={best}", f"recipe.arch={exported.config['arch']}").resolve(CPU)
+    assert same.config.recipe.image_size == 24  # type: ignore[attr-defined]
     assert same_bits(trainer.model.state_dict(), exported.model.state_dict())
     assert list(trainer.datasets.mean) == exported.config["mean"]  # type: ignore[attr-defined]
 
