@@ -104,7 +104,7 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
                 (steps[best], values[best]),
                 xytext=(0, 9),
                 textcoords="offset points",
-                ha="right" if best > len(values) / 2 else "left",
+                ha="right" if steps[best] > sum(axes.get_xlim()) / 2 else "left",
                 color=VALID,
             )
     axes.legend(frameon=False, labelcolor=INK)

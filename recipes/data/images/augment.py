@@ -275,8 +275,8 @@ CHOICES: dict[str, type[Augment]] = {
 REASONS = {
     Augment.kind: f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; augment=light "
     "shifts them in training",
-    ImageNet.kind: f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, evaluation on the middle "
-    "87.5 %; augment=none turns this off",
+    ImageNet.kind: f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
+    "evaluation on the middle 87.5 %; augment=none turns this off",
 }
 """What the user is shown about what ``auto`` became."""
 
