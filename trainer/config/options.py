@@ -68,7 +68,8 @@ def parse(
         The options, and the other arguments in their order.
 
     Raises:
-        UserError: an option with dashes, an unknown key, a key without a value, or a value of another type.
+        UserError: an option with dashes, an unknown key (of overrides: one that is near an option), a key without a
+            value, or a value of another type.
     """
     types, defaults = get_type_hints(options), {entry.name: entry.default for entry in dataclasses.fields(options)}
     values: dict[str, Any] = {}
@@ -91,7 +92,22 @@ def parse(
             raise UserError(f"{argument}: {name} is not an option{nearest(name, defaults)} ({', '.join(defaults)})")
         else:
             raise UserError(f"{argument!r} is not an option; write key=value")
+    if others == "overrides":
+        _refuse_misspelt(rest, list(defaults))
     return options(**values), rest
+
+
+def _refuse_misspelt(overrides: list[str], own: list[str]) -> None:
+    """Refuse a key that training does not have and that is near an option of the script."""
+    from trainer.config.explain import intended_key  # takes seconds, for which --help does not wait
+    from trainer.config.schema import Config
+
+    known = {"experiment", *(entry.name for entry in dataclasses.fields(Config))}
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        unknown = "." not in key and key not in known and intended_key(key) == key
+        if unknown and (near := nearest(key, own)):
+            raise UserError(f"{key} is not an option{near} ({', '.join(own)})")
 
 
 def _value(key: str, text: str, wanted: Any, default: Any) -> Any:

@@ -115,7 +115,7 @@ def build(composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
 
 def _check_optimizer(composed: DictConfig, overrides: Sequence[str]) -> None:
     """Refuse the class of one choice of ``optimizer`` with the settings of another, such as AdamW's rate for SGD."""
-    typed = dict(override.partition("=")[::2] for override in overrides)
+    typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     if "optimizer.name" not in typed or "experiment" in typed:  # an experiment has settings of its own
         return
     chosen = typed.get("optimizer", "adamw")  # the default of conf/config.yaml

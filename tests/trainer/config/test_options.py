@@ -81,6 +81,13 @@ def test_overrides_have_no_dashes() -> None:
         parse(["gpt2"], Options, "overrides")
 
 
+def test_a_misspelt_option_is_named_among_overrides() -> None:
+    others = ["steps=3", "data=text", "experiment=x", "lr=1", "arm.rnus=x", "space.steps=int(1,2)"]
+    assert parse(others, Options, "overrides")[1] == others
+    with pytest.raises(UserError, match=r"rnus is not an option; did you mean 'runs'\? \(output_dir, uri, runs"):
+        parse([*others, "rnus=3"], Options, "overrides")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
