@@ -40,9 +40,8 @@ def evaluation(arguments: list[str]) -> int:
     exported = find(options.run, options.uri or None, options.output_dir)
     arms = _arms(overrides, several)
     target = Path(options.output).expanduser() if options.output else exported.evaluation
-    settings = {
-        label: configure(exported, own, split=options.split) for label, own in arms.items()
-    }  # mistakes before any work
+    # Mistakes come before any work.
+    settings = {label: configure(exported, own, split=options.split) for label, own in arms.items()}
     print("opening the data and the model …")
     results: dict[str, Evaluation] = {}
     for label, setting in settings.items():
