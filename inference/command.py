@@ -14,8 +14,9 @@ from inference.evaluate import Evaluation, Opened, evaluate, open_all
 from inference.exported import Exported, find
 from inference.precisions import BATCHES, Cost, compared, verdict
 from inference.precisions import table as precision_table
-from inference.setting import configure, parse_options
+from inference.setting import configure
 from trainer.config.compose import combinations
+from trainer.config.options import parse
 from trainer.errors import UserError
 from trainer.files import make_folder, write_json
 from trainer.formats import loss
@@ -36,7 +37,7 @@ def evaluation(arguments: list[str]) -> int:
     """Evaluate a trained model, print its metrics, and write them; with ``-m`` in several precisions."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
     several = "-m" in arguments
-    options, overrides = parse_options([each for each in arguments if each != "-m"], EvaluateOptions)
+    options, overrides = parse([each for each in arguments if each != "-m"], EvaluateOptions, "overrides")
     exported = find(options.run, options.uri or None, options.output_dir)
     arms = _arms(overrides, several)
     target = Path(options.output).expanduser() if options.output else exported.evaluation

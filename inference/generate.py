@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from inference.exported import Exported, find
 from inference.model import in_precision, open_transformers
-from inference.setting import configure, parse_options
+from inference.setting import configure
 from recipes.data.text.tokenizers import Characters
+from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 
 CAUSAL = ("gpt2", "llama")
@@ -43,7 +44,7 @@ class GenerateOptions:
 
 def generate(arguments: list[str]) -> int:
     """Print ``n`` texts, word by word; the speed goes to the error stream."""
-    options, overrides = parse_options(arguments, GenerateOptions)
+    options, overrides = parse(arguments, GenerateOptions, "overrides")
     exported = find(options.run, options.uri or None, options.output_dir)
     if exported.recipe not in (*CAUSAL, "t5"):
         other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"
@@ -76,7 +77,7 @@ def generate(arguments: list[str]) -> int:
 
 
 def without_dropout(network: nn.Module) -> nn.Module:
-    """Take the dropout out of a model in evaluation mode: it does nothing, but its calls take a tenth of a token."""
+    """Take the dropout out of a model in evaluation mode: it does nothing, but its calls take time."""
     for module in list(network.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):
@@ -93,7 +94,7 @@ def continued(
         network: of transformers.
         ids: int64, 1 × tokens.
         length: of the addition, in tokens, at most; it also ends at the network's own end token.
-        options: of which ``temperature``, ``top_k``, ``top_p`` and ``cache`` are used.
+        options: ``temperature``, ``top_k``, ``top_p`` and ``cache`` are used.
         ends: tokens that end a text or fill it up.
         streamer: of transformers; gets every token as soon as it is known.
 

@@ -16,11 +16,12 @@ import torch
 from inference.classes import name_of
 from inference.exported import Exported, find
 from inference.model import in_precision, load_model
-from inference.setting import Setting, configure, parse_options
+from inference.setting import Setting, configure
 from recipes.data.images.augment import Augment, ImageNet
 from recipes.data.images.folder import EXTENSIONS
 from recipes.data.images.pixels import DecodedImages, unreadable
 from recipes.data.images.source import ImageDatasets
+from trainer.config.options import parse
 from trainer.data.contract import Batch, SampleId
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import checked, to_device
@@ -91,7 +92,7 @@ class Photos(DecodedImages):
 
 def predict(arguments: list[str]) -> int:
     """Print the most probable classes of each photo, and write them as CSV; 1: some cannot be read."""
-    options, overrides = parse_options(arguments, PredictOptions)
+    options, overrides = parse(arguments, PredictOptions, "overrides")
     exported = find(options.run, options.uri or None, options.output_dir)
     if "classes" not in exported.config:
         raise UserError(

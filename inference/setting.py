@@ -9,7 +9,6 @@ from typing import Any
 
 from inference.exported import Exported
 from trainer.config.compose import compose, quoted
-from trainer.config.options import Options, parse
 from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
@@ -52,25 +51,6 @@ class Setting:
         set_determinism(self.config.deterministic)
 
 
-def parse_options(arguments: Sequence[str], options: type[Options]) -> tuple[Options, list[str]]:
-    """Return the options of a command and the overrides of the config; an unknown key is named before a missing one.
-
-    Raises:
-        UserError: as ``parse``, or a key that neither has.
-    """
-    own, overrides = parse(arguments, options, "overrides")
-    known = {"experiment", *groups(), *(entry.name for entry in dataclasses.fields(Config))}
-    for key in _typed(overrides):
-        if (group := key.partition(".")[0]) not in known:
-            near = nearest(group, [*(entry.name for entry in dataclasses.fields(options)), *_KEYS, *_GROUPS])
-            raise UserError(f"{key} is not an option{near}; --help lists them")
-    return own, overrides
-
-
-def _typed(overrides: Sequence[str]) -> list[str]:
-    return [override.lstrip("+~").partition("=")[0] for override in overrides]
-
-
 def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True, split: str = "valid") -> Setting:
     """Return the setting for these overrides of the command line.
 
@@ -83,7 +63,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     Raises:
         UserError: an override that is unknown or has no effect, or data that is missing or does not suit the recipe.
     """
-    typed = set(_typed(overrides))
+    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
     _check_keys(exported, typed, (*_KEYS, *_GROUPS) if with_data else _WITHOUT_DATA)
     other_data = any(key.partition(".")[0] == "data" for key in typed)
     if exported.run:
@@ -106,6 +86,7 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
 
 
 def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> None:
+    every = {"experiment", *groups(), *(entry.name for entry in dataclasses.fields(Config))}
     for key in sorted(typed):
         group = key.partition(".")[0]
         if key in ("data.tokenizer", "data.vocab_size", "recipe.pretrained"):
@@ -114,6 +95,8 @@ def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> 
             raise UserError(f"{key} has no effect: images are normalised as the model was trained; leave it out")
         if key == "recipe":
             raise UserError(f"recipe= has no effect: run={exported.given} is a {exported.recipe}; leave it out")
+        if group not in every:
+            raise UserError(f"{key} is not an option{nearest(group, allowed)}; --help lists them")
         if group not in allowed:
             raise UserError(f"{key} has no effect on a model that is trained; leave it out")
 

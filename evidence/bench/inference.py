@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,28 +26,28 @@ def generation(
 ) -> list[Row]:
     """Measure how many times as fast the cache of keys and values makes a text."""
     job = job or gpt2_job(hardware)
-    rows = []
-    for mode, target in (("fp32", 5.0), ("bf16", None)):
-        trainer = Trainer.from_config(job.config(f"precision={mode}", f"device={hardware.device}"), hardware)
-        network: Any = without_dropout(trainer.model.get_submodule(trainer.recipe.name).eval())
-        prompt = torch.zeros(1, 1, dtype=torch.int64, device=hardware.device)
+    return [
+        _generation(job, mode, target, hardware, repeats, tokens) for mode, target in (("fp32", 5.0), ("bf16", None))
+    ]
 
-        def text(
-            _: int, cache: bool, network: Any = network, prompt: torch.Tensor = prompt, trainer: Trainer = trainer
-        ) -> None:
-            trainer.config.precision.apply()
-            with trainer.config.precision.autocast(hardware.device):
-                continued(network, prompt, tokens, GenerateOptions(cache=cache))
 
-        blocks: dict[str, Callable[[], float]] = {
-            name: partial(stopwatch(partial(text, cache=name == "with"), hardware.device), 1)
-            for name in ("without", "with")
-        }
-        times = interleave(blocks, repeats)
-        how = f"{job.line(f'precision={mode}')}, random weights; {tokens} tokens, one text at a time"
-        speedup = ratios(times, "without", "with")
-        rows.append(Row(f"{job.name} {mode}, generation, with cache / without", "x", speedup, how, target, False))
-    return rows
+def _generation(job: Job, mode: str, target: float | None, hardware: Hardware, repeats: int, tokens: int) -> Row:
+    device = hardware.device
+    trainer = Trainer.from_config(job.config(f"precision={mode}", f"device={device}"), hardware)
+    precision, network = trainer.config.precision, trainer.model.get_submodule(trainer.recipe.name)
+    network = without_dropout(network.eval())
+    prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def text(cache: bool, _: int) -> None:
+        with precision.autocast(device):
+            continued(network, prompt, tokens, GenerateOptions(cache=cache))
+
+    blocks: dict[str, Callable[[], float]] = {
+        name: partial(stopwatch(partial(text, name == "with"), device), 1) for name in ("without", "with")
+    }
+    speedup = ratios(interleave(blocks, repeats), "without", "with")
+    how = f"{job.line(f'precision={mode}')}, random weights; {tokens} tokens, one text at a time"
+    return Row(f"{job.name} {mode}, generation, with cache / without", "x", speedup, how, target, False)
 
 
 def evaluation(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
@@ -63,7 +62,7 @@ def _evaluation(job: Job, hardware: Hardware, repeats: int, batches: int = 4) ->
     count = min(batches * size, len(trainer.datasets.valid))
     setting = Setting(config, hardware, own_data=True, own_precision=True, eval_samples=count)
     opened = Opened(setting, trainer.datasets, trainer.datasets.valid, trainer.model, None)
-    training, device, stream = trainer.recipe, hardware.device, trainer.batches()
+    device, stream = hardware.device, trainer.batches()
     # Already in memory: loading counts for the evaluation only.
     loaded = [to_device(next(stream)[0], device) for _ in range(batches)]
 
@@ -71,7 +70,7 @@ def _evaluation(job: Job, hardware: Hardware, repeats: int, batches: int = 4) ->
         trainer.model.train()
         for batch in loaded:
             with config.precision.autocast(device):
-                training.loss(trainer.model, batch).loss_sum.item()
+                trainer.recipe.loss(trainer.model, batch).loss_sum.item()
 
     def evaluated(_: int) -> None:
         trainer.model.eval()

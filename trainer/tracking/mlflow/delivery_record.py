@@ -17,7 +17,7 @@ SOURCE_FILE = "init_from.json"
 TOKENIZER = "tokenizer"
 """The folder in a run's that has the tokenizer of its text."""
 IMAGES_FILE = "images.json"
-"""In the folder of a run on images: the names of their classes, and what they are normalised with."""
+"""In the folder of a run on images: the names of their classes, their size, and what they are normalised with."""
 PRECISION_FILE = "precision.json"
 _FILES = ("config.yaml", "config.json", SOURCE_FILE, IMAGES_FILE, PRECISION_FILE, SUMMARY_FILE, "failure.json")
 ARTIFACTS = (*_FILES, TOKENIZER, "plots", "profile", "best")
