@@ -1,0 +1,1 @@
+"""Which setting of a recipe is fastest, or needs the least memory, on this machine."""

@@ -1,0 +1,84 @@
+"""What an advice consists of: the candidates, what was measured of each, and the conclusion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from evidence.intervals import Interval
+
+MEASURED, FAILED, HUNG, LEFT_OUT = "measured", "failed", "hung", "left out"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of the recipe."""
+
+    label: str
+    """What differs from the baseline, in the words of the command line: ``bf16 + compile, micro_batch_size=32``."""
+    overrides: tuple[str, ...]
+    """Of train.py; they come after the user's own."""
+    threads: int | None = None
+    """Of torch's operators on a CPU; None: torch's default."""
+
+
+@dataclass
+class Entry:
+    """A candidate with what became of it."""
+
+    candidate: Candidate
+    status: str = MEASURED
+    """``measured``, ``failed``, ``hung`` or ``left out`` (never run)."""
+    reason: str = ""
+    """Why it was not measured, in words."""
+    rounds: int = 0
+    """Rounds of the successive halving in which it was timed."""
+    step_s: list[float] = field(default_factory=list)
+    """Seconds of one optimizer step in each repeat of its last round."""
+    speed: Interval | None = None
+    """Throughput over the baseline's: geometric mean and 95 % interval of ratios of alternating blocks."""
+    memory_bytes: int | None = None
+    """Peak of a step: allocated on a GPU; on a CPU, what the process holds beyond what it held before the model."""
+    compile_s: float = 0.0
+    """Seconds that the first steps took longer than later ones; compilation, where the candidate compiles."""
+    pays_after_steps: int | None = None
+    """Optimizer steps after which compiling has saved more time than it took; None: not compiled, or never."""
+
+
+@dataclass
+class Advice:
+    """The answer of scripts/advise.py, and what it is based on. As JSON it is ``advice.json``."""
+
+    recipe: str
+    goal: str
+    """``speed`` or ``memory``."""
+    overrides: list[str]
+    """The user's own."""
+    machine: str
+    """See ``evidence.claims.reproduce.machine_name``."""
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    git: dict[str, str]
+    baseline: str
+    """The label of the candidate that is train.py's default in fp32, which ratios are over."""
+    entries: list[Entry]
+    """All candidates, the best first."""
+    winner: str
+    """The label of the advised candidate."""
+    equal: list[str]
+    """Labels of others whose speed (or memory) cannot be told from the winner's."""
+    noise: float
+    """Spread of the null pairs, in which the baseline runs against itself: highest over lowest ratio, minus 1."""
+    spent_s: float
+    stopped: str
+    """Why it ended: ``one is ahead``, ``several are equal``, ``budget``."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """Of the doctor's quick check-up of the winner: ``faults`` and ``notes``."""
+    quality: dict[str, Any] = field(default_factory=dict)
+    """Of an equivalence test of the winner against the baseline; empty without ``quality=true``."""
+    exhaustive: dict[str, Any] = field(default_factory=dict)
+    """Of the comparison with the whole grid; empty without ``exhaustive=true``."""
+
+    def entry(self, label: str) -> Entry:
+        """Return the entry of a candidate."""
+        return next(entry for entry in self.entries if entry.candidate.label == label)
