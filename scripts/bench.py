@@ -5,7 +5,10 @@
                           generation, evaluation, startup, saving, parallel
   repeats=5               repeats; the median is shown
   device=auto             as for train.py
+  modes=fp16              precisions to measure although their matrix products are hopelessly slow here
   json=FILE               also write all measurements to FILE
+Each row is printed as soon as it is known; Ctrl-C keeps what is known. A measurement that fails is named, and the
+others go on.
 Exit code: 0, 1 when a measurement fails, 2 for a user error, 130 when interrupted.
 """
 

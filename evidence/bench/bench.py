@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,9 +21,10 @@ from evidence.bench.baselines import FRAMEWORKS, LOG_EVERY, BareLoop, Workload
 from evidence.bench.inference import evaluation, generation
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job, steps_of
 from evidence.bench.loading import loader
+from evidence.bench.measurement import Bench, Measurement
 from evidence.bench.parts import ema_cost, meters_cost, optimizers
 from evidence.bench.scale import parallel, saving
-from evidence.bench.turns import Block, Row, Turns, interleave, overheads, ratios, stopwatch, synchronise, threads
+from evidence.bench.turns import Block, Row, Turns, overheads, ratios, stopwatch, synchronise, threads
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.files import PROJECT
@@ -84,35 +85,41 @@ def _background_s() -> float:
     return sum(thread.user_time + thread.system_time for thread in psutil.Process().threads() if thread.id in ours)
 
 
-def precision(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
+def precision(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
     """Measure the speedup of each precision over fp32, and of channels_last in bf16."""
+    hardware = bench.hardware
     language, vision = jobs or (gpt2_job(hardware), resnet_job(hardware))
     modes = [mode for mode in BASIC_MODES if hardware.support(mode) != UNAVAILABLE]
     every: Variants = {mode: (f"precision={mode}",) for mode in modes}
     some = every if hardware.is_gpu else {mode: every[mode] for mode in ("fp32", "bf16")}
-    rows = _speedups(language, every, [(mode, "fp32") for mode in modes[1:]], hardware, repeats)
+    yield from _speedups(bench, language, every, [(mode, "fp32") for mode in modes[1:]])
     layouts: Variants = some | {"bf16 NCHW": ("precision=bf16", "recipe.channels_last=false")}
-    pairs = [(mode, "fp32") for mode in list(some)[1:]] + [("bf16", "bf16 NCHW")]
-    return rows + _speedups(vision, layouts, pairs, hardware, repeats)
+    yield from _speedups(bench, vision, layouts, [*((mode, "fp32") for mode in list(some)[1:]), ("bf16", "bf16 NCHW")])
 
 
-def _speedups(
-    job: Job, variants: Variants, pairs: list[tuple[str, str]], hardware: Hardware, repeats: int
-) -> list[Row]:
-    blocks = {name: _training_block(job, overrides, hardware) for name, overrides in variants.items()}
-    times = interleave(blocks, repeats)
+def _speedups(bench: Bench, job: Job, variants: Variants, pairs: list[tuple[str, str]]) -> Iterator[Row]:
+    hardware = bench.hardware
     amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags  # the targets are for such a machine
-    return [
-        Row(
-            f"{job.name}, throughput, {fast} / {slow}",
-            "x",
-            ratios(times, slow, fast),
-            f"{job.line(*variants[fast])}; vs. {' '.join(variants[slow])}; {job.steps} steps a repeat",
-            target=BF16_TARGET if amx and (fast, slow) == ("bf16", "fp32") else None,
-            at_most=False,
-        )
-        for fast, slow in pairs
-    ]
+    measured = []
+    for fast, slow in pairs:
+        if why := bench.left_out(mode := fast.partition(" ")[0]):
+            yield Row(_throughput(job, fast, slow), "x", [], f"left out: {why}; measured with modes={mode}")
+        else:
+            measured.append((fast, slow))
+    blocks = {}
+    for name, overrides in variants.items():
+        if any(name in pair for pair in measured):
+            bench.report(f"{job.name}: building {name}")
+            blocks[name] = _training_block(job, overrides, hardware)
+    times = bench.interleave(job.name, blocks)
+    for fast, slow in measured:
+        how = f"{job.line(*variants[fast])}; vs. {' '.join(variants[slow])}; {job.steps} steps a repeat"
+        target = BF16_TARGET if amx and (fast, slow) == ("bf16", "fp32") else None
+        yield Row(_throughput(job, fast, slow), "x", ratios(times, slow, fast), how, target, at_most=False)
+
+
+def _throughput(job: Job, fast: str, slow: str) -> str:
+    return f"{job.name}, throughput, {fast} / {slow}"
 
 
 def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) -> Callable[[], float]:
@@ -128,20 +135,23 @@ def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) ->
     return block
 
 
-def trainer_cost(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[Job] = ()) -> list[Row]:
+def trainer_cost(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
     """Measure the overhead of the trainer, with everything on, over a loop written by hand, and that of frameworks."""
-    language, tiny = jobs or (gpt2_job(hardware), TINY_MLP)
-    return _cost(language, "%", 2.0, hardware, repeats, folder) + _cost(tiny, "ms", 0.15, hardware, repeats, folder)
+    language, tiny = jobs or (gpt2_job(bench.hardware), TINY_MLP)
+    yield from _cost(bench, language, "%", 2.0)
+    yield from _cost(bench, tiny, "ms", 0.15)
 
 
-def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, folder: Path) -> list[Row]:
-    options = ("precision=bf16", "clip=norm", f"log_every={LOG_EVERY}", "checkpoint=none")
+def _cost(bench: Bench, job: Job, unit: str, target: float) -> Iterator[Row]:
+    hardware, repeats, folder = bench.hardware, bench.repeats, bench.folder
+    options = (f"precision={bench.mode}", "clip=norm", f"log_every={LOG_EVERY}", "checkpoint=none")
     last = (repeats + 1) * job.rounds * job.steps + 1  # so that evaluation and the end come after the last block
     config = job.config(
         *(*options, f"device={hardware.device}", f"output_dir={folder}", f"run_name={job.name.replace(' ', '-')}"),
         *(f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench"),
         *(f"steps={last}", f"eval_every={last}", "eval_samples=1"),
     )
+    bench.report(f"{job.name}: building")
     trainer = Trainer.from_config(config, hardware)
     workload = Workload(trainer)
     others = {"bare": stopwatch(BareLoop(workload).run, hardware.device)}
@@ -153,37 +163,36 @@ def _cost(job: Job, unit: str, target: float, hardware: Hardware, repeats: int, 
     run_folder = RunFolder.create(config.output_dir, trainer.plan.run_name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
     run.turns = turns = Turns(job.steps, job.rounds, repeats, others, fits)
+    turns.report = lambda doing: bench.report(f"{job.name}: {doing}")
     with threads(job.threads):
         turns.start()
         run.train()
     measured = f"{job.line(*options)}; {job.rounds} × {job.steps} steps a repeat"
     background_ms = 1e3 * run.background_s / (repeats * turns.steps_per_repeat)
-    rows = []
     for name in ("trainer", *missing):
         title = f"{job.name}, {'Mantissa' if name == 'trainer' else name} over a bare loop"
         if why := missing.get(name):
-            rows.append(Row(title, unit, [], f"not measured: {why}"))
+            yield Row(title, unit, [], f"not measured: {why}")
         elif name == "trainer":
             how = f"{measured}; MLflow's threads used another {background_ms:.3f} ms of CPU per step"
-            rows.append(Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), how, target))
+            yield Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), how, target)
         else:
-            rows.append(Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), measured))
-    return rows
+            yield Row(title, unit, overheads(turns.times, name, unit, turns.steps_per_repeat), measured)
 
 
-def peak_memory(hardware: Hardware, repeats: int, folder: Path, jobs: Sequence[tuple[Job, str]] = ()) -> list[Row]:
+def peak_memory(bench: Bench, jobs: Sequence[tuple[Job, str]] = ()) -> Iterator[Row]:
     """Measure the peak memory of one step, trainer over hand-written loop; it is exact and needs no repeats."""
-    rows = []
+    hardware = bench.hardware
     how = "CUDA's allocator" if hardware.device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
-    for job, mode in jobs or ((gpt2_job(hardware), "bf16"), (BIGNET, "fp32")):
+    for job, mode in jobs or ((gpt2_job(hardware), bench.mode), (BIGNET, "fp32")):
+        bench.report(f"{job.name} {mode}")
         options = (f"precision={mode}", "clip=norm")
         workload, ours = _trainer_peak(job.config(*options, f"device={hardware.device}"), hardware)
         gc.collect()  # on a GPU, what the trainer held would count again
         theirs = _bare_peak(workload)
         title = f"{job.name} {mode}, peak memory over a bare loop's"
         sizes = f"third step, {size(ours)} and {size(theirs)} by {how}"
-        rows.append(Row(title, "x", [ours / theirs], f"{job.line(*options)}; {sizes}", 1.02))
-    return rows
+        yield Row(title, "x", [ours / theirs], f"{job.line(*options)}; {sizes}", 1.02)
 
 
 def _trainer_peak(config: Config, hardware: Hardware) -> tuple[Workload, int]:
@@ -215,25 +224,25 @@ def _peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callab
     return ledger.report().peak_bytes
 
 
-def startup(hardware: Hardware, repeats: int, folder: Path, script: Path = PROJECT / "scripts/train.py") -> list[Row]:
+def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterator[Row]:
     """Measure the seconds from the start of a process to its first step, and to the report of a mistake."""
-    train = [sys.executable, str(script), "recipe=gpt2", "precision=bf16", "steps=1", f"device={hardware.device}"]
+    folder, options = bench.folder, (f"precision={bench.mode}", "steps=1", f"device={bench.hardware.device}")
+    train = [sys.executable, str(script), "recipe=gpt2", *options]
     mistake = [sys.executable, str(script), "precision=bf61"]
+    bench.report("filling caches")
     _seconds([*train, "eval_samples=1", "checkpoint=none"], folder, code=0)  # fills caches
     blocks = {
         "import torch": lambda: _seconds([sys.executable, "-c", "import torch"], folder, code=0),
         "mistake": lambda: _seconds(mistake, folder, code=2),
         "first step": lambda: _seconds(train, folder, until="step 1/1"),
     }
-    times = interleave(blocks, min(repeats, 3), warm_up=0)
-    rows = []
+    times = bench.interleave("a process", blocks, min(bench.repeats, 3), warm_up=0)
     for name, command, target in (("first step", train, 15.0), ("mistake", mistake, 4.0)):
         line = f"python scripts/train.py {' '.join(command[2:])}"
         title = {"first step": "command to the end of the first step", "mistake": "command to the error message"}
-        rows.append(Row(f"{title[name]}, absolute", "s", times[name], f"{line}; warm caches", target))
-        rows.append(Row(f"{name} / import torch", "x", ratios(times, name, "import torch"), line))
-    rows.append(Row("import torch, absolute", "s", times["import torch"], "python -c 'import torch'"))
-    return rows
+        yield Row(f"{title[name]}, absolute", "s", times[name], f"{line}; warm caches", target)
+        yield Row(f"{name} / import torch", "x", ratios(times, name, "import torch"), line)
+    yield Row("import torch, absolute", "s", times["import torch"], "python -c 'import torch'")
 
 
 def _seconds(command: list[str], folder: Path, code: int | None = None, until: str | None = None) -> float:
@@ -263,7 +272,7 @@ def _seconds(command: list[str], folder: Path, code: int | None = None, until: s
     raise RunError(f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(lines[-20:])}")
 
 
-MEASUREMENTS: dict[str, Callable[[Hardware, int, Path], list[Row]]] = {
+MEASUREMENTS: dict[str, Measurement] = {
     "precision": precision,
     "trainer": trainer_cost,
     "optimizers": optimizers,

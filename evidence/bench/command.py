@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.console import Console
+
 from evidence.bench.bench import MEASUREMENTS
+from evidence.bench.measurement import Bench, Result
+from evidence.bench.progress import StatusLine
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
+from trainer.formats import duration
 from trainer.hardware import Hardware, detect
+from trainer.precision.modes import BASIC_MODES
+
+MINUTES = (1, 5)
+"""What a measurement with five repeats takes on two idle cores, from the shortest to the longest."""
 
 
 @dataclass
@@ -22,33 +30,76 @@ class BenchOptions:
     only: list[str] = field(default_factory=list)
     repeats: int = 5
     device: str = "auto"
+    modes: list[str] = field(default_factory=list)
     json: str = ""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the requested measurements; print the rows of each as soon as they are available."""
+    """Run the requested measurements, print each row as soon as it is known; return 1 where a measurement failed."""
     options, _ = parse(arguments, BenchOptions)
-    if unknown := [name for name in options.only if name not in MEASUREMENTS]:
+    _check("only", options.only, list(MEASUREMENTS), "measurement")
+    _check("modes", options.modes, list(BASIC_MODES), "mode")
+    if options.json and not Path(options.json).absolute().parent.is_dir():
         raise UserError(
-            f"only={unknown[0]} is not a measurement{nearest(unknown[0], MEASUREMENTS)} ({', '.join(MEASUREMENTS)})"
+            f"json={options.json}: there is no folder {Path(options.json).absolute().parent}; create it first"
         )
     hardware = detect(options.device)
     facts = _machine(hardware)
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    print(f"median of {options.repeats} repeats (lowest to highest); compared loops alternate in one process")
-    rows = []
-    for name in options.only or MEASUREMENTS:
-        began = time.monotonic()
+    names = list(dict.fromkeys(options.only or MEASUREMENTS))
+    results: dict[str, list[Result]] = {}
+    failed: dict[str, str] = {}
+    with StatusLine(Console(highlight=False)) as shown:
+        shown.print(", ".join(f"{key} {value}" for key, value in facts.items()))
+        shown.print(f"median of {options.repeats} repeats (lowest to highest); compared loops alternate in one process")
+        shown.print(_announcement(names, options.repeats))
+        try:
+            for number, name in enumerate(names, 1):
+                shown.stage = f"{name}, {number} of {len(names)}"
+                bench = Bench(hardware, options.repeats, Path(), shown.report, frozenset(options.modes))
+                _measure(name, bench, results.setdefault(name, []), failed, shown)
+        finally:
+            if options.json:
+                content = {"machine": facts, "repeats": options.repeats, "failed": failed}
+                rows = [result.to_dict() for found in results.values() for result in found]
+                Path(options.json).write_text(json.dumps(content | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}")
+    return 1 if failed else 0
+
+
+def _measure(name: str, bench: Bench, results: list[Result], failed: dict[str, str], shown: StatusLine) -> None:
+    """Print and collect what a measurement yields; a failure is named, and the others go on."""
+    began = shown.clock()
+    shown.print(f"\n{name}")
+    shown.report("")
+    try:
         with tempfile.TemporaryDirectory(prefix="mantissa-bench-") as folder:
-            found = MEASUREMENTS[name](hardware, options.repeats, Path(folder))
-        print(f"\n{name} ({time.monotonic() - began:.0f} s)")
-        for row in found:
-            print(row.text())
-        rows += found
-    if options.json:
-        content = {"machine": facts, "repeats": options.repeats, "rows": [row.to_dict() for row in rows]}
-        Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return 0
+            bench.folder = Path(folder)
+            for result in MEASUREMENTS[name](bench):
+                results.append(result)
+                shown.print(result.text())
+        if bench.complete is not None:
+            raise KeyboardInterrupt
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+        shown.print(f"  failed: {failed[name]}")
+    except KeyboardInterrupt:
+        if bench.complete:
+            shown.print(f"  interrupted: the last rows are of the {bench.complete} repeats that were complete")
+        raise
+    shown.print(f"  ({duration(shown.clock() - began)})")
+
+
+def _check(option: str, given: list[str], known: list[str], what: str) -> None:
+    if unknown := [name for name in given if name not in known]:
+        raise UserError(f"{option}={unknown[0]} is not a {what}{nearest(unknown[0], known)} ({', '.join(known)})")
+
+
+def _announcement(names: list[str], repeats: int) -> str:
+    """Return how many measurements there are, and how long they take."""
+    low, high = (max(1, round(len(names) * minutes * repeats / 5)) for minutes in MINUTES)
+    count = f"{len(names)} measurements" if len(names) > 1 else "1 measurement"
+    return f"{count}, {low} to {high} minutes on two idle cores"
 
 
 def _machine(hardware: Hardware) -> dict[str, object]:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from evidence.bench.turns import Row, interleave, ratios, stopwatch, threads
+from evidence.bench.measurement import Bench
+from evidence.bench.turns import Row, ratios, stopwatch, threads
 from trainer.config.compose import compose
 from trainer.data.loader import Batching, DataOrder
 from trainer.hardware import Hardware
@@ -30,19 +31,18 @@ Loop = Callable[[int], None]
 """Loads a number of batches."""
 
 
-def loader(hardware: Hardware, repeats: int, folder: Path, images: int = 128, batches: int = 4) -> list[Row]:
+def loader(bench: Bench, images: int = 128, batches: int = 4) -> Iterator[Row]:
     """Measure decoding, cropping and augmenting JPEGs, each loop in turn.
 
     Args:
-        hardware: of this machine; only its CPU is used.
-        repeats: of all loops.
-        folder: where the JPEGs are written.
+        bench: only the CPU of its hardware is used; its folder is where the JPEGs are written.
         images: how many there are.
         batches: of ``BATCH`` images that a loop loads in a repeat.
     """
+    folder = bench.folder
+    bench.report("writing JPEGs")
     write_jpegs(folder / "train", images)
     write_jpegs(folder / "val", 4)
-    rows = []
     for policy in POLICIES:
         loops: dict[str, Loop] = {"Mantissa": ours(folder, policy)}
         loops["torchvision"] = _loop(torchvision_loader(folder / "train", policy))
@@ -55,14 +55,13 @@ def loader(hardware: Hardware, repeats: int, folder: Path, images: int = 128, ba
             timed: dict[str, Callable[[], float]] = {
                 name: partial(stopwatch(loop, cpu), batches) for name, loop in loops.items()
             }
-            times = interleave(timed, repeats)
+            times = bench.interleave(f"augment={policy}", timed)
         measured = f"augment={policy}, JPEGs of {WIDTH} × {HEIGHT} to {SIZE} × {SIZE}, batches of {BATCH}, one process"
         for name in loops:
             rates = [batches * BATCH / seconds for seconds in times[name]]
-            rows.append(Row(f"loading alone, {policy}, {name}", "images/s", rates, measured + ", one thread"))
+            yield Row(f"loading alone, {policy}, {name}", "images/s", rates, measured + ", one thread")
         for name in list(loops)[1:]:
-            rows.append(Row(f"loading, {policy}, Mantissa / {name}", "x", ratios(times, name, "Mantissa"), measured))
-    return rows
+            yield Row(f"loading, {policy}, Mantissa / {name}", "x", ratios(times, name, "Mantissa"), measured)
 
 
 def write_jpegs(folder: Path, count: int) -> None:

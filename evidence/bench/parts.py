@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 from evidence.bench.jobs import Job, gpt2_job, steps_of
-from evidence.bench.turns import Row, interleave, ratios, stopwatch
+from evidence.bench.measurement import Bench
+from evidence.bench.turns import Row, ratios, stopwatch
 from trainer.errors import UserError
-from trainer.hardware import Hardware
 from trainer.parallel.world import World
 from trainer.profiling.numerics import Numerics
 from trainer.trainer import Trainer
@@ -19,11 +18,9 @@ OPTIMIZERS = ("muon", "lion", "lamb", "adafactor", "schedulefree schedule=consta
 """Choices of ``optimizer``, with what else they need, that are measured beside adamw."""
 
 
-def optimizers(
-    hardware: Hardware, repeats: int, folder: Path, job: Job | None = None, names: Sequence[str] = OPTIMIZERS
-) -> list[Row]:
+def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTIMIZERS) -> Iterator[Row]:
     """Measure a step with each optimizer beside one with AdamW."""
-    job = job or gpt2_job(hardware)
+    hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
     blocks: dict[str, Callable[[], float]] = {}
     missing: dict[str, str] = {}
     for name in ("adamw", *names):
@@ -34,20 +31,18 @@ def optimizers(
             missing[name] = str(error)
             continue
         blocks[name] = partial(stopwatch(steps_of(trainer), hardware.device), job.steps)
-    times = interleave(blocks, repeats)
-    rows = []
+    times = bench.interleave(job.name, blocks)
     for name in names:
         title = f"{job.name}, a step with {name.partition(' ')[0]} / with adamw"
         if name in missing:
-            rows.append(Row(title, "x", [], f"not measured: {missing[name]}"))
+            yield Row(title, "x", [], f"not measured: {missing[name]}")
         else:
-            rows.append(Row(title, "x", ratios(times, name, "adamw"), job.line(f"optimizer={name}")))
-    return rows
+            yield Row(title, "x", ratios(times, name, "adamw"), job.line(f"optimizer={name}"))
 
 
-def ema_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
+def ema_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     """Measure what ema=default adds to a step: the update of the averages."""
-    job = job or gpt2_job(hardware)
+    hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
     options = ("ema=default", "steps=1000000", f"device={hardware.device}")
     trainer = Trainer.from_config(job.config(*options), hardware)
 
@@ -59,15 +54,15 @@ def ema_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = N
     blocks: dict[str, Callable[[], float]] = {
         name: partial(stopwatch(work, hardware.device), 1) for name, work in timed.items()
     }
-    times = interleave(blocks, 2 * repeats)
+    times = bench.interleave(job.name, blocks, 2 * bench.repeats)
     share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
     how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"
-    return [Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)]
+    yield Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)
 
 
-def meters_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None = None) -> list[Row]:
+def meters_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     """Measure what a measurement of meters=numerics adds to its step, as a share of the steps from it to the next."""
-    job = job or gpt2_job(hardware)
+    hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
     trainer = Trainer.from_config(job.config("clip=norm", "steps=1000000", f"device={hardware.device}"), hardware)
     every = Numerics().every
     meters = Numerics(1).start(trainer.model, trainer.update, trainer.config.precision.half, every, World())
@@ -88,8 +83,8 @@ def meters_cost(hardware: Hardware, repeats: int, folder: Path, job: Job | None 
         "update": partial(update, False),
         "measured": partial(update, True),
     }
-    times = interleave(blocks, 2 * repeats)
+    times = bench.interleave(job.name, blocks, 2 * bench.repeats)
     columns = zip(times["step"], times["update"], times["measured"], strict=True)
     share = [100 * (measured - update) / (every * step) for step, update, measured in columns]
     how = f"{job.line()}; updates with and without a measurement alternate, the difference is spread over {every} steps"
-    return [Row(f"{job.name}, meters=numerics, over meters=none", "%", share, how, 2.0)]
+    yield Row(f"{job.name}, meters=numerics, over meters=none", "%", share, how, 2.0)

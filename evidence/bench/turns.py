@@ -123,16 +123,29 @@ def overheads(times: Times, name: str, unit: str, steps: int) -> list[float]:
     return [1e3 * (a - b) / steps for a, b in zip(times[name], times["bare"], strict=True)]
 
 
-def interleave(blocks: dict[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Times:
+def interleave(
+    blocks: dict[str, Callable[[], float]],
+    repeats: int,
+    warm_up: int = 1,
+    before: Callable[[str, int], object] = lambda name, repeat: None,
+) -> Times:
     """Call the blocks in turn, in reverse order every second repeat, and return their seconds.
 
-    ``warm_up`` further repeats come first and are not kept.
+    ``warm_up`` further repeats come first and are not kept. ``before`` is called before each block, with its name and
+    the number of the repeat (from 0, warm-up included). Ctrl-C ends the repeats early, if one to be kept is complete.
     """
     times: Times = {name: [] for name in blocks}
-    for repeat in range(warm_up + repeats):
-        for name in list(blocks)[:: -1 if repeat % 2 else 1]:
-            times[name].append(blocks[name]())
-    return {name: seconds[warm_up:] for name, seconds in times.items()}
+    complete = 0
+    try:
+        for repeat in range(warm_up + repeats):
+            for name in list(blocks)[:: -1 if repeat % 2 else 1]:
+                before(name, repeat)
+                times[name].append(blocks[name]())
+            complete += 1
+    except KeyboardInterrupt:
+        if complete <= warm_up:
+            raise
+    return {name: seconds[warm_up:complete] for name, seconds in times.items()}
 
 
 class Turns:
@@ -158,6 +171,9 @@ class Turns:
         self.others = others
         self.fits = fits
         self.clock = clock
+        self.report: Callable[[str], object] = lambda doing: None
+        """Takes the name of the loop whose turn it is, and the repeat."""
+        self._repeats = repeats
         self._times: Times = {name: [0.0] * (repeats + 1) for name in ("trainer", *others, *fits)}
         self._began = 0.0
 
@@ -166,8 +182,9 @@ class Turns:
         """Seconds per repeat by name; the run is called ``trainer``."""
         return {name: seconds[1:] for name, seconds in self._times.items()}
 
-    def start(self) -> None:
-        """Start the clock of the run's next block."""
+    def start(self, repeat: int = 0) -> None:
+        """Start the clock of the run's next block, which belongs to ``repeat`` (0: the warm-up)."""
+        self._tell("Mantissa", repeat)
         self._began = self.clock()
 
     def due(self, step: int) -> bool:
@@ -179,8 +196,13 @@ class Turns:
         repeat = (step - 1) // self.steps_per_repeat
         self._times["trainer"][repeat] += self.clock() - self._began
         for name, block in self.others.items():
+            self._tell(name, repeat)
             self._times[name][repeat] += block(self.steps)
         if step % self.steps_per_repeat == 0:
             for name, block in self.fits.items():
+                self._tell(name, repeat)
                 self._times[name][repeat] += block(self.steps_per_repeat)
-        self.start()
+        self.start(step // self.steps_per_repeat)
+
+    def _tell(self, name: str, repeat: int) -> None:
+        self.report(f"{name}, {f'repeat {repeat} of {self._repeats}' if repeat else 'warm-up'}")

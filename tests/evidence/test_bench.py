@@ -14,13 +14,17 @@ from transformers import GPT2LMHeadModel
 from evidence.bench import baselines, bench, inference, loading, parts
 from evidence.bench.baselines import BareLoop, Framework, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
+from evidence.bench.measurement import Bench
 from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch, threads
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect
 from trainer.kernels import optimizers as optimizer_names
+from trainer.precision.modes import BASIC_MODES
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
+MODES = frozenset(BASIC_MODES)
+"""However slow they are here."""
 SMALL = Job(
     "small",
     ("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=64", "profiler=none", "batch_size=4"),
@@ -182,7 +186,7 @@ def test_the_bare_loop_trains_and_logs_every_ten_steps() -> None:
 def test_speedups_are_measured(tmp_path: Path) -> None:
     arch = ("recipe=resnet", "recipe.arch=squeezenet1_1", "recipe.image_size=32", "data=synthetic", "data.classes=2")
     jobs = (SMALL, Job("images", (*arch, "batch_size=2")))
-    rows = bench.precision(detect("cpu"), 2, tmp_path, jobs)
+    rows = list(bench.precision(Bench(detect("cpu"), 2, tmp_path, modes=MODES), jobs))
     expected = ["small, throughput, bf16 / fp32", "small, throughput, fp16 / fp32"]
     expected += ["images, throughput, bf16 / fp32", "images, throughput, bf16 / bf16 NCHW"]
     assert [row.name for row in rows] == expected
@@ -211,7 +215,7 @@ def frameworks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path, frameworks: list[tuple[str, int]]) -> None:
     jobs = (replace(SMALL, overrides=(*SMALL.overrides, "tracking=local")), replace(TINY_MLP, steps=2, rounds=3))
-    rows = bench.trainer_cost(detect("cpu"), 2, tmp_path, jobs)
+    rows = list(bench.trainer_cost(Bench(detect("cpu"), 2, tmp_path, modes=MODES), jobs))
     titles = [f"{name} over a bare loop" for name in ("Mantissa", "steps", "fits", "absent")]
     assert [row.name for row in rows] == [f"{job.name}, {title}" for job in jobs for title in titles]
     assert [row.unit for row in rows] == ["%"] * 4 + ["ms"] * 4
@@ -226,14 +230,14 @@ def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path, frameworks: lis
 
 
 def test_the_cost_of_averaged_weights_is_a_share_of_the_step(tmp_path: Path) -> None:
-    (row,) = parts.ema_cost(detect("cpu"), 2, tmp_path, SMALL)
+    (row,) = parts.ema_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
     assert (row.name, row.unit, row.target) == ("small, ema=default, over ema=none", "%", 2.0)
     assert len(row.values) == 4
     assert row.median > 0
 
 
 def test_the_cost_of_a_measurement_is_spread_over_its_interval(tmp_path: Path) -> None:
-    (row,) = parts.meters_cost(detect("cpu"), 2, tmp_path, SMALL)
+    (row,) = parts.meters_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
     assert (row.name, row.unit, row.target) == ("small, meters=numerics, over meters=none", "%", 2.0)
     assert len(row.values) == 4
     assert row.median > 0
@@ -241,7 +245,7 @@ def test_the_cost_of_a_measurement_is_spread_over_its_interval(tmp_path: Path) -
 
 def test_steps_of_optimizers_are_compared_with_adamw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(optimizer_names._ELSEWHERE, "Lion", ("missing_library", "missing_library>=1"))
-    muon, lion = parts.optimizers(detect("cpu"), 2, tmp_path, TEXT, ("muon", "lion"))
+    muon, lion = parts.optimizers(Bench(detect("cpu"), 2, tmp_path), TEXT, ("muon", "lion"))
     assert (muon.name, muon.unit, len(muon.values)) == ("text, a step with muon / with adamw", "x", 2)
     assert muon.measured.endswith("batch_size=4 optimizer=muon")
     assert lion.values == []
@@ -258,7 +262,7 @@ def test_generation_is_measured_with_and_without_the_cache(tmp_path: Path, monke
         return forward(self, input_ids=input_ids, **given)
 
     monkeypatch.setattr(GPT2LMHeadModel, "forward", watched)
-    fp32, bf16 = inference.generation(detect("cpu"), 1, tmp_path, TEXT, tokens=3)
+    fp32, bf16 = inference.generation(Bench(detect("cpu"), 1, tmp_path, modes=MODES), TEXT, tokens=3)
     assert (fp32.name, fp32.unit, fp32.target, fp32.at_most) == (
         "text fp32, generation, with cache / without",
         "x",
@@ -279,19 +283,19 @@ def test_evaluation_is_measured_beside_the_forward_pass_of_training(
     def watched(opened: Any) -> Any:
         samples.append(one_pass(opened).samples)
 
-    def interleaved(blocks: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    def interleaved(_: Bench, what: str, blocks: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
         assert all(block() > 0 for block in blocks.values())
         return seconds
 
     monkeypatch.setattr(inference, "evaluate", watched)
-    monkeypatch.setattr(inference, "interleave", interleaved)
-    (row,) = inference.evaluation(detect("cpu"), 1, tmp_path, [TEXT])
+    monkeypatch.setattr(Bench, "interleave", interleaved)
+    (row,) = inference.evaluation(Bench(detect("cpu"), 1, tmp_path, modes=MODES), [TEXT])
     assert (row.name, row.target) == ("text, evaluation / training's forward", 1.0)
     assert row.values == [1.5 * samples[0] / 16]
 
 
 def test_peak_memory_is_compared(tmp_path: Path) -> None:
-    (row,) = bench.peak_memory(detect("cpu"), 1, tmp_path, [(SMALL, "fp32")])
+    (row,) = bench.peak_memory(Bench(detect("cpu"), 1, tmp_path), [(SMALL, "fp32")])
     assert len(row.values) == 1
     assert 0.8 < row.median < 1.25
 
@@ -310,7 +314,7 @@ if "eval_samples=1" not in sys.argv:
 def test_starting_is_measured_until_the_first_step(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAKE_TRAIN)
-    rows = bench.startup(detect("cpu"), 1, tmp_path, script)
+    rows = list(bench.startup(Bench(detect("cpu"), 1, tmp_path, modes=MODES), script))
     assert [row.unit for row in rows] == ["s", "x", "s", "x", "s"]
     assert rows[0].median < 600  # the process's own end
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -329,7 +333,7 @@ def test_loading_is_measured_beside_torchvisions_own_loop_and_timms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "BATCH", 4)
-    found = {row.name: row for row in bench.loader(detect("cpu"), 1, tmp_path, images=8, batches=1)}
+    found = {row.name: row for row in bench.loader(Bench(detect("cpu"), 1, tmp_path), images=8, batches=1)}
     for policy in loading.POLICIES:
         rate = found[f"loading alone, {policy}, Mantissa"]
         assert rate.unit == "images/s"
