@@ -22,6 +22,7 @@ from evidence.bench.inference import evaluation, generation
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job, steps_of
 from evidence.bench.loading import loader
 from evidence.bench.measurement import Bench, Measurement
+from evidence.bench.nanogpt import nanogpt
 from evidence.bench.parts import ema_cost, meters_cost, optimizers
 from evidence.bench.scale import parallel, saving
 from evidence.bench.turns import Block, Row, Turns, overheads, ratios, stopwatch, synchronise, threads
@@ -275,6 +276,7 @@ def _seconds(command: list[str], folder: Path, code: int | None = None, until: s
 MEASUREMENTS: dict[str, Measurement] = {
     "precision": precision,
     "trainer": trainer_cost,
+    "nanogpt": nanogpt,
     "optimizers": optimizers,
     "meters": meters_cost,
     "ema": ema_cost,

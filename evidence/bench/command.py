@@ -31,6 +31,7 @@ class BenchOptions:
     repeats: int = 5
     device: str = "auto"
     modes: list[str] = field(default_factory=list)
+    text: str = ""
     json: str = ""
 
 
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
     options, _ = parse(arguments, BenchOptions)
     _check("only", options.only, list(MEASUREMENTS), "measurement")
     _check("modes", options.modes, list(BASIC_MODES), "mode")
+    if options.text and not Path(options.text).is_file():
+        raise UserError(f"text={options.text}: there is no such file")
     if options.json and not Path(options.json).absolute().parent.is_dir():
         raise UserError(
             f"json={options.json}: there is no folder {Path(options.json).absolute().parent}; create it first"
@@ -55,7 +58,7 @@ def main(arguments: list[str]) -> int:
         try:
             for number, name in enumerate(names, 1):
                 shown.stage = f"{name}, {number} of {len(names)}"
-                bench = Bench(hardware, options.repeats, Path(), shown.report, frozenset(options.modes))
+                bench = Bench(hardware, options.repeats, Path(), shown.report, frozenset(options.modes), options.text)
                 _measure(name, bench, results.setdefault(name, []), failed, shown)
         finally:
             if options.json:

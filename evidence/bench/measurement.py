@@ -39,6 +39,8 @@ class Bench:
     """Takes what is being done now, such as ``gpt2 mini: bf16, repeat 2 of 5``; cheap enough for every block."""
     modes: frozenset[str] = frozenset()
     """Precisions that are measured however slow they are."""
+    text: str = ""
+    """A file of text for ``nanogpt``; empty: the source of the standard library."""
     complete: int | None = field(default=None, init=False)
     """Complete repeats of the comparison that Ctrl-C ended; None: not interrupted."""
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from evidence.bench.baselines import BareLoop, Workload
 from evidence.bench.jobs import Job, steps_of
+from evidence.bench.measurement import Bench
 from evidence.bench.nanogpt_loop import PlainLoop, PlainShape
-from evidence.bench.turns import Block, Row, Times, interleave, ratios, stopwatch
+from evidence.bench.turns import Block, Row, Times, ratios, stopwatch
+from recipes.data.text.source import TextDatasets
 from trainer.data.contract import Batch
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
@@ -25,7 +26,14 @@ GOAL = 1.89
 """Validation loss in nats per character: what the recipe reaches with the text of tinyshakespeare."""
 EVERY = 250
 """Steps from one evaluation to the next, as the recipe has it."""
-BEST = ("steps=1000", "optimizer.lr=4e-3", "schedule.final=0")
+RACES = 3
+PLAIN, BARE, DEFAULT = "nanoGPT's loop", "a bare loop", "ours"
+SETTINGS = {
+    DEFAULT: (),
+    "ours, other options": ("steps=1250", "optimizer.lr=4e-3", "schedule.final=0"),
+    "recipe=llama": ("recipe=llama", "steps=700", "optimizer.lr=4e-3", "schedule.final=0"),
+}
+"""What races: the recipe as published, with options that reach the loss in fewer steps, and with another model."""
 STEP_TARGET, RACE_TARGET, AMX_TARGET = 1.0, 0.7, 0.5
 """Targets of times over nanoGPT's: of a step; to the loss; to the loss with AMX."""
 
@@ -37,7 +45,8 @@ class Contest:
     job: Job
     shape: PlainShape = field(default_factory=PlainShape)
     """Of the baseline; the vocabulary is the text's."""
-    best: tuple[str, ...] = BEST
+    ours: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SETTINGS)
+    """Further options of the recipe by the name of what races with them."""
     rounds: int = 40
     """Blocks of each contestant on the way to the loss, in turns; each takes its share of its steps."""
     windows: int = 1000
@@ -88,34 +97,43 @@ def shakespeare(text: str = "") -> Job:
     return Job("shakespeare", ("experiment=shakespeare_cpu", *data, "clip=norm"), steps=10)
 
 
-def nanogpt(
-    hardware: Hardware, repeats: int, folder: Path, text: str = "", contest: Contest | None = None
-) -> list[Row]:
+def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
     """Measure a step beside nanoGPT's and beside a bare loop's, and the time to the same validation loss."""
-    contest = contest or Contest(shakespeare(text))
-    return step_rows(contest, hardware, repeats) + race_rows(contest, hardware, min(repeats, 3))
+    contest = contest or Contest(shakespeare(bench.text))
+    yield from step_rows(bench, contest)
+    yield from race_rows(bench, contest)
 
 
-def step_rows(contest: Contest, hardware: Hardware, repeats: int) -> list[Row]:
+def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     """Measure the time of a step, in each format and with and without torch.compile."""
-    modes = [mode for mode in contest.modes if mode == "fp32" or hardware.support(mode) == NATIVE]
-    compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
-    forms = [(mode, compiled) for mode in modes for compiled in contest.compiled if compiler or not compiled]
+    job, hardware = contest.job, bench.hardware
+    forms = [(mode, compiled) for mode in contest.modes for compiled in contest.compiled]
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))) and hardware.device.type == "cpu":
+        forms = [(mode, compiled) for mode, compiled in forms if not compiled]
+    for mode in contest.modes:
+        if why := _unworthy(bench, mode):
+            forms = [form for form in forms if form[0] != mode]
+            yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], f"left out: {why}")
     blocks: dict[str, Callable[[], float]] = {}
     for mode, compiled in forms:
+        bench.report(f"{job.name}: building {_form(mode, compiled)}")
         for name, block in _step_blocks(contest, mode, compiled, hardware).items():
-            blocks[f"{name} {_form(mode, compiled)}"] = partial(block, contest.job.steps)
-    times = interleave(blocks, repeats)
-    rows = []
+            blocks[f"{name} {_form(mode, compiled)}"] = partial(block, job.steps)
+    times = bench.interleave(job.name, blocks)
     for mode, compiled in forms:
         form = _form(mode, compiled)
-        command = contest.job.line(f"precision={mode}", *(["compile=default"] if compiled else []))
-        for other, target in (("nanoGPT's loop", STEP_TARGET), ("a bare loop", None)):
-            rows.append(_step_row(times, f"ours {form}", f"{other} {form}", contest.job, command, target))
-    plain = f"nanoGPT's loop {_form('fp32', False)}"
-    for mode, compiled in forms[1:]:
-        rows.append(_step_row(times, f"ours {_form(mode, compiled)}", plain, contest.job, contest.job.line(), None))
-    return rows
+        command = job.line(f"precision={mode}", *(["compile=default"] if compiled else []))
+        for other, target in ((PLAIN, STEP_TARGET), (BARE, None)):
+            yield _step_row(times, f"ours {form}", f"{other} {form}", job, command, target)
+        if form != _form("fp32", False) and "fp32" in contest.modes:
+            yield _step_row(times, f"ours {form}", f"{PLAIN} fp32", job, command, None)
+
+
+def _unworthy(bench: Bench, mode: str) -> str | None:
+    """Return why a format is not measured; None: it is."""
+    if mode == "fp32" or mode in bench.modes or bench.hardware.support(mode) == NATIVE:
+        return None
+    return f"{mode} is {bench.hardware.support(mode)} here; measured with modes={mode}"
 
 
 def _step_row(times: Times, ours: str, other: str, job: Job, command: str, target: float | None) -> Row:
@@ -129,54 +147,54 @@ def _form(mode: str, compiled: bool) -> str:
 
 
 def _step_blocks(contest: Contest, mode: str, compiled: bool, hardware: Hardware) -> dict[str, Block]:
-    options = (f"precision={mode}", "steps=1000000", f"device={hardware.device}")
+    options: tuple[str, ...] = (f"precision={mode}", "steps=1000000", f"device={hardware.device}")
     options += ("compile=default",) if compiled else ()
     trainer = Trainer.from_config(contest.job.config(*options), hardware)
     bare = BareLoop(Workload(trainer))
     if compiled:
         bare.model.compile()
-    loops = {"ours": steps_of(trainer), "nanoGPT's loop": _plain(contest, trainer, 0, compiled).run}
-    loops["a bare loop"] = bare.run
+    loops = {"ours": steps_of(trainer), PLAIN: _plain(contest, trainer, 0, compiled).run}
+    loops[BARE] = bare.run
     return {name: stopwatch(loop, hardware.device) for name, loop in loops.items()}
 
 
 def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False) -> PlainLoop:
     """Return the baseline on a trainer's text and in its format."""
+    assert isinstance(trainer.datasets, TextDatasets)
     tokens, precision, device = trainer.datasets.tokens, trainer.config.precision, trainer.device
     shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
     autocast = None if precision.mode == "fp32" else partial(precision.autocast, device)
     return PlainLoop(shape, tokens.train, tokens.valid, seed, compiled, autocast, device)
 
 
-def race_rows(contest: Contest, hardware: Hardware, repeats: int) -> list[Row]:
+def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     """Measure the time to a loss of ``GOAL``, or to the best that nanoGPT's loop reaches where that is higher.
 
-    One repeat is a whole run of each, with a seed of its own.
+    One repeat is a whole run of each, with a seed of its own; more than ``RACES`` are not worth their time.
     """
+    job, hardware = contest.job, bench.hardware
     amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags
-    target = AMX_TARGET if amx else RACE_TARGET
-    names = {"ours": (), "ours, other options": contest.best}
-    found: dict[tuple[str, bool], list[float]] = {(name, full): [] for name in names for full in (False, True)}
-    said: dict[str, list[str]] = {name: [] for name in names}
-    for seed in range(repeats):
-        racers = {name: _ours(contest, options, seed, hardware) for name, options in names.items()}
-        racers["nanoGPT's loop"] = plain = _baseline(contest, seed, hardware)
-        race(list(racers.values()), contest.rounds, contest.judged_from)
+    fastest = ("precision=bf16",) if hardware.support("bf16") == NATIVE else ()
+    options = {name: (*given, *fastest) if given else () for name, given in contest.ours.items()}
+    found: dict[tuple[str, bool], list[float]] = {(name, full): [] for name in options for full in (False, True)}
+    said: dict[str, list[str]] = {name: [] for name in options}
+    for seed in range(min(bench.repeats, RACES)):
+        racers = {name: _ours(contest, given, seed, hardware) for name, given in options.items()}
+        racers[PLAIN] = plain = _baseline(contest, seed, hardware)
+        race(racers, contest, lambda doing: bench.report(f"{job.name}: {doing}"))
         goal = max(GOAL, min(point.loss for point in plain.curve))
-        for name in names:
+        for name in options:
             last = racers[name].curve[-1]
-            said[name].append(f"{_reached(plain, goal)} and {_reached(racers[name], goal)} (at last {last.loss:.3f})")
+            ends = f"; at the end {last.loss:.3f}" if racers[name].to(goal, False) is None else ""
+            said[name].append(f"{_reached(racers[name], goal)} against {_reached(plain, goal)}{ends}")
             for full in (False, True):
                 own, other = racers[name].to(goal, full), plain.to(goal, full)
                 if own is not None and other is not None:
                     found[name, full].append(own / other)
-    rows = []
     for (name, full), values in found.items():
-        title = f"{contest.job.name}, time to the loss, {name} / nanoGPT's loop"
-        title += ", with evaluations" if full else ""
-        how = f"{contest.job.line(*names[name])}; to {GOAL:g}: nanoGPT's loop and ours: {'; '.join(said[name])}"
-        rows.append(Row(title, "x", values, how, target if names[name] else None))
-    return rows
+        title = f"{job.name}, time to the loss, {name} / {PLAIN}{', evaluations included' if full else ''}"
+        target = None if name == DEFAULT else AMX_TARGET if amx else RACE_TARGET
+        yield Row(title, "x", values, f"{job.line(*options[name])}; {'; '.join(said[name])}", target)
 
 
 def _reached(one: Contestant, goal: float) -> str:
@@ -186,16 +204,18 @@ def _reached(one: Contestant, goal: float) -> str:
     return "not reached"
 
 
-def race(racers: Sequence[Contestant], rounds: int, judged_from: float) -> None:
+def race(racers: Mapping[str, Contestant], contest: Contest, report: Callable[[str], object]) -> None:
     """Let all take their steps in turns, so that each round is under the same load, and note their losses."""
-    for number in range(1, rounds + 1):
-        for racer in list(racers)[:: -1 if number % 2 else 1]:
-            steps = racer.steps * number // rounds - racer.done
+    for number in range(1, contest.rounds + 1):
+        for name in list(racers)[:: -1 if number % 2 else 1]:
+            racer = racers[name]
+            report(f"{name}, round {number} of {contest.rounds}")
+            steps = racer.steps * number // contest.rounds - racer.done
             racer.seconds += racer.block(steps)
             racer.done += steps
-            if number >= judged_from * rounds:
+            if number >= contest.judged_from * contest.rounds:
                 racer.curve.append(Point(racer.seconds, racer.done, racer.judge()))
-    for racer in racers:
+    for racer in racers.values():
         racer.evaluation_s = racer.evaluation()
 
 
