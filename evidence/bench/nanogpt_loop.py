@@ -1,7 +1,7 @@
 """The baseline of the measurement ``nanogpt``: a small GPT and its loop, as the project nanoGPT describes them.
 
-Written from the description of the model (GPT-2's blocks without biases, exact GELU, tied embeddings, a smaller start for
-what is added to the residual stream) and of the loop (random windows of one array, AdamW, a cosine after a warm-up, the
+Written from the description of the model (GPT-2's blocks without biases, exact GELU, tied tables, a smaller start of
+what is added to the residual) and of the loop (random windows of one array, AdamW, a cosine after a warm-up, the
 loss read in every iteration). No code is shared with that project.
 """
 

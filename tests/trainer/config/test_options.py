@@ -144,6 +144,7 @@ def test_the_help_names_every_measurement_and_probe() -> None:
         (["only=memroy"], "only=memroy is not a measurement; did you mean 'memory'"),
         (["repeats=0"], "repeats=0 must be a whole number of at least 1"),
         (["memory"], "'memory' is not an option; write key=value"),
+        (["text=nowhere.txt"], "text=nowhere.txt: there is no such file"),
     ],
 )
 def test_bench_refuses_mistakes_before_it_measures(
