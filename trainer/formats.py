@@ -33,6 +33,11 @@ def quantity(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def about(value: float) -> str:
+    """Return a number with two significant digits, like ``quantity``: ``27``, ``120``, ``1.5``."""
+    return quantity(float(f"{value:.2g}"))
+
+
 def duration(seconds: float) -> str:
     """Return ``m:ss``, or ``h:mm:ss`` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)

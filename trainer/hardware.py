@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -112,32 +111,6 @@ def detect(device: str) -> Hardware:
         raise UserError(f"device={device} is not supported; use auto, cpu, cuda or mps")
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return Hardware(chosen, name, _ram_bytes(), cores, None, _cpu_flags())
-
-
-def product_slowdown(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure how many times longer than in fp32 a square matrix product takes in ``dtype`` on this device.
-
-    The result is a ratio of the shortest of three times each, of 2048 × 2048 matrices. On a CPU of 192 × 192, by the
-    processor time of one thread, so that other work on the machine does not count; it takes some 50 ms.
-    """
-    on_cpu = device.type == "cpu"
-    size, clock = (192, time.thread_time) if on_cpu else (2048, time.perf_counter)
-
-    def shortest_s(dtype: torch.dtype) -> float:
-        matrix = torch.ones(size, size, device=device, dtype=dtype)
-        times = []
-        for _ in range(4):
-            began = clock()
-            (matrix @ matrix)[0, 0].item()  # waits for the device
-            times.append(clock() - began)
-        return min(times[1:])  # the first one also loads the kernel
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 if on_cpu else threads)
-        return shortest_s(dtype) / shortest_s(torch.float32)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def reset_peak_memory(device: torch.device) -> None:

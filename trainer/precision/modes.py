@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.errors import UserError
-from trainer.formats import dtype_name
-from trainer.hardware import EMULATED, UNAVAILABLE, Hardware, product_slowdown
+from trainer.formats import about, dtype_name, quantity
+from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.precision import fp8, operators
 from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
 from trainer.precision.names import matching
@@ -117,18 +117,20 @@ class Precision:
                     f"unset it for precision=fp32 (unset {variable})"
                 )
 
-    def warning(self, hardware: Hardware, slowdown: float | None = None) -> str | None:
+    def warning(self, hardware: Hardware, rates: dict[str, float]) -> str | None:
         """Return a warning for the user if this hardware only emulates the mode.
 
-        ``slowdown`` is the time of a matmul relative to fp32; None: not measured.
+        ``rates`` are measured, of products in 10^12 FLOP/s: of the mode's format and of fp32, see ``product_rates``.
         """
         if hardware.support(self.mode) != EMULATED:
             return None
         name = family(self.mode)
-        text = f"{hardware.name} has no {name} instructions: results are as in {name}"
-        if slowdown is None or slowdown < 2:
-            return f"{text}, but do not expect a speedup"
-        return f"{text}, but a matmul takes {slowdown:.2g} times as long as in fp32; set precision=fp32 for speed"
+        text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
+        figures = f"{quantity(rates[name])} against {quantity(rates['fp32'])} TFLOP/s, measured"
+        slowdown = rates["fp32"] / rates[name]
+        if slowdown < 1.5:
+            return f"{text}do not expect a speedup over fp32 (matrix products: {figures})"
+        return f"{text}matrix products take {about(slowdown)} times as long as in fp32 ({figures}); set precision=fp32"
 
     def apply(self) -> None:
         """Set every backend's fp32 mode for this process.
@@ -276,23 +278,20 @@ class Precision:
         """Return what was requested and what is effective, read back from torch and tested on the device.
 
         ``matmul_dtype`` is the dtype of the result of a matmul of two matrices in the dtype of the weights.
-        ``dtypes_in_use`` adds what depends on the model. ``matmul_time_over_fp32`` is measured if the mode is emulated.
+        ``dtypes_in_use`` adds what depends on the model.
         """
         with self.autocast(hardware.device):
             one = torch.ones(8, 8, device=hardware.device, dtype=WEIGHTS_DTYPE.get(self.mode, torch.float32))
             product = (one @ one).dtype
-        support = hardware.support(self.mode)
-        slowdown = product_slowdown(product, hardware.device) if support == EMULATED else None
         backends = torch.backends
         return {
             "requested": {"mode": self.mode, "fp32_modules": list(self.fp32_modules)}
             | ({} if self.fp8_scaling is None else {"fp8_scaling": self.fp8_scaling})
             | self.listed,
-            "support": support,
+            "support": hardware.support(self.mode),
             "effective": {
                 "device": str(hardware.device),
                 "matmul_dtype": dtype_name(product),
-                "matmul_time_over_fp32": slowdown,
                 "fp32_modules": fp32_modules,
                 "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
                 "fp32_in_cudnn_conv": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]

@@ -16,8 +16,9 @@ from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.kernels import attention
-from trainer.precision.modes import dtypes_in_use
+from trainer.precision.modes import dtypes_in_use, family
 from trainer.profiling.dtypes import ModuleDtypes
+from trainer.profiling.rates import product_rates
 from trainer.run.folder import RunFolder
 from trainer.run.monitor import NonFiniteGradients
 from trainer.tracking.mlflow.datasets import dataset_facts
@@ -44,7 +45,8 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     """Return the content of precision.json: the precision that was requested, and the one in effect."""
     config = trainer.config
     manifest = config.precision.manifest(trainer.hardware, trainer.fp32_modules)
-    effective = manifest["effective"]
+    effective, formats = manifest["effective"], dict.fromkeys(("fp32", family(config.precision.mode)))
+    effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32} | trainer.operator_calls
     kernels, modules = attention.KernelsTaken(), ModuleDtypes(trainer.model)

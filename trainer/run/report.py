@@ -37,7 +37,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         precision += (
             f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
         )
-    precision += f", {manifest['support']} on this hardware"
+    precision += f", {manifest['support']} on this hardware ({_product_rates(config.precision.mode, effective)})"
     precision += f"; weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}"
     if layers := effective["fp8_modules"]:
         precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"
@@ -70,6 +70,13 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ("evaluation", _evaluation(trainer)),
         ("output", str(folder)),
     ]
+
+
+def _product_rates(mode: str, effective: dict[str, Any]) -> str:
+    """Return the measured rate of products in the run's format, and beside it fp32's."""
+    rates, name = effective["product_tflops"], family(mode)
+    beside = "" if name == "fp32" else f", fp32 {quantity(rates['fp32'])}"
+    return f"products {quantity(rates[name])} TFLOP/s{beside}"
 
 
 def warnings(trainer: Trainer) -> list[str]:

@@ -269,7 +269,7 @@ class Run:
         self.scores.load_state_dict(saved.progress)
 
     def _show_start(self, choices: list[Choice]) -> None:
-        emulated = self.config.precision.warning(self.hardware, self.manifest["effective"]["matmul_time_over_fp32"])
+        emulated = self.config.precision.warning(self.hardware, self.manifest["effective"]["product_tflops"])
         unwritten = convolution.warning(self.trainer.conv_in_fp32, self.folder.path / "precision.json")
         for sentence in filter(None, [emulated, unwritten, *report.warnings(self.trainer)]):
             self.terminal.warn(sentence)

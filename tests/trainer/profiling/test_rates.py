@@ -1,0 +1,104 @@
+"""The measured rates of matrix products: what is measured, the cache, and which formats are hopeless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import files
+from trainer.errors import UserError
+from trainer.hardware import Hardware, detect
+from trainer.profiling import rates
+
+CPU = torch.device("cpu")
+PLAIN_CPU = Hardware(CPU, "an old CPU", 2**34, 2)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path))
+    monkeypatch.setattr(rates, "remembered", files.remembered)
+    return tmp_path / "products"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
+    """What is measured, instead of measuring it."""
+    calls: list[str] = []
+
+    def measure(name: str, device: torch.device) -> float:
+        calls.append(name)
+        return {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}[name]
+
+    monkeypatch.setattr(rates, "measure", measure)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_a_rate_is_measured_on_this_machine(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_ENOUGH_IN_ALL_S", 0.05)
+    generators, threads = torch.get_rng_state(), torch.get_num_threads()
+    backend = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    hardware = detect("cpu")
+    found = rates.product_rates(hardware, [name])
+    assert list(found) == [name]
+    assert 1e-5 < found[name] < 1000
+    assert rates.product_rates(hardware, [name]) == found  # to the last bit: from the cache
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert torch.get_num_threads() == threads
+    assert torch.backends.mkldnn.matmul.fp32_precision == backend  # type: ignore[attr-defined]
+
+
+def test_the_rate_counts_three_products_of_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that takes n³ / 10^11 s for the three products, every second time three times as long."""
+    now, slow = 0.0, False
+
+    class Fake(rates._Products):
+        def _prepare(self) -> None:
+            self._products = [lambda: torch.zeros(1, 1)] * 3
+
+        def _seconds(self) -> float:
+            nonlocal slow
+            slow = not slow
+            return self.size**3 / 1e11 * (3 if slow else 1)
+
+    products = Fake("fp32", CPU, lambda: now)
+    assert products.rate() == pytest.approx(0.6)
+    assert products.size == 1024  # 5 ms are reached at 1024, and the rate was as high before
+
+
+def test_a_hopeless_format_is_measured_on_small_matrices() -> None:
+    class Hopeless(rates._Products):
+        def _prepare(self) -> None:
+            self._products = [lambda: torch.zeros(1, 1)] * 3
+
+        def _seconds(self) -> float:
+            return 6.0 * self.size**3 / 0.001e12
+
+    assert Hopeless("fp16", CPU, lambda: 0.0).size == 256
+
+
+def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = PLAIN_CPU
+    assert rates.product_rates(hardware) == {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}  # the CPU has no other one
+    assert rates.product_rates(hardware, ["fp8", "fp16", "tf32"]) == {"fp16": 0.0009}
+    assert measured == ["fp32", "bf16", "fp16"]
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    rates.product_rates(hardware, ["fp32"])
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    rates.product_rates(hardware, ["fp32"])
+    assert measured[3:] == ["fp32", "fp32"]
+
+
+def test_what_is_hopeless_is_ten_times_slower_than_fp32(measured: list[str]) -> None:
+    assert rates.slowdown("fp16_master", PLAIN_CPU) == pytest.approx(100)
+    assert rates.slowdown("fp32", PLAIN_CPU) == 1
+    assert rates.hopeless("fp16_pure", PLAIN_CPU) == "fp16 products take 100 times as long as fp32's here"
+    assert rates.hopeless("bf16", PLAIN_CPU) is None  # 9.9 times
+    assert rates.hopeless("fp32", PLAIN_CPU) is None
+    assert rates.hopeless("fp8", PLAIN_CPU) is None  # it is not available, which is another matter
+    with pytest.raises(UserError, match=r"precision=fp8 is not available on an old CPU; use precision=fp32"):
+        rates.slowdown("fp8", PLAIN_CPU)

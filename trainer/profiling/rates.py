@@ -1,0 +1,209 @@
+"""How fast this device multiplies matrices in each number format: measured once, then cached."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from trainer.errors import UserError
+from trainer.files import remembered
+from trainer.formats import about
+from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor
+from trainer.precision.modes import family
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = (*DTYPES, "fp8")
+HOPELESS = 10.0
+"""Times as long as in fp32, from which on a format is not tried unless the user names it."""
+
+_SMALLEST, _LARGEST = 128, 8192
+_LARGEST_ON_CPU = 4096
+_ENOUGH_S = 0.005
+"""What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
+_TIMES = (4, 20)
+_ENOUGH_IN_ALL_S = 0.5
+_AGREE = 1.03
+"""The ratio of the two shortest times from which on they agree: other work on the machine did not slow them."""
+
+
+def product_rates(hardware: Hardware, formats: Sequence[str] | None = None) -> dict[str, float]:
+    """Return the rates of matrix products here, in 10^12 FLOP/s by format; formats that the device lacks are left out.
+
+    Measured are the three products of a linear layer in training, of square matrices: forward, the gradient of the
+    input, the gradient of the weight. They differ in which factor is transposed, which matters where a format is
+    emulated. On a CPU all of torch's threads work on them. The shortest of several times counts. This takes some 0.1 to
+    0.5 s for a format, once for each device, number of threads and torch.
+
+    Args:
+        hardware: the device.
+        formats: of ``FORMATS``; None: all.
+    """
+    of = _of(hardware)
+    return {
+        name: remembered("products", of | {"format": name}, partial(measure, name, hardware.device))
+        for name in (FORMATS if formats is None else formats)
+        if hardware.support(name) != UNAVAILABLE
+    }
+
+
+def slowdown(mode: str, hardware: Hardware) -> float:
+    """Return the time of a product in the format of a precision mode over fp32's.
+
+    Raises:
+        UserError: this device does not have the format.
+    """
+    name = family(mode)
+    rates = product_rates(hardware, ("fp32", name))
+    if name not in rates:
+        raise UserError(f"precision={mode} is not available on {hardware.name}; use precision=fp32")
+    return 1.0 if name == "fp32" else rates["fp32"] / rates[name]
+
+
+def hopeless(mode: str, hardware: Hardware) -> str | None:
+    """Return why a mode is not tried here unless the user names it; None: it can be tried, or is not available."""
+    if hardware.support(mode) == UNAVAILABLE:
+        return None
+    times = slowdown(mode, hardware)
+    return f"{family(mode)} products take {about(times)} times as long as fp32's here" if times >= HOPELESS else None
+
+
+def measure(name: str, device: torch.device) -> float:
+    """Measure the rate of products in one format, in 10^12 FLOP/s; see ``product_rates``."""
+    threads = torch.get_num_threads()
+    with unset_fake_temporarily(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if device.type != "cpu":
+            rate = _Products(name, device, time.perf_counter).rate()
+        else:
+            # One thread's own time does not count the work of other programs, which keep several threads waiting for
+            # each other. On a busy machine it is the better figure, although of one thread only.
+            try:
+                torch.set_num_threads(1)
+                alone = _Products(name, device, time.thread_time)
+                rate = alone.rate()
+            finally:
+                torch.set_num_threads(threads)
+            if threads > 1:
+                rate = max(rate, _Products(name, device, time.perf_counter, alone.size).rate())
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the run's own allocations begin afresh
+    return rate
+
+
+class _Products:
+    """The products of one format, of a size that gives an exact time.
+
+    The size grows until they take long enough and their rate no longer rises, so a slow format is measured on small
+    matrices.
+    """
+
+    def __init__(self, name: str, device: torch.device, clock: Callable[[], float], size: int = _SMALLEST) -> None:
+        self.name = name
+        self.device = device
+        self.clock = clock
+        self.size = size
+        self.repeats = 1
+        largest, before = _largest(device), 0.0
+        while True:
+            self._prepare()
+            seconds = min(self._seconds() for _ in range(2))
+            rate = self._flop / seconds
+            if self.size >= largest or seconds >= 10 * _ENOUGH_S or (seconds >= _ENOUGH_S and rate < 1.2 * before):
+                break
+            self.size, before = 2 * self.size, rate
+        self.repeats = max(1, math.ceil(_ENOUGH_S / seconds))
+
+    def rate(self) -> float:
+        """Return 10^12 FLOP/s, of the shortest of several times."""
+        began, times = time.perf_counter(), [self._seconds()]
+        least, most = _TIMES
+        while len(times) < most:
+            times.append(self._seconds())
+            shortest, next_one = sorted(times)[:2]
+            late = time.perf_counter() > began + _ENOUGH_IN_ALL_S
+            if late or (len(times) >= least and next_one <= _AGREE * shortest):
+                break
+        return self._flop / min(times) / 1e12
+
+    @property
+    def _flop(self) -> float:
+        return 2.0 * self.size**3 * len(self._products)
+
+    def _prepare(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)  # random: a GPU is faster where all bits are equal
+        x, weight, upstream = (
+            torch.randn(self.size, self.size, device=self.device, generator=generator) for _ in range(3)
+        )
+        self._products: list[Callable[[], Tensor]]
+        if self.name == "fp8":
+            self._products = [_scaled(x, weight)]
+            return
+        x, weight, upstream = (each.to(DTYPES[self.name]) for each in (x, weight, upstream))
+        self._products = [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
+
+    def _seconds(self) -> float:
+        with _fp32_products(self.name):
+            _wait(self._products[0]())
+            began = self.clock()
+            for _ in range(self.repeats):
+                for product in self._products:
+                    result = product()
+            _wait(result)
+            return (self.clock() - began) / self.repeats
+
+
+def _scaled(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    """Return an fp8 product as torchao computes it: both factors in e4m3, one scale each, the result in bf16."""
+    scale = torch.ones((), device=x.device)
+    x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
+    return lambda: torch._scaled_mm(x, weight, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _wait(result: Tensor) -> None:
+    result[0, 0].item()
+
+
+def _largest(device: torch.device) -> int:
+    """Return the largest size whose matrices take at most a quarter of the memory that is left."""
+    size = _LARGEST_ON_CPU if device.type == "cpu" else _LARGEST
+    while size > 1024 and 7 * size**2 * 4 > available_bytes(device) / 4:
+        size //= 2
+    return size
+
+
+@contextmanager
+def _fp32_products(name: str) -> Iterator[None]:
+    """Multiply fp32 matrices as fp32 or tf32 does, whatever the precision of the process is."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "tf32" if name == "tf32" and backend is backends[0] else "ieee"
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+
+
+def _of(hardware: Hardware) -> dict[str, Any]:
+    """Return what the rates depend on."""
+    if hardware.device.type == "cpu":
+        return processor(hardware) | {"threads": torch.get_num_threads(), "cores": hardware.cpu_cores}
+    variables = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT")
+    return {
+        "gpu": hardware.name,
+        "capability": hardware.capability,
+        "memory_bytes": hardware.memory_bytes,
+        "driver": torch._C._cuda_getDriverVersion() if hardware.device.type == "cuda" else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "environment": {name: os.environ[name] for name in variables if name in os.environ},
+    }
