@@ -509,4 +509,4 @@ def test_support_is_that_of_the_format() -> None:
     amx = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
     assert amx.support("bf16_master") == "native"
     assert Precision("bf16_sr").warning(amx, {}) is None
-    assert "has no fp16 instructions" in str(Precision("fp16_pure").warning(amx))
+    assert "has no fp16 instructions" in str(Precision("fp16_pure").warning(amx, {"fp32": 0.1, "fp16": 0.001}))
