@@ -197,12 +197,13 @@ def _of(hardware: Hardware) -> dict[str, Any]:
     """Return what the rates depend on."""
     if hardware.device.type == "cpu":
         return processor(hardware) | {"threads": torch.get_num_threads(), "cores": hardware.cpu_cores}
+    cuda = hardware.device.type == "cuda"
     variables = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_BLAS_PREFER_CUBLASLT")
     return {
         "gpu": hardware.name,
         "capability": hardware.capability,
         "memory_bytes": hardware.memory_bytes,
-        "driver": torch._C._cuda_getDriverVersion() if hardware.device.type == "cuda" else None,
+        "driver": torch._C._cuda_getDriverVersion() if cuda else None,  # type: ignore[attr-defined]
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "environment": {name: os.environ[name] for name in variables if name in os.environ},
