@@ -195,12 +195,16 @@ def check_labels(arms: list[Arm]) -> None:
             raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
 
 
-def in_a_process(command: list[str], log: Path) -> int:
-    """Run a command, its output going to a file, and return its exit code; end it if this process is to end."""
+def in_a_process(command: list[str], log: Path, limit_s: float | None = None) -> int:
+    """Run a command, its output going to a file, and return its exit code; end it if this process is to end.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``limit_s`` seconds and was ended.
+    """
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
-            return process.wait()
+            return process.wait(limit_s)
         except BaseException:  # Ctrl-C reaches the run too; a signal to this process alone does not
             process.terminate()
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +16,14 @@ from evidence.runs import NULL_SHIFT, Arm
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
+from trainer.profiling.rates import hopeless
 
 FOLDER = PROJECT / "evidence" / "claims" / "published"
 NULL_ARM = "null_arm"
-QUIET = ("tracking=local", "checkpoint=none")
-"""Overrides of every training run: neither tracking nor saving is measured."""
+QUIET = ("tracking=local", "checkpoint=none", "tracking.epilogue=false")
+"""Overrides of every training run: neither tracking nor saving is measured, and nobody reads a generated sample."""
 PROBE = "probe="
+_PRECISION = "precision="
 STAND_INS = {
     "precision=tf32": "precision=fp32",
     "precision=fp8": "precision=bf16",
@@ -136,6 +138,42 @@ class Claim:
     def arms_here(self, hardware: Hardware) -> list[str]:
         """Return the names of the arms that this machine can run."""
         return [name for name in self.arms if not any(lacking(need, hardware) for need in self.arms_need.get(name, ()))]
+
+    def mode(self, arm: str) -> str:
+        """Return the precision of an arm."""
+        setup, *own = self.arms[arm].split()
+        words = [*self.setups[setup].split(), *own]
+        return next((word.removeprefix(_PRECISION) for word in reversed(words) if word.startswith(_PRECISION)), "fp32")
+
+    def too_slow(self, hardware: Hardware, include: Sequence[str]) -> dict[str, str]:
+        """Return why arms that this machine could run are not run: matrix products in their format are hopelessly slow.
+
+        Args:
+            hardware: this machine.
+            include: precisions (``fp16_pure``) or formats (``fp16``) that the user asked for by name.
+        """
+        found = {}
+        for name in self.arms_here(hardware):
+            mode = self.mode(name)
+            if not {mode, mode.partition("_")[0]} & set(include) and (why := hopeless(mode, hardware)):
+                found[name] = why
+        return found
+
+    def to_run(self, hardware: Hardware, include: Sequence[str] = ()) -> list[str]:
+        """Return the names of the arms to run here: those that a criterion needs which can be tested with the rest.
+
+        Empty: nothing that decides can be tested.
+        """
+        slow = self.too_slow(hardware, include)
+        here = [name for name in self.arms_here(hardware) if name not in slow]
+        if len(here) == len(self.arms):
+            return here
+        there = {*here, *([NULL_ARM] if self.null_arm in here else [])}
+        testable = [criterion for criterion in self.criteria if there.issuperset(criterion.arms)]
+        if not any(criterion.decides for criterion in testable):
+            return []
+        useful = {name for criterion in testable for name in criterion.arms}
+        return [name for name in here if name in useful or (name == self.null_arm and NULL_ARM in useful)]
 
     def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
         """Return the arms of these names as command lines, the null arm last; ``device`` is ``cpu`` or ``cuda``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from evidence.claims import results
+from evidence.claims.budget import Budget, duration, in_words
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
+from evidence.claims.queue import estimates, ordered, rest_in_words, run_claims
 from evidence.claims.reproduce import Reproduction, machine_name, part_facts, save
 from evidence.runs import TRAIN, merged
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
+from trainer.precision.modes import MODES
 
 
 @dataclass
@@ -28,6 +32,8 @@ class ReproduceOptions:
 
     claim: list[str] = field(default_factory=list)
     all: bool = False
+    budget: str = ""
+    include: list[str] = field(default_factory=list)
     reduced: bool = False
     pages: bool = False
     device: str = "auto"
@@ -51,48 +57,81 @@ def main(arguments: list[str]) -> int:
     if not options.claim and not options.all:
         _list(claims, results.read(), machine_name(hardware), terminal())
         return 0
-    wanted = list(claims) if options.all else options.claim
-    asked = {key for name in wanted for key in load(name).asks}
-    if unknown := [override for override in given if override.partition("=")[0] not in asked]:
-        near = nearest(unknown[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)
-        raise UserError(
-            f"{unknown[0]} is not an option{near}: a claim's file sets what is run "
-            f"({'to be set: ' + ', '.join(sorted(asked)) if asked else 'these claims have nothing to set'})"
-        )
-    reduced = options.reduced
+    wanted = ordered(claims, results.read().get(machine_name(hardware), {})) if options.all else options.claim
+    _check_options(options, wanted, given)
     if not options.all:
         for name in wanted:
-            _check(load(name), hardware, given, reduced)
+            _check(load(name), hardware, given, options)
     folder = options.output_dir.absolute() / "reproduce"
-    reproduction = Reproduction(hardware, folder, given, reduced=reduced)
-    if not reduced:
-        here = results.read().get(machine_name(hardware), {})
-        known = _known(claims, here)
+    budget = Budget(duration(options.budget)) if options.budget else None
+    reproduction = Reproduction(
+        hardware, folder, given, reduced=options.reduced, include=options.include, budget=budget
+    )
+    if not options.reduced:
+        records = results.read()
+        here = records.get(machine_name(hardware), {})
+        known = _known(claims, here, hardware, options.include)
         wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
-    earlier = set(reproduction.done)
-    shown_already = set(earlier)
-    for name in wanted:
-        if name in shown_already:
-            print(f"{name}: {reproduction.done[name]['verdict']}, of {reproduction.done[name]['date']}")
-            continue
-        reproduction.test(name)
-        for each in [name for name in reproduction.done if name not in shown_already]:  # and what it combines
-            _print(reproduction.done[each], claims[each], reduced)
+        reproduction.elsewhere = estimates(records, hardware, folder)
+    return _run(wanted, claims, reproduction)
+
+
+def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction) -> int:
+    """Test claims, print and write each outcome at once, say what is left; return the exit code."""
+    done, budget = reproduction.done, reproduction.budget
+    earlier, began = set(done), time.monotonic()
+    shown_already: set[str] = set()
+
+    def finished(name: str) -> None:
+        if name in earlier and name not in shown_already:
+            print(f"{name}: {done[name]['verdict']}, of {done[name]['date']}")
+            shown_already.add(name)
+        for each in [name for name in done if name not in shown_already | earlier]:  # and what it combines
+            _print(done[each], claims[each], reproduction.reduced)
             shown_already.add(each)
-            if not reduced:
-                print(f"written to {save(reproduction.done[each], results.RESULTS)}")
+            if not reproduction.reduced:
+                print(f"written to {save(done[each], results.RESULTS)}")
                 results.update()
-    return int(any(reproduction.done[name].get("failures") for name in shown_already - earlier))
+
+    left = run_claims(wanted, reproduction, finished)
+    new = shown_already - earlier
+    if budget:
+        names = ", ".join(f"{name} {done[name]['verdict']}" for name in wanted if name in new) or "no claim"
+        print(f"\nDone in {in_words(time.monotonic() - began)}: {names}. {rest_in_words(left)}")
+    return int(any(done[name].get("failures") for name in new))
 
 
-def _check(claim: Claim, hardware: Hardware, given: list[str], reduced: bool) -> None:
+def _check_options(options: ReproduceOptions, wanted: list[str], given: list[str]) -> None:
+    """Refuse what cannot be meant, before anything is run."""
+    if options.budget:
+        duration(options.budget)
+    formats = {mode.partition("_")[0] for mode in MODES}
+    if unknown := [name for name in options.include if name not in {*MODES, *formats}]:
+        near = nearest(unknown[0], MODES)
+        raise UserError(f"include={unknown[0]} is not a precision{near}; set include=fp16, for example")
+    asked = {key for name in wanted for key in load(name).asks}
+    if others := [override for override in given if override.partition("=")[0] not in asked]:
+        near = nearest(others[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)
+        raise UserError(
+            f"{others[0]} is not an option{near}: a claim's file sets what is run "
+            f"({'to be set: ' + ', '.join(sorted(asked)) if asked else 'these claims have nothing to set'})"
+        )
+
+
+def _check(claim: Claim, hardware: Hardware, given: list[str], options: ReproduceOptions) -> None:
     """Refuse what this machine cannot run, and overrides that train.py would refuse, before anything is run."""
-    if reduced:
+    if options.reduced:
         claim.reduce()
     if missing := claim.lacking(hardware, given):
         raise UserError(f"claim={claim.id} is {NOT_HERE}: it needs {', '.join(missing)}")
-    for arm in claim.runs(claim.arms_here(hardware), given, hardware.device.type, memory_ledger=False):
+    arms = list(claim.arms) if options.reduced else claim.to_run(hardware, options.include)
+    if not arms and not claim.combines:
+        name, why = next(iter(claim.too_slow(hardware, options.include).items()), ("", ""))
+        modes = claim.mode(name).partition("_")[0] if name else ""
+        hint = f": {why}; run it all the same with include={modes}" if why else ": its arms need another machine"
+        raise UserError(f"claim={claim.id} is {NOT_HERE}{hint}")
+    for arm in claim.runs(arms, given, hardware.device.type, memory_ledger=False):
         if arm.script == TRAIN:
             try:
                 compose(merged(arm.overrides))
@@ -106,8 +145,13 @@ def _made_anew(claim: Claim | None, wanted: list[str], known: dict[str, dict[str
     return bool(parts & set(wanted)) and parts <= {*wanted, *known}
 
 
-def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the outcomes that are still valid: of the present files of the claims, and without a failed run."""
+def _known(
+    claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]], hardware: Hardware, include: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the outcomes that are still valid.
+
+    They are of the present files of the claims, have no failed run, are explained, and have all arms that are wanted.
+    """
     return {
         name: record
         for name, record in outcomes.items()
@@ -115,6 +159,8 @@ def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dic
         and record["claim_sha256"] == claims[name].digest
         and record["verdict"] != NOT_HERE
         and not record.get("failures")
+        and not record.get("unexplained")
+        and not record.get("too_slow", {}).keys() - claims[name].too_slow(hardware, include)
         and record.get("parts", {})
         == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.claims.claims import NULL_ARM
-from evidence.claims.criteria import Finding, number
+from evidence.claims.criteria import Criterion, Finding, number
 from evidence.measures import MEASURES, measured
 from evidence.runs import DIVERGED, Arm, Outcome, Runner
 from trainer.formats import size
@@ -27,6 +27,9 @@ _PROFILED = (
     "steps=4",
 )
 _LEDGER = ("profiler=memory", "profiler.at_step=2", "steps=2")
+_OPERATORS, _LEDGERS = "operators", "ledger"
+_EXTRA = {_OPERATORS: _PROFILED, _LEDGERS: _LEDGER}
+"""Short runs under a profiler: what is added to the arm's name, and its overrides."""
 MOST = 3
 """Sentences for a claim."""
 
@@ -63,6 +66,29 @@ def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], r
             if sentence and sentence not in sentences:
                 sentences.append(sentence)
     return sentences
+
+
+def extra_runs(criteria: list[Criterion], arms: list[Arm], most: int, ledgers: bool) -> list[Arm]:
+    """Return the short extra runs that ``reasons`` can need: an upper limit of them.
+
+    Args:
+        criteria: of the claim.
+        arms: that are run here.
+        most: as for ``reasons``.
+        ledgers: whether the runs themselves record the memory by category.
+    """
+    by_name = {arm.label: arm for arm in arms}
+    found: dict[str, Arm] = {}
+    sentences = 0
+    for criterion in criteria:
+        if not criterion.decides or not by_name.keys() >= {*criterion.arms}:
+            continue
+        for pair in zip(criterion.arm, criterion.over or criterion.minus or criterion.arm, strict=True):
+            sentences += 1
+            kind = {"speed": _OPERATORS, "memory": "" if ledgers else _LEDGERS}.get(criterion.measure, "")
+            if kind and sentences <= most:
+                found |= {(run := _short(by_name[name], kind)).label: run for name in pair}
+    return list(found.values())
 
 
 def products_and_rest(path: Path) -> _OperatorTimes:
@@ -166,7 +192,7 @@ def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _OperatorTimes | None
 
     (The operators that torch.compile fuses have no time of their own.)
     """
-    path = _extra(arm, "operators", _PROFILED, runner) / "profile" / "operators.json"
+    path = _extra(arm, _OPERATORS, runner) / "profile" / "operators.json"
     if not path.exists():
         return None
     times = products_and_rest(path)
@@ -181,14 +207,18 @@ def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:
     done = runner.done(arm, 0)
     if done and done.ledger:
         return done.ledger
-    path = _extra(arm, "ledger", _LEDGER, runner) / "profile" / "ledger.json"
+    path = _extra(arm, _LEDGERS, runner) / "profile" / "ledger.json"
     if not path.exists():
         return None
     ledger: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return ledger
 
 
-def _extra(arm: Arm, suffix: str, overrides: tuple[str, ...], runner: Runner) -> Path:
+def _extra(arm: Arm, kind: str, runner: Runner) -> Path:
     """Run an arm for a few steps under a profiler, and return the run's folder."""
-    short = Arm(f"{arm.label}-{suffix}", (*arm.overrides, *overrides), arm.seed_shift)
+    short = _short(arm, kind)
     return (runner.done(short, 0) or runner.run(short, 0)).folder
+
+
+def _short(arm: Arm, kind: str) -> Arm:
+    return Arm(f"{arm.label}-{kind}", (*arm.overrides, *_EXTRA[kind]), arm.seed_shift)

@@ -7,17 +7,18 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evidence.claims.budget import Budget, OutOfTime, Seconds, of_runs
 from evidence.claims.claims import Claim, lacking, load
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
-from evidence.claims.reasons import MOST, reasons
+from evidence.claims.reasons import MOST, extra_runs, reasons
 from evidence.intervals import INCONCLUSIVE
 from evidence.measures import MEASURES, measured
-from evidence.runs import DIVERGED, Arm, Outcome, Runner, outcome_line
+from evidence.runs import DIVERGED, Arm, Outcome, Runner, interleaved, outcome_line
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
@@ -40,6 +41,12 @@ class Reproduction:
     """Called with each line of progress."""
     launch: Callable[[list[str], Path], int] | None = None
     """See ``Runner``."""
+    include: Sequence[str] = ()
+    """Precisions or formats to run although their products are hopelessly slow here."""
+    budget: Budget | None = None
+    """Of time; it launches the runs then."""
+    elsewhere: dict[str, Seconds] = field(default_factory=dict)
+    """What the runs of each claim took earlier, or would take by what another machine took."""
     git: dict[str, str] = field(init=False, default_factory=git_facts)
     done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     """The record of each claim that is tested, by its id."""
@@ -49,6 +56,7 @@ class Reproduction:
 
         Raises:
             UserError: no such claim, or a mistake in its file.
+            OutOfTime: it does not fit in the budget; the runs that are done are kept.
         """
         if name not in self.done:
             claim = load(name)
@@ -63,22 +71,39 @@ class Reproduction:
                 self.done[name] = self._tested(claim)
         return self.done[name]
 
-    def _tested(self, claim: Claim) -> dict[str, Any]:
-        here = claim.arms_here(self.hardware)
+    def plan(self, claim: Claim) -> tuple[list[Arm], Runner, list[str]]:
+        """Return a claim's arms here, what runs them, and the arms of the runs that are left, one entry each."""
+        names = list(claim.arms) if self.reduced else claim.to_run(self.hardware, self.include)
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
-        arms = claim.runs(here, self.given, self.hardware.device.type, ledger)
+        arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
+        launch = self.budget.launch if self.budget else self.launch
+        runner = Runner(self.folder / self._key(claim), launch=launch)
+        left = [arm.label for arm, seed in interleaved(arms, list(range(claim.repeats))) if not runner.done(arm, seed)]
+        most = 1 if self.reduced else MOST
+        extra = (arm for arm in extra_runs(claim.criteria, arms, most, ledger) if not runner.done(arm, 0))
+        return arms, runner, left + [arm.label for arm in extra]
+
+    def expected(self, claim: Claim, runner: Runner) -> Seconds:
+        """Return what each arm's run takes, by what is known."""
+        return self.elsewhere.get(claim.id, {}) | of_runs(runner.runs)
+
+    def _tested(self, claim: Claim) -> dict[str, Any]:
+        arms, runner, left = self.plan(claim)
+        not_run = {} if self.reduced else self._not_run(claim)
+        if not arms:
+            return self._record(claim, NOT_HERE, **not_run)
         seeds = list(range(claim.repeats))
-        runner = Runner(self.folder / self._key(claim), launch=self.launch)
+        if self.budget:
+            self.budget.begin(left, self.expected(claim, runner))
         self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
         outcomes = runner.run_all(arms, seeds, self._progress)
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
         verdict = combine([finding.verdict for finding in findings])
-        why = reasons(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
-        left_out = {
-            name: "; ".join(words for need in claim.arms_need[name] if (words := lacking(need, self.hardware)))
-            for name in claim.arms
-            if name not in here
-        }
+        try:
+            why = reasons(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
+        except OutOfTime:
+            why = ["There was no time left for the runs under a profiler that explain it; the same command makes them."]
+            not_run["unexplained"] = True
         return self._record(
             claim,
             verdict,
@@ -86,13 +111,24 @@ class Reproduction:
             findings=[_plain(finding) | {"why": self._public(finding.why)} for finding in findings],
             why=why,
             arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
-            left_out=left_out,
+            **not_run,
             failures=[
                 self._public(f"{run.arm}, seed {run.seed}: {run.reason}")
                 for run in outcomes
                 if run.exit_code not in (0, DIVERGED)
             ],
+            run_seconds={arm: round(seconds, 1) for arm, seconds in of_runs(runner.runs).items()},
         )
+
+    def _not_run(self, claim: Claim) -> dict[str, Any]:
+        """Return why arms are not run: what they need, or that their format is hopeless here."""
+        needs = {
+            name: [words for need in claim.arms_need.get(name, ()) if (words := lacking(need, self.hardware))]
+            for name in claim.arms
+        }
+        left_out = {name: "; ".join(words) for name, words in needs.items() if words}
+        slow = claim.too_slow(self.hardware, self.include)
+        return {"left_out": left_out} | ({"too_slow": slow} if slow else {})
 
     def _combined(self, claim: Claim) -> dict[str, Any]:
         parts = [self.test(name) for name in claim.combines]
@@ -130,6 +166,7 @@ class Reproduction:
 
     def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
         asked = [f"{key}=…" for key in claim.asks]
+        asked += [f"include={','.join(self.include)}"] * bool(self.include)
         record = {
             "claim": claim.id,
             "verdict": "reduced: no verdict" if self.reduced else verdict,
@@ -149,7 +186,7 @@ class Reproduction:
         given = [override for override in self.given if override.partition("=")[0] in claim.asks]
         parts = [claim.digest, self.git.get("commit"), machine_name(self.hardware), torch_version, threads, given]
         digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
-        return f"{claim.id}-{digest[:10]}"
+        return f"{claim.id}-{'reduced-' * self.reduced}{digest[:10]}"
 
     def _progress(self, number: int, count: int, outcome: Outcome, known: bool) -> None:
         self.report(outcome_line(number, count, outcome, known))

@@ -133,7 +133,8 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
     stale = "" if record["claim_sha256"] == claim.digest else " (of an earlier version of the claim's file)"
     lines = [f"**{record['verdict']}**{stale} on `{machine}`"]
     if record["verdict"] == NOT_HERE:
-        return [f"{lines[0]}: needs {', '.join(record['needs'])}."] if record.get("needs") else [f"{lines[0]}."]
+        needs = f": needs {', '.join(record['needs'])}" if record.get("needs") else ""
+        return [" ".join([f"{lines[0]}{needs}.", *_left_out(record)])]
     commit = record["git"].get("commit", "unknown")[:10]
     lines[0] += f", {record['date']}, commit {commit}{_threads(record['hardware'])}."
     rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]
@@ -143,11 +144,25 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
         rows.append(_row(cells))
     lines += ["", *rows, ""]
     lines += record["why"]
-    lines += [f"The arm {name} was not run; it needs {why}." for name, why in record.get("left_out", {}).items()]
+    lines += _left_out(record)
     if record.get("needs"):
         lines += [f"A part of it needs {', '.join(record['needs'])}."]
     lines += [f"Failed: {failure}." for failure in record.get("failures", [])]
     return lines
+
+
+def _left_out(record: dict[str, Any]) -> list[str]:
+    """Return a sentence for each reason why arms were not run."""
+    lacks = {name: f"; it needs {needs}" for name, needs in record.get("left_out", {}).items()}
+    slow = record.get("too_slow", {})
+    reasons = {why: [name for name in slow if slow[name] == why] for why in slow.values()}
+    return [
+        *(f"The arm {name} was not run{why}." for name, why in lacks.items()),
+        *(
+            f"The arm{'s' * (len(names) > 1)} {', '.join(names)} {'were' if len(names) > 1 else 'was'} not run: {why}."
+            for why, names in reasons.items()
+        ),
+    ]
 
 
 def _short(finding: dict[str, Any]) -> str:

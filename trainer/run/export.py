@@ -70,6 +70,8 @@ def export_best(trainer: Trainer, folder: RunFolder, best: dict[str, float] | No
                     raise
                 except Exception as error:  # it does not support all that a recipe may do
                     terminal.warn(f"MLflow gets the best weights as files, not as a servable model ({error})")
+            if not config.tracking.epilogue:
+                return Export(None, missing, test)
             text = config.recipe.epilogue(model.to(trainer.device), trainer.datasets, trainer.device)
             return Export(text, missing, test)
     except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device

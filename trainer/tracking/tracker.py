@@ -44,6 +44,8 @@ class Tracking:
     """The registered model that gets the best weights as a new version; None: they are not registered."""
     parent: str | None = None
     """MLflow's id of the run that this one is shown below, such as a search's; None: none."""
+    epilogue: bool = True
+    """Whether a finished run shows what its model can do, such as generated text, where its recipe has that."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):

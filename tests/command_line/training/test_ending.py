@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes.bignet import BigNet
 from tests.helpers import CPU, compose
 from trainer.checkpoint.reader import load
 from trainer.recipe import Choice
@@ -212,3 +213,12 @@ def test_a_run_with_other_augmentation_is_not_the_same(train: Callable[..., Any]
         assert done.code == 0, done.err
     assert "first is already complete" in done.out
     assert sorted(path.name for path in (folder / "outputs").iterdir()) == ["first", "first-2", "first-3"]
+
+
+def test_a_run_shows_what_its_model_can_do_unless_told_not_to(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BigNet, "epilogue", lambda *_: "what it can do", raising=False)
+    run = [*TINY, "steps=2", "checkpoint=none"]
+    assert "what it can do" in train(*run).out
+    assert "what it can do" not in train(*run, "tracking.epilogue=false").out

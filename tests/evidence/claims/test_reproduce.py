@@ -13,92 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from evidence.claims import claims, reproduce, results
+from evidence.claims import claims, results
 from evidence.claims import command as reproduce_cli
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
 from evidence.claims.reproduce import Reproduction, machine_name, save
 from evidence.intervals import INCONCLUSIVE
+from tests.evidence.claims.made_up import CLAIM, Machine, reproduction
 from tests.helpers import CPU
 from trainer.config.options import run
 from trainer.errors import UserError
-
-SPEED = {"fp32": 100.0, "bf16": 250.0}
-CLAIM = {
-    "statement": "bf16 is twice as fast",
-    "source": "a hunch",
-    "setups": {"net": "recipe=bignet"},
-    "arms": {"fp32": "net precision=fp32", "bf16": "net precision=bf16"},
-    "criteria": [
-        {"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 2.0, "published": "2x"},
-        {"measure": "loss", "arm": "bf16", "over": "fp32"},
-    ],
-}
-
-
-class Machine:
-    """Runs command lines by writing what a run would have left."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-        self.exit_codes: dict[str, int] = {}
-        self.words = "it broke"
-        self.git: dict[str, str] = {}
-
-    def __call__(self, command: list[str], log: Path) -> int:
-        options = dict(argument.split("=", 1) for argument in command[2:])
-        name = options["run_name"]
-        self.started.append(name)
-        folder = Path(options["output_dir"].strip("'")) / name
-        code = self.exit_codes.get(name, 0)
-        if code:
-            log.write_text(f"error: {self.words}\n")
-            if code == 3:
-                folder.mkdir(parents=True)
-                (folder / "metrics.jsonl").write_text('{"step": 4, "lr": 0.1}\n{"step": 7, "lr": 0.1, "loss": null}\n')
-            return code
-        (folder / "profile").mkdir(parents=True)
-        if options.get("profiler") == "torch":
-            slow = 1.0 if options["precision"] == "bf16" else 4.0
-            times = {"aten::mm": 900.0 * slow, "aten::convolution_backward": 100 * slow, "aten::add": 250.0}
-            record = {"device": "cpu", "steps": 2, "self_time_us": times}
-            (folder / "profile" / "operators.json").write_text(json.dumps(record))
-        summary = {
-            "status": "FINISHED",
-            "units_per_s": SPEED[options["precision"]] * (1 + 0.01 * int(options["seed"])),
-            "final": {"valid/loss": 2.0},
-            "best": {"value": 2.0},
-            "energy_j": None,
-            "step_time_s": 0.001 if options["precision"] == "bf16" else 0.003,
-            "git": self.git,
-            "units": 10,
-            "skipped_steps": 0,
-            "step": 3,
-            "hardware": {"device": "cpu"},
-        }
-        (folder / "summary.json").write_text(json.dumps(summary))
-        return 0
-
-
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Write claims to a folder of their own."""
-    folder = tmp_path / "claim"
-    folder.mkdir()
-    monkeypatch.setattr(reproduce, "load", functools.partial(claims.load, folder=folder))
-
-    def write(name: str, **changes: Any) -> None:
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(CLAIM | changes, sort_keys=False))
-
-    return write
-
-
-@pytest.fixture
-def made_up() -> Machine:
-    return Machine()
-
-
-def reproduction(tmp_path: Path, made_up: Machine) -> Reproduction:
-    return Reproduction(CPU, tmp_path / "runs", [], report=lambda _: None, launch=made_up)
 
 
 def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:
@@ -249,6 +172,10 @@ def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[...,
         (["claim=bignet_memory", "all=true"], "exclude each other"),
         (["bignet_memory"], "'bignet_memory' is not an option; write key=value"),
         (["device=tpu"], "use auto, cpu"),
+        (["all=true", "budget=25"], "budget=25 is not a time: set budget=25min, or with another unit budget=90s"),
+        (["all=true", "budget=soon"], "budget=soon is not a time: set budget=25min"),
+        (["all=true", "budget=0min"], "budget=0min is not a time: set budget=25min"),
+        (["all=true", "include=pf16"], "include=pf16 is not a precision; did you mean 'fp16'?"),
     ],
 )
 def test_an_error_is_reported_with_what_to_set(
@@ -268,7 +195,7 @@ def test_overrides_that_train_would_refuse_are_refused_before_anything_is_run(tm
     (folder / "mine.yaml").write_text(yaml.safe_dump(CLAIM | {"arms": arms, "reduced": {"net": "steps=3"}}))
     words = r"evidence/claims/published/mine.yaml: arm bf16: precision=bf61 is not a choice; did you mean 'bf16'\?"
     with pytest.raises(UserError, match=words):
-        reproduce_cli._check(claims.load("mine", folder), CPU, [], reduced=True)
+        reproduce_cli._check(claims.load("mine", folder), CPU, [], reproduce_cli.ReproduceOptions(reduced=True))
 
 
 def test_all_skips_claims_with_an_outcome_of_the_same_file(
@@ -331,6 +258,55 @@ def test_the_list_shows_every_claim(capsys: pytest.CaptureFixture[str], monkeypa
     shown = capsys.readouterr().out
     for name in claims.names():
         assert re.search(rf"^{name}\b", shown, re.MULTILINE)
+
+
+def test_arms_in_a_hopeless_format_run_only_where_the_user_names_it(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine, slow: dict[str, str]
+) -> None:
+    slow["fp16"] = "fp16 products take 95 times as long as fp32's here"
+    arms = CLAIM["arms"] | {"fp16": "net precision=fp16_pure"}  # type: ignore[operator]
+    criteria = [{"measure": "speed", "arm": arm, "over": "fp32", "at_least": 2.0} for arm in ("bf16", "fp16")]
+    files("mine", arms=arms, criteria=criteria)
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, NOT_HERE]
+    assert record["too_slow"] == {"fp16": slow["fp16"]}
+    assert record["verdict"] == CONFIRMED
+    assert "fp16-s0" not in made_up.started
+    text = "\n".join(results._outcome("here", record, claims.load("mine", tmp_path / "claim")))
+    assert "The arm fp16 was not run: fp16 products take 95 times as long as fp32's here." in text
+    asked = reproduction(tmp_path, made_up, include=["fp16"]).test("mine")
+    assert made_up.started.count("fp16-s0") == 1
+    assert "too_slow" not in asked
+    assert asked["command"] == "python scripts/reproduce.py claim=mine include=fp16"
+
+
+def test_nothing_is_run_where_nothing_that_decides_is_left(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine, slow: dict[str, str]
+) -> None:
+    slow["bf16"] = "bf16 products take 95 times as long as fp32's here"
+    files("mine")
+    record = reproduction(tmp_path, made_up).test("mine")
+    assert (record["verdict"], record["too_slow"]) == (NOT_HERE, {"bf16": slow["bf16"]})
+    assert not made_up.started
+    (line,) = results._outcome("here", record, claims.load("mine", tmp_path / "claim"))
+    assert line == f"**{NOT_HERE}** on `here`. The arm bf16 was not run: {slow['bf16']}."
+
+
+def test_a_claim_that_is_too_slow_here_is_refused_by_name_with_the_option(
+    slow: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow["fp16"] = "fp16 products take 95 times as long as fp32's here"
+    monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
+    assert run(reproduce_cli.main, None, ["claim=scaler_needed", "device=cpu"]) == 2
+    assert f"NOT TESTABLE HERE: {slow['fp16']}; run it all the same with include=fp16" in capsys.readouterr().err
+
+
+def test_an_outcome_without_an_arm_that_is_now_asked_for_is_not_kept(slow: dict[str, str]) -> None:
+    two_x = claims.load("two_x")
+    record = {"claim_sha256": two_x.digest, "verdict": CONFIRMED, "too_slow": {"gpt2_bf16": "why"}}
+    slow["bf16"] = "why"
+    assert "two_x" in reproduce_cli._known({"two_x": two_x}, {"two_x": record}, CPU, [])
+    assert "two_x" not in reproduce_cli._known({"two_x": two_x}, {"two_x": record}, CPU, ["bf16"])
 
 
 def test_an_interrupt_says_how_to_continue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
