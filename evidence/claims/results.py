@@ -1,8 +1,9 @@
-"""The committed outcomes of claims, and what is made of them: docs/results.md, and the table in docs/claims.md."""
+"""The committed outcomes of claims, and the pages made of them: docs/results.md, tables in docs/claims.md and README.md."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from trainer.files import PROJECT, write_text
 RESULTS = PROJECT / "results"
 PAGE = Path("docs") / "results.md"
 SUMMARY = Path("docs") / "claims.md"
+FRONT = Path("README.md")
+SHOWN = ("quality_parity", "cpu_bf16", "bf16_scaler", "bignet_memory", "half_everywhere")
+"""The claims of the README."""
 BEGIN, END = "<!-- results: made by scripts/reproduce.py -->", "<!-- end of results -->"
 
 Records = dict[str, dict[str, dict[str, Any]]]
@@ -85,38 +89,74 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(records: Records, claims: dict[str, Claim]) -> str:
-    """Return the tables of docs/claims.md, one for each machine: what has been tested there, by what decided."""
-    lines: list[str] = []
-    for machine, outcomes in records.items():
-        lines += [*([""] if lines else []), f"On `{machine}` ({_machine(outcomes)}):", ""]
-        lines += ["| claim | as published | verdict | measured (criterion) |", "|---|---|---|---|"]
-        for name, claim in claims.items():
-            record = outcomes.get(name)
-            if record is None or record["verdict"] == NOT_HERE:
-                continue
-            decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
-            measured = "; ".join(map(_short, decided))
-            lines.append(_row((f"[{name}](results.md#{name})", claim.statement, record["verdict"], measured)))
-    return "\n".join(lines)
+def summary(records: Records, claims: dict[str, Claim], page: str = PAGE.name) -> str:
+    """Return a table of claims with what decided them, a column for each machine.
+
+    Claims that no machine could test are left out.
+
+    Args:
+        records: all outcomes.
+        claims: of the rows.
+        page: the address of docs/results.md from where the table is.
+    """
+    rows = [("claim", "as published", *map(_title, records.values())), ("---",) * (2 + len(records))]
+    for name, claim in claims.items():
+        here = [outcomes.get(name) for outcomes in records.values()]
+        if any(record is not None and record["verdict"] != NOT_HERE for record in here):
+            rows.append((f"[{name}]({page}#{name})", claim.statement, *(_cell(record, claim) for record in here)))
+    return "\n".join(map(_row, rows))
+
+
+def tables(records: Records, claims: dict[str, Claim]) -> dict[Path, str]:
+    """Return what stands between the two markers of each page that shows outcomes."""
+    machines = [f"- {_title(outcomes)}: `{machine}`, {_machine(outcomes)}" for machine, outcomes in records.items()]
+    few = {name: claims[name] for name in SHOWN if name in claims}
+    return {
+        SUMMARY: "\n".join([summary(records, claims), "", "The machines:", "", *machines]),
+        FRONT: summary(records, few, PAGE.as_posix()),
+    }
 
 
 def update(root: Path = PROJECT) -> list[Path]:
-    """Write docs/results.md, and the table of docs/claims.md between two markers; return the files that changed."""
+    """Write docs/results.md, and the tables of other pages between two markers; return the files that changed.
+
+    Raises:
+        UserError: a page lacks a marker.
+    """
     claims = {name: load(name) for name in names()}
     records = read(root / "results")
-    head, found, rest = (root / SUMMARY).read_text(encoding="utf-8").partition(BEGIN)
-    _, ended, tail = rest.partition(END)
-    if not (found and ended):
-        raise UserError(f"{SUMMARY} lacks the line {BEGIN if not found else END}, which marks the table")
-    wanted = {
-        root / PAGE: page(records, claims, read_notes(root / "results")),
-        root / SUMMARY: f"{head}{BEGIN}\n{summary(records, claims)}\n{END}{tail}",
-    }
+    wanted = {root / PAGE: page(records, claims, read_notes(root / "results"))}
+    for path, table in tables(records, claims).items():
+        head, found, rest = (root / path).read_text(encoding="utf-8").partition(BEGIN)
+        _, ended, tail = rest.partition(END)
+        if not (found and ended):
+            raise UserError(f"{path} lacks the line {BEGIN if not found else END}, which marks the table")
+        wanted[root / path] = f"{head}{BEGIN}\n{table}\n{END}{tail}"
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in changed:
         write_text(path, wanted[path])
     return changed
+
+
+def _title(outcomes: dict[str, dict[str, Any]]) -> str:
+    """Return the name of a machine for the head of a column."""
+    hardware = next(iter(outcomes.values()))["hardware"]
+    name = re.sub(r"\((R|TM)\)| CPU\b| Processor\b| @.*", "", hardware["name"], flags=re.IGNORECASE)
+    if hardware["device"] != "cpu":
+        return name
+    amx = ", AMX" if "amx_bf16" in hardware["cpu_flags"] else ""
+    return f"{name}, {hardware['cpu_cores']} cores{amx}"
+
+
+def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
+    """Return the verdict, and what was measured or is missing."""
+    if record is None:
+        return ""
+    if record["verdict"] == NOT_HERE:
+        why = [*record.get("needs", []), *record.get("too_slow", {}).values(), *record.get("left_out", {}).values()]
+        return f"not testable: {why[0]}" if why else "not testable"
+    decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
+    return f"**{verdict(record, claim)}** {'; '.join(map(_short, decided))}"
 
 
 def _machine(outcomes: dict[str, dict[str, Any]]) -> str:

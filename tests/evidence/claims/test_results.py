@@ -21,11 +21,34 @@ def test_the_pages_agree_with_the_outcomes(tmp_path: Path) -> None:
     records = results.read()
     page = (PROJECT / results.PAGE).read_text()
     assert page == results.page(records, claims, results.read_notes()), "run: python scripts/reproduce.py pages=true"
-    table = results.summary(records, claims)
-    assert table in (PROJECT / results.SUMMARY).read_text(), "run: python scripts/reproduce.py pages=true"
-    shown = [line for line in (PROJECT / "README.md").read_text().splitlines() if "(docs/results.md#" in line]
-    assert shown, "the README shows some of them"
-    assert {line.replace("docs/results.md", "results.md") for line in shown} <= set(table.splitlines())
+    for path, table in results.tables(records, claims).items():
+        text = (PROJECT / path).read_text()
+        assert f"{results.BEGIN}\n{table}\n{results.END}" in text, "run: python scripts/reproduce.py pages=true"
+
+
+def test_machines_stand_side_by_side_with_what_each_lacks() -> None:
+    claims = {name: load(name) for name in ("two_x", "scaler_needed", "tf32_matmul")}
+    (xeon, outcomes), *_ = results.read().items()
+    hardware = {
+        "name": "AMD EPYC 7B13",
+        "device": "cpu",
+        "cpu_cores": 2,
+        "cpu_flags": [],
+        "memory_bytes": 0,
+        "torch": "",
+    }
+    absent = {"verdict": NOT_HERE, "hardware": hardware}
+    amd = {
+        "two_x": absent | {"needs": ["bf16 in hardware"]},
+        "scaler_needed": absent | {"too_slow": {"fp16_dynamic": "fp16 products take 95 times as long as fp32's here"}},
+    }
+    head, _, two_x, scaler = results.summary({xeon: outcomes, "amd": amd}, claims).splitlines()
+    assert head == "| claim | as published | Intel Xeon, 2 cores, AMX | AMD EPYC 7B13, 2 cores |"
+    assert two_x.startswith("| [two_x](results.md#two_x) | 2x or more speedup")
+    assert f"| **{outcomes['two_x']['verdict']}** speed gpt2_bf16/gpt2_fp32: " in two_x
+    assert two_x.endswith(" | not testable: bf16 in hardware |")
+    assert scaler.endswith(" | not testable: fp16 products take 95 times as long as fp32's here |")
+    assert "tf32_matmul" not in "".join([two_x, scaler])  # no machine could test it
 
 
 @pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*/*.json")), ids=lambda path: path.stem)
