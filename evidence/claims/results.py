@@ -1,4 +1,4 @@
-"""The committed outcomes of claims, and the pages made of them: docs/results.md, tables in docs/claims.md and README.md."""
+"""The committed outcomes of claims, and what is made of them: docs/results.md, and the tables of other pages."""
 
 from __future__ import annotations
 
