@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,17 @@ def detect(device: str) -> Hardware:
         raise UserError(f"device={device} is not supported; use auto, cpu, cuda or mps")
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     return Hardware(chosen, name, _ram_bytes(), cores, None, _cpu_flags())
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch's operators use ``count`` threads of the CPU (None: no change) in what runs inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -25,12 +25,12 @@ from evidence.bench.measurement import Bench, Measurement
 from evidence.bench.nanogpt import nanogpt
 from evidence.bench.parts import ema_cost, meters_cost, optimizers
 from evidence.bench.scale import parallel, saving
-from evidence.bench.turns import Block, Row, Turns, overheads, ratios, stopwatch, synchronise, threads
+from evidence.bench.turns import Block, Row, Turns, overheads, ratios, stopwatch, synchronise
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.files import PROJECT
 from trainer.formats import size
-from trainer.hardware import UNAVAILABLE, Hardware
+from trainer.hardware import UNAVAILABLE, Hardware, threads
 from trainer.precision.modes import BASIC_MODES
 from trainer.profiling.ledger import MemoryLedger
 from trainer.run.folder import RunFolder

@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from evidence.bench.measurement import Bench
-from evidence.bench.turns import Row, ratios, stopwatch, threads
+from evidence.bench.turns import Row, ratios, stopwatch
 from trainer.config.compose import compose
 from trainer.data.loader import Batching, DataOrder
-from trainer.hardware import Hardware
+from trainer.hardware import Hardware, threads
 
 HEIGHT, WIDTH = 375, 500
 """Of the images, in pixels: ImageNet's most frequent size."""

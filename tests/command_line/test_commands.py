@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trainer.kernels import convolution
 
@@ -153,6 +154,14 @@ def test_recipes_run_in_every_precision_a_cpu_has(
     assert lines[0]["loss_scale"] == (1024 if precision == "fp16" else 1)
 
 
+def test_threads_are_those_asked_for_and_the_next_run_has_its_own(train: Callable[..., Any], folder: Path) -> None:
+    before = torch.get_num_threads()
+    done = train(*TINY["bignet"], *SHORT, "threads=3", "profiler=none")
+    assert done.code == 0, done.err
+    assert read(only_run(folder) / "summary.json")["hardware"]["threads"] == 3
+    assert torch.get_num_threads() == before != 3
+
+
 @pytest.mark.parametrize("recipe", TINY)
 def test_recipes_refuse_tf32_on_a_cpu(recipe: str, train: Callable[..., Any], folder: Path) -> None:
     done = train(*TINY[recipe], "precision=tf32", *SHORT)
@@ -196,7 +205,6 @@ def test_convolutions_with_wrong_gradients_are_named_and_computed_in_fp32(
 
 
 def test_best_weights_of_gpt2_open_with_transformers(train: Callable[..., Any], folder: Path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
     assert train(*TINY["gpt2"], *SHORT).code == 0

@@ -98,6 +98,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "seed=x": ("seed=x must be a whole number",),
     "seed=null": ("seed=null must be given a value",),
     "seed=-1": ("seed=-1 must lie between",),
+    "threads=0": ("threads=0 must be at least 1; leave it out",),
     "log_every=0": ("log_every=0 must be at least 1",),
     "optimizer.lr=abc": ("optimizer.lr=abc must be a number",),
     "optimizer.lr=-1": ("optimizer.lr=-1.0", "above 0"),

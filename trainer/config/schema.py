@@ -59,6 +59,8 @@ class Config(SetOnce):
     debug: Debug = field(default_factory=Debug)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     device: str = "auto"
+    threads: int | None = None
+    """Of torch's operators on a CPU; None: torch's default."""
     seed: int = 0
     steps: int | str = "auto"
     epochs: float | None = None
@@ -90,6 +92,8 @@ class Config(SetOnce):
             raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise UserError(f"epochs={self.epochs:g} must be a positive number, such as 3 or 0.5")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
         if self.log_every < 1:
             raise UserError(f"log_every={self.log_every} must be at least 1")
         if not 0 <= self.seed < 2**32:

@@ -29,7 +29,7 @@ from trainer.run.folder import RunFolder, local_folder
 
 # What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
 # makes the run longer (and with it the schedule).
-_FREE = ("steps", "epochs", "eval_every", "log_every", "resume", "output_dir", "run_name", "device")
+_FREE = ("steps", "epochs", "eval_every", "log_every", "resume", "output_dir", "run_name", "device", "threads")
 _FREE_GROUPS = (
     *("loader", "profiler", "meters", "checkpoint", "tracking", "parallel", "activation_checkpointing"),
     *("early_stopping", "debug"),

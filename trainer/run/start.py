@@ -15,7 +15,7 @@ from trainer.config.schema import Config, Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
 from trainer.files import in_use
-from trainer.hardware import detect
+from trainer.hardware import detect, threads
 from trainer.run.earlier import continued, earlier_folder, earlier_result
 from trainer.run.folder import RunFolder
 from trainer.run.memory.fit import fit_plan
@@ -42,7 +42,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         NonFiniteError: training turned non-finite.
         Interrupted: a signal stopped the run after saving a checkpoint.
     """
-    with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack:
+    with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.first)
         hardware = detect(config.device)
