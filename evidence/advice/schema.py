@@ -76,6 +76,8 @@ class Advice:
     """Of the doctor's quick check-up of the winner: ``faults`` and ``notes``."""
     quality: dict[str, Any] = field(default_factory=dict)
     """Of an equivalence test of the winner against the baseline; empty without ``quality=true``."""
+    date: str = ""
+    """Of the measurement, in ISO format and UTC."""
     exhaustive: dict[str, Any] = field(default_factory=dict)
     """Of the comparison with the whole grid; empty without ``exhaustive=true``."""
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import SHIPPED
 from trainer.kernels import convolution
 
 PROJECT = Path(__file__).resolve().parents[2]
-CHOICES = sorted(
-    f"{path.parent.name}/{path.stem}" for path in (PROJECT / "conf").rglob("*.yaml") if path.stem != "config"
-)
+CHOICES = sorted(f"{path.parent.name}/{path.stem}" for path in SHIPPED if path.stem != "config")
 SHORT = ("steps=2", "batch_size=4", "eval_samples=4", "tracking=local")
 TINY = {
     "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=300"),

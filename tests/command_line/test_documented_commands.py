@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import SHIPPED
+
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 FILES = [
     *PAGES,
-    *sorted((PROJECT / "conf").rglob("*.yaml")),
+    *SHIPPED,
     *sorted((PROJECT / "scripts").glob("*.py")),
     PROJECT / "trainer/run/command.py",
 ]

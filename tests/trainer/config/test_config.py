@@ -9,7 +9,7 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from tests.helpers import CONF, CPU, compose
+from tests.helpers import CONF, SHIPPED, CPU, compose
 from trainer.config import registration as config
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -51,7 +51,7 @@ def test_every_yaml_becomes_typed_objects(overrides: str) -> None:
         assert flatten(composed)[group] == kind == choice
 
 
-@pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+@pytest.mark.parametrize("experiment", [path.stem for path in SHIPPED if path.parent.name == "experiment"])
 def test_every_experiment_becomes_a_config_and_can_be_overridden(experiment: str) -> None:
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     own_data = [f"data.path={CONF}"] if "data: text" in text or "data: imagefolder" in text else []

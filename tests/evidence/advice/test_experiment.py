@@ -1,0 +1,91 @@
+"""The advice as an experiment: it composes to what was measured, whatever the user has set."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import yaml
+
+from evidence.advice.experiment import PREFIX, overrides_of, write
+from tests.evidence.advice.made import TINY, advice, measured
+from trainer.config.compose import CONF, compose
+from trainer.config.registration import flatten
+
+SENTENCE = "bf16 + compile: 2.9x [2.85, 2.95] as fast as fp32, 38 % less memory, numerics healthy"
+
+
+def composed(command: str) -> dict[str, object]:
+    """The config of a printed command line, of which compose() knows Hydra's flag by another name."""
+    script, *arguments = shlex.split(command)[1:]
+    assert script == "scripts/train.py"
+    folder = arguments.pop(0).partition("=")[2]
+    assert folder
+    return flatten(compose([f"hydra.searchpath=['file://{Path(folder).absolute()}']", *arguments]))
+
+
+def test_the_file_is_the_winners_command_line_and_says_where_it_is_from(tmp_path: Path) -> None:
+    made = advice(measured("x", 3.5, 400, "precision=bf16", "micro_batch_size=2", threads=1), winner="x")
+    written = write(made, SENTENCE, tmp_path, tmp_path / "conf")
+    assert written.path == tmp_path / "conf" / "experiment" / "advised_gpt2_a_cpu_2_cores.yaml"
+    assert written.note == ""
+    text = written.path.read_text()
+    head, lines = text.partition("defaults:")[0], text.splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1].endswith(".")  # all that --help shows
+    assert f"#   {written.command}" in lines
+    for words in (SENTENCE, "2026-11-22", "torch 2.15.0", "A CPU", "0123456789"):
+        assert words in " ".join(head.replace("\n# ", " ").split())
+    content = yaml.safe_load(text)
+    assert content["defaults"] == [
+        {"override /recipe": "gpt2"}, {"override /data": "synthetic"}, {"override /precision": "bf16"}, "_self_"
+    ]  # fmt: skip
+    assert content["threads"] == 1
+    found = composed(written.command)
+    assert found == flatten(compose([*TINY, "precision=bf16", "micro_batch_size=2", "threads=1"]))
+
+
+def test_a_users_own_experiment_weights_and_odd_values_stay(tmp_path: Path) -> None:
+    text = tmp_path / "it's a text.txt"
+    text.write_text("a b c " * 100)
+    given = ["experiment=shakespeare_cpu", f"data.path={text}", "precision.fp32_modules=[lm_head]", "compile=default"]
+    made = advice(overrides=[*given, "tracking=local", "output_dir=elsewhere"])
+    written = write(made, SENTENCE, tmp_path, tmp_path / "conf")
+    assert written.path is not None
+    assert "elsewhere" not in written.path.read_text()
+    found = composed(written.command)
+    assert found == flatten(compose([*given, "precision=bf16"]))
+    assert (found["recipe.context"], found["data.path"], found["compile.mode"]) == (64, str(text), "default")
+
+
+def test_what_the_command_line_decides_by_itself_is_written_down(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    given = [*TINY, f"recipe.pretrained={tmp_path / 'best'}"]
+    written = write(advice(overrides=given), SENTENCE, tmp_path, tmp_path / "conf")
+    wanted = flatten(compose([*given, "precision=bf16", "compile=default"]))
+    assert wanted["optimizer.lr"] != flatten(compose([*TINY]))["optimizer.lr"]  # lower, for weights that are given
+    assert composed(written.command) == wanted
+
+
+def test_a_conf_that_cannot_be_written_is_replaced_by_the_advices_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    written = write(advice(), SENTENCE, tmp_path / "of it", tmp_path / "file" / "conf")
+    assert written.path is not None
+    assert written.path.parent == tmp_path / "of it" / "conf" / "experiment"
+    assert "cannot be written" in written.note
+    assert composed(written.command)["compile.mode"] == "default"
+    nowhere = write(advice(), SENTENCE, tmp_path / "file", tmp_path / "file" / "conf")
+    assert nowhere.path is None
+    assert nowhere.command == shlex.join(["python", "scripts/train.py", *overrides_of(advice())])
+
+
+def test_what_an_experiment_cannot_say_is_a_command_line(tmp_path: Path) -> None:
+    given = [*TINY, "~optimizer.options.betas"]
+    written = write(advice(overrides=given), SENTENCE, tmp_path, tmp_path / "conf")
+    assert (written.path, list(tmp_path.rglob("*.yaml"))) == (None, [])
+    assert "~optimizer.options.betas removes an option" in written.note
+    assert "precision=bf16" in written.command
+
+
+def test_git_ignores_the_users_own_experiments() -> None:
+    assert f"conf/experiment/{PREFIX}*" in (CONF.parent / ".gitignore").read_text().splitlines()
