@@ -9,7 +9,7 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-from tests.helpers import CONF, SHIPPED, CPU, compose
+from tests.helpers import CONF, CPU, SHIPPED, compose
 from trainer.config import registration as config
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
