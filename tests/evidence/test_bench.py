@@ -15,9 +15,9 @@ from evidence.bench import baselines, bench, inference, loading, parts
 from evidence.bench.baselines import BareLoop, Framework, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.measurement import Bench
-from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch, threads
+from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch
 from trainer.errors import RunError
-from trainer.hardware import Hardware, detect
+from trainer.hardware import Hardware, detect, threads
 from trainer.kernels import optimizers as optimizer_names
 from trainer.precision.modes import BASIC_MODES
 from trainer.trainer import Trainer
