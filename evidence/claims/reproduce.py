@@ -89,7 +89,7 @@ class Reproduction:
 
     def _tested(self, claim: Claim) -> dict[str, Any]:
         arms, runner, left = self.plan(claim)
-        not_run = {} if self.reduced else self._not_run(claim)
+        not_run: dict[str, Any] = {"left_out": {}} if self.reduced else self._not_run(claim)
         if not arms:
             return self._record(claim, NOT_HERE, **not_run)
         seeds = list(range(claim.repeats))
