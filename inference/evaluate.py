@@ -19,7 +19,7 @@ from recipes.data.text.corpus import TokenizedText
 from recipes.language import LanguageRecipe
 from trainer.data.contract import Dataset, Datasets, SampleId
 from trainer.data.evaluation import evaluation_samples
-from trainer.data.loader import checked, to_device
+from trainer.data.loader import to_device
 from trainer.errors import UserError
 
 
@@ -89,7 +89,7 @@ def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:
     config.precision.apply()
     started, warm = _now(device), 0.0
     with torch.inference_mode():
-        for microbatch in checked(config.loader.loader(opened.part, batches, hardware)):
+        for microbatch in config.loader.batches(opened.part, batches, hardware):
             batch = to_device(microbatch, device)
             with config.precision.autocast(device):
                 output = recipe.loss(model, batch)

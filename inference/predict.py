@@ -24,7 +24,7 @@ from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
 from trainer.data.contract import Batch, SampleId
 from trainer.data.evaluation import evaluation_samples
-from trainer.data.loader import checked, to_device
+from trainer.data.loader import to_device
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def predictions(
     recipe, precision, device = setting.config.recipe, setting.config.precision, setting.hardware.device
     model = in_precision(load_model(exported, recipe, datasets), exported, setting)
     batches = evaluation_samples(len(files), None, batch_size)
-    loaded = checked(setting.config.loader.loader(photos, batches, setting.hardware))
+    loaded = setting.config.loader.batches(photos, batches, setting.hardware)
     for samples, batch in zip(batches, loaded, strict=True):
         readable = batch.pop("readable").tolist()
         with precision.autocast(device):

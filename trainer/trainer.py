@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -236,7 +236,7 @@ class Trainer:
         self.config.precision.convert(model, self.device)
         return model
 
-    def batches(self) -> Iterator[list[Batch]]:
+    def batches(self) -> Generator[list[Batch], None, None]:
         """Yield the microbatches of every step that is left."""
         batching, left = self.plan.batching, self.plan.steps - self.step
         return self.config.loader.steps(self.datasets.train, self.order, batching, self.step, left, self.hardware)

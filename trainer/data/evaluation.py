@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.data.loader import Loader, checked, to_device
+from trainer.data.loader import Loader, to_device
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
 
@@ -40,7 +40,7 @@ class Evaluation:
         own = samples[world.rank :: world.size]
         others = samples[:1] * (math.ceil(len(samples) / world.size) - len(own))
         self._own = len(own)
-        self._loader = loader.loader(dataset, own + others, hardware)
+        self._batches = loader.batches(dataset, own + others, hardware)
         self._device, self._world = hardware.device, world
 
     def sums(
@@ -55,7 +55,7 @@ class Evaluation:
         wide = torch.float32 if self._device.type == "mps" else torch.float64  # sums of thousands of batches
         targets = 0
         sums: dict[str, Tensor] = {}
-        for number, batch in enumerate(checked(self._loader)):
+        for number, batch in enumerate(self._batches):
             values = forward(to_device(batch, self._device))
             counts = number < self._own  # else a forward pass for other ranks, which gather their weights from this one
             if counts:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import BaseContext
 from typing import ClassVar
 
 import numpy as np
@@ -21,6 +15,10 @@ from torch.utils.data import DataLoader
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware
+from trainer.parallel.loading import Ahead, end_with_the_run, forkserver_context
+
+STEPS_AHEAD = 2
+"""Steps whose batches are prepared while one is taken, where a thread does that."""
 
 
 class DataOrder:
@@ -33,18 +31,18 @@ class DataOrder:
     def __init__(self, length: int, seed: int) -> None:
         self.length = length
         self.seed = seed
-        self._epoch = -1
-        self._permutation = np.empty(0, dtype=np.int64)
+        self._kept = -1, np.empty(0, dtype=np.int64)  # an epoch and its permutation, replaced together: see ``Ahead``
 
     def samples(self, first: int, count: int) -> list[SampleId]:
         """Return the ``count`` samples from position ``first`` on."""
         samples: list[SampleId] = []
         while count:
             epoch, index = divmod(first, self.length)
-            if epoch != self._epoch:
-                self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.length)
-                self._epoch = epoch
-            chosen = self._permutation[index : index + count]
+            of, permutation = self._kept
+            if of != epoch:
+                permutation = np.random.default_rng((self.seed, epoch)).permutation(self.length)
+                self._kept = epoch, permutation
+            chosen = permutation[index : index + count]
             seeds = _mixed(_mixed(_mixed(np.zeros(1, np.uint64), self.seed), epoch), chosen.astype(np.uint64)) >> 1
             samples += map(SampleId, chosen.tolist(), seeds.tolist())
             first += len(chosen)
@@ -123,40 +121,36 @@ class _Fetch(torch.utils.data.Dataset[Batch]):
             return error
 
 
-def _forkserver() -> BaseContext:
-    """Return the context that starts loading processes: a fork server, in which the run's signals are blocked.
-
-    A terminal, torchrun and SLURM signal every process of a job. If a signal ended workers (or the server, or Python's
-    tracker of shared memory), the unfinished step would fail. They inherit the blocked signals.
-    """
-    # A server, because a process that runs threads (MLflow's feed, OpenMP) must not be forked. Torch is imported
-    # there once; otherwise every worker of every evaluation would spend seconds on it.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "trainer.data.loader"])
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
-    for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[name] for name in names])
-        try:
-            ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    return context
-
-
-def _end_with_the_run(worker: int) -> None:
-    """End this loading process when the main process has ended. DataLoader checks only its parent, the fork server."""
-    main_process = multiprocessing.parent_process()
-    assert main_process is not None
-
-    def wait() -> None:
-        main_process.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end with the run", daemon=True).start()
-
-
 def _as_fetched(batch: Batch) -> Batch:
     return batch
+
+
+@dataclass
+class Batches:
+    """Batches that are loaded when they are iterated over; loading processes may be kept for the next time."""
+
+    loader: DataLoader[Batch]
+    ahead: int
+    """How many of them a thread prepares before they are asked for; 0: there is none."""
+    device: torch.device
+    """Of the thread's pinned memory."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return Ahead(self._checked(), self.ahead, self._prepare) if self.ahead else self._checked()
+
+    def _checked(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            if isinstance(batch, RunError):  # a dataset reported it, perhaps in a worker
+                try:
+                    raise batch
+                finally:
+                    del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
+            yield batch
+
+    def _prepare(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: pinning would open a context on GPU 0
+        torch.set_num_threads(1)  # copies would spread over all cores and hold up the thread that launches kernels
 
 
 @dataclass
@@ -182,35 +176,47 @@ class Loader:
     def _options(self, hardware: Hardware) -> dict[str, object]:
         return {}
 
-    def loader(self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware) -> DataLoader[Batch]:
-        """Return a DataLoader that yields one microbatch per list of samples; ``workers`` is a number by now."""
+    def batches(
+        self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
+    ) -> Batches:
+        """Return one microbatch per list of samples; ``workers`` is a number by now.
+
+        ``in_a_step``: how many are needed at once; with a GPU, a thread keeps ``STEPS_AHEAD`` times as many ready.
+        """
         options = self._options(hardware)
         if self.workers:
             options |= {
                 "num_workers": self.workers,
-                "multiprocessing_context": _forkserver(),
-                "worker_init_fn": _end_with_the_run,
+                "multiprocessing_context": forkserver_context(),
+                "worker_init_fn": end_with_the_run,
             }
-        return DataLoader(
+        loader: DataLoader[Batch] = DataLoader(
             _Fetch(dataset),
             batch_sampler=samples,
             collate_fn=_as_fetched,  # type: ignore[arg-type]
             generator=torch.Generator(),  # DataLoader draws a seed, which must not be from the generator of training
             **options,  # type: ignore[arg-type]
         )
+        # A GPU computes meanwhile. On a CPU a thread would take the cores that compute: there, workers are an option.
+        ahead = STEPS_AHEAD * in_a_step if options.get("pin_memory") and not self.workers else 0
+        return Batches(loader, ahead, hardware.device)
 
     def steps(
         self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
-    ) -> Iterator[list[Batch]]:
-        """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on."""
-        microbatches = checked(self.loader(dataset, batching.microbatches(order, first_step, count), hardware))
-        while step := list(islice(microbatches, batching.accumulation)):
+    ) -> Generator[list[Batch], None, None]:
+        """Yield the microbatches of each of ``count`` optimizer steps, from step ``first_step`` on.
+
+        Closing the generator ends its thread.
+        """
+        samples, in_a_step = batching.microbatches(order, first_step, count), batching.accumulation
+        microbatches = iter(self.batches(dataset, samples, hardware, in_a_step))
+        while step := list(islice(microbatches, in_a_step)):
             yield step
 
 
 @dataclass
 class PinnedLoader(Loader):
-    """``loader=pinned``: page-locked host memory (with a GPU), persistent workers, prefetching."""
+    """``loader=pinned``: page-locked host memory (with a GPU), persistent workers, prefetching (see ``batches``)."""
 
     kind: ClassVar[str] = "pinned"
     prefetch: int = 4
@@ -239,7 +245,7 @@ class OnDeviceLoader(Loader):
 
     def steps(
         self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware
-    ) -> Iterator[list[Batch]]:
+    ) -> Generator[list[Batch], None, None]:
         """Yield the same microbatches ``count`` times."""
         first = next(super().steps(dataset, order, batching, 0, 1, hardware))
         yield from repeat([_Copied(batch, hardware.device) for batch in first], count)
@@ -251,17 +257,6 @@ class _Copied(dict[str, torch.Tensor]):
     def __init__(self, batch: Batch, device: torch.device) -> None:
         super().__init__(batch)
         self.on_device = to_device(batch, device)
-
-
-def checked(batches: DataLoader[Batch]) -> Iterator[Batch]:
-    """Yield the batches; an error that a dataset reported (perhaps in a worker) is raised here."""
-    for batch in batches:
-        if isinstance(batch, RunError):
-            try:
-                raise batch
-            finally:
-                del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
-        yield batch
 
 
 def fingerprint(datasets: Datasets) -> str:

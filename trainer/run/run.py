@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
@@ -172,19 +172,19 @@ class Run:
     def _take_steps(self) -> None:
         """Take the remaining optimizer steps, until a signal requests a stop."""
         trainer = self.trainer
-        batches = trainer.batches()
         self.monitor.start()
         self.energy.start()
-        while not self.complete and self.stopped_by is None:
-            microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
-            profiled = self.profiler.step(trainer.step + 1)
-            if not isinstance(profiled, nullcontext):
-                self.monitor.leave_out()
-            with profiled, self.meters.step(trainer.step + 1), self.config.debug.step():
-                record = self.step(microbatches)
-            self.first = self.first or record
-            self.log(record)
-            self.after_step()
+        with closing(trainer.batches()) as batches:
+            while not self.complete and self.stopped_by is None:
+                microbatches = next(batches)  # not profiled: a dataset in memory is not part of the step's memory
+                profiled = self.profiler.step(trainer.step + 1)
+                if not isinstance(profiled, nullcontext):
+                    self.monitor.leave_out()
+                with profiled, self.meters.step(trainer.step + 1), self.config.debug.step():
+                    record = self.step(microbatches)
+                self.first = self.first or record
+                self.log(record)
+                self.after_step()
         if self._stops_early:
             self.terminal.note(f"early stopping: {self.scores.why}")
 

@@ -1,0 +1,220 @@
+"""Batches that a thread prepares: where it does, and that nothing but the waiting changes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import CPU, compose, same_bits
+from tests.trainer.data.test_data import LENGTH, Broken, Buggy, Echo, flat, stream
+from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.evaluation import Evaluation
+from trainer.data.loader import STEPS_AHEAD, Batches, Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.parallel.world import World
+from trainer.run.run import Run
+from trainer.run.start import train
+from trainer.trainer import StepRecord
+
+GPU = replace(CPU, device=torch.device("cuda", 3))
+
+
+class AheadOnCpu(PinnedLoader):
+    """Uses the thread as for a GPU."""
+
+    def batches(
+        self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
+    ) -> Batches:
+        return replace(super().batches(dataset, samples, hardware, in_a_step), ahead=STEPS_AHEAD * in_a_step)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "batches ahead"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "hardware", "ahead"),
+    [
+        (PinnedLoader(0), GPU, 6),
+        (PinnedLoader(0), CPU, 0),  # it would take the cores that compute
+        (PinnedLoader(1), GPU, 0),  # workers and torch's own thread are ahead already
+        (Loader(0), GPU, 0),
+        (OnDeviceLoader(0), GPU, 0),
+    ],
+)
+def test_a_thread_works_two_steps_ahead_for_a_gpu_without_workers(
+    loader: Loader, hardware: Hardware, ahead: int
+) -> None:
+    assert loader.batches(Echo(), [], hardware, in_a_step=3).ahead == ahead
+
+
+@pytest.mark.parametrize("batching", [Batching(4, 4), Batching(8, 2), Batching(6, 1)])
+@pytest.mark.parametrize("first", [0, 5])
+def test_the_thread_changes_no_batch_and_no_generator(batching: Batching, first: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    loaded, plain = (stream(loader, batching, first, 20) for loader in (AheadOnCpu(0), Loader(0)))
+    assert len(loaded) == 20
+    assert same_bits(loaded, plain)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert threads() == []
+
+
+def test_a_thread_has_one_core_and_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPU 0, the default of a new thread, pinning would take memory from rank 0."""
+    devices: list[torch.device] = []
+    cores: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    class Noting(Echo):
+        def batch(self, samples: Any) -> Batch:
+            cores.append(torch.get_num_threads())
+            return super().batch(samples)
+
+    try:
+        batches = Loader(0).batches(Noting(), [[SampleId(1, None)]], CPU)
+        assert len(list(replace(batches, ahead=2, device=GPU.device))) == 1
+        assert (devices, cores, torch.get_num_threads()) == ([GPU.device], [1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_training_goes_on_while_the_next_batches_are_built() -> None:
+    used: list[int] = []
+    release = [threading.Event() for _ in range(30)]
+    begun = [threading.Event() for _ in range(30)]
+
+    class Slow(Echo):
+        """Builds batch n only once step n - 1 is in use."""
+
+        def __init__(self) -> None:
+            self.number = 0
+
+        def batch(self, samples: Any) -> Batch:
+            number, self.number = self.number, self.number + 1
+            begun[number].set()
+            assert release[number].wait(60)
+            return super().batch(samples)
+
+    release[0].set()
+    steps = AheadOnCpu(0).steps(Slow(), DataOrder(LENGTH, 0), Batching(4, 4), 0, 10, CPU)
+    for number in range(10):
+        step = next(steps)
+        used += step[0]["index"].tolist()
+        if number < 9:
+            assert begun[number + 1].wait(60)  # while this one is in use, and before the next one is asked for
+            release[number + 1].set()
+    assert used == flat(stream(Loader(0), Batching(4, 4), count=10))["index"]
+    assert list(steps) == []
+
+
+def test_errors_of_a_dataset_arrive_as_they_are() -> None:
+    order, batching = DataOrder(LENGTH, 0), Batching(4, 2)
+    with pytest.raises(UserError, match=r"^data.path=photos: photos/cat.jpg cannot be read; remove it$"):
+        list(AheadOnCpu(0).steps(Broken(), order, batching, 0, 20, CPU))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        list(AheadOnCpu(0).steps(Buggy(), order, batching, 0, 3, CPU))
+    assert threads() == []
+
+
+def test_closing_the_steps_ends_the_thread() -> None:
+    steps = AheadOnCpu(0).steps(Echo(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 1000, CPU)
+    next(steps)
+    assert len(threads()) == 1
+    steps.close()
+    assert threads() == []
+
+
+def test_evaluation_uses_it_each_time() -> None:
+    def sums(loader: Loader) -> list[tuple[dict[str, float], int]]:
+        evaluation = Evaluation(Echo(), None, 4, loader, CPU, World())
+
+        def forward(batch: Batch) -> dict[str, Tensor]:
+            if 0 in batch["index"]:  # the first batch
+                assert len(threads()) == isinstance(loader, AheadOnCpu)
+            return {"loss": batch["index"].double().mul(batch["index"][0]).sum()}
+
+        return [evaluation.sums(forward, len) for _ in range(2)]
+
+    assert sums(AheadOnCpu(0)) == sums(Loader(0))
+    assert threads() == []
+
+
+def test_two_threads_may_ask_for_samples() -> None:
+    """The thread asks for those of training, and a forward pass that inspects the model for the first ones."""
+    order = DataOrder(7, 0)
+    expected = {epoch: DataOrder(7, 0).samples(7 * epoch, 7) for epoch in (0, 1)}
+    wrong: list[int] = []
+
+    def ask(epoch: int) -> None:
+        for _ in range(1500):
+            if order.samples(7 * epoch, 7) != expected[epoch]:
+                wrong.append(epoch)
+
+    other = threading.Thread(target=ask, args=(1,))
+    with switching_often():
+        other.start()
+        ask(0)
+        other.join()
+    assert not wrong
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+BIGNET = (
+    *("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "steps=8"),
+    *("profiler=none", "tracking=local", "device=cpu", "eval_every=8", "log_every=4"),
+)
+
+
+class Failing(Run):
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        if self.trainer.step == 3:
+            raise ZeroDivisionError("a bug")
+        return super().step(microbatches)
+
+
+class Watching(Run):
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        if self.trainer.step == 0:
+            assert len(threads()) == isinstance(self.config.loader, AheadOnCpu)
+        return super().step(microbatches)
+
+
+@pytest.mark.parametrize("loader", [AheadOnCpu(0), PinnedLoader(0)], ids=["thread", "none"])
+def test_a_run_that_fails_ends_the_thread(loader: Loader, tmp_path: Path) -> None:
+    config = replace(compose(*BIGNET, f"output_dir={tmp_path}", "checkpoint=none"), loader=loader)
+    with pytest.raises(ZeroDivisionError) as held:
+        train(config, run_class=Failing)
+    assert threads() == []  # although the error's traceback holds every frame
+    assert held.value is not None
+
+
+def test_a_run_with_the_thread_is_the_same_run(tmp_path: Path) -> None:
+    files: list[list[bytes]] = []
+    for name, loader in (("thread", AheadOnCpu(0)), ("none", PinnedLoader(0))):
+        config = compose(*BIGNET, f"output_dir={tmp_path}", f"run_name={name}")
+        train(replace(config, loader=loader), run_class=Watching)
+        assert threads() == []
+        saved = sorted((tmp_path / name / "checkpoints" / "step-00000008").glob("*.safetensors"))
+        files.append([file.read_bytes() for file in saved])
+    assert len(files[0]) == 3  # weights, optimizer, generators
+    assert files[0] == files[1]
