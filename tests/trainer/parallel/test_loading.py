@@ -36,8 +36,6 @@ class Source:
         self.length = length
         self.error_at = error_at
         self.begun: list[int] = []
-        self.asked = 0
-        self.furthest = 0
         self.closed_by: threading.Thread | None = None
         self._changed = threading.Condition()
 
@@ -46,7 +44,6 @@ class Source:
             for number in range(self.length):
                 with self._changed:
                     self.begun.append(number)
-                    self.furthest = max(self.furthest, len(self.begun) - self.asked)
                     self._changed.notify_all()
                 if number == self.error_at:
                     raise ZeroDivisionError("a bug")
@@ -69,14 +66,26 @@ def test_the_items_come_in_their_order(length: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_it_works_on_the_next_items_while_one_is_used_and_not_on_more(count: int) -> None:
-    source = Source(40)
+def test_it_works_on_the_next_items_while_one_is_used_and_not_on_more(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = threading.Event()
+
+    class Room(threading.Semaphore):
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            if not super().acquire(blocking=False):
+                waits.set()
+                super().acquire()
+            return True
+
+    monkeypatch.setattr("trainer.parallel.loading.threading.Semaphore", Room)
+    source = Source()
     ahead = Ahead(source.items(), count, nothing)
-    for number in range(30):
-        source.asked = number + 1
+    for number in range(5):
+        assert waits.wait(PATIENCE_S)
+        assert source.begun == list(range(number + count))  # although nobody has asked for them
+        waits.clear()
         assert next(ahead) == number
-        source.wait_for(number + count)  # although nobody asks for them
-    assert source.furthest <= count + 1  # with the one that is asked for
     ahead.close()
 
 
