@@ -29,7 +29,7 @@ class Dataset(Protocol):
         ...
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
-        """Return the CPU tensors of these samples, stacked in the order given."""
+        """Return the CPU tensors of these samples, stacked in the order given. A thread may call it."""
         ...
 
 
