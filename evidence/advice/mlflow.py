@@ -118,10 +118,11 @@ def _log(
 
 
 def _numbers(entry: Entry) -> dict[str, float]:
+    speed = entry.speed
     found = {
-        "speed": entry.speed and entry.speed.mean,
-        "speed_low": entry.speed and entry.speed.low,
-        "speed_high": entry.speed and entry.speed.high,
+        "speed": speed.mean if speed else None,
+        "speed_low": speed.low if speed else None,
+        "speed_high": speed.high if speed else None,
         "memory_mib": entry.memory_bytes and entry.memory_bytes / MIB,
         "step_time_ms": 1e3 * statistics.median(entry.step_s) if entry.step_s else None,
         "compile_s": entry.compile_s or None,
