@@ -184,12 +184,15 @@ class Trainer:
         convolution.compute_in_fp32(self.model, names, dtype)
         return names
 
+    def few(self) -> Batch:
+        """Return the first samples, enough for a forward pass that only inspects the model."""
+        return self.datasets.train.batch(self.order.samples(0, min(_FEW, self.plan.batching.micro_batch_size)))
+
     def _forward_of_few(self) -> None:
         """Take one forward pass over the first samples, and restore the state of the generators."""
         generators = random_state(self.device)
-        few = self.order.samples(0, min(_FEW, self.plan.batching.micro_batch_size))
         try:
-            self.recipe.loss(self.model, to_device(self.datasets.train.batch(few), self.device))
+            self.recipe.loss(self.model, to_device(self.few(), self.device))
         finally:
             set_random_state(generators, self.device)
 

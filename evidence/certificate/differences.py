@@ -15,7 +15,7 @@ from evidence.certificate.child import TRACE_FILE
 from trainer.checkpoint.reader import load
 from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 
-_CLOCKS = ("time", "step_time_s", "memory_bytes", "checkpoint_stall_s")
+_CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

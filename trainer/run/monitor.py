@@ -15,6 +15,7 @@ from trainer.errors import NonFiniteError
 from trainer.hardware import peak_memory_bytes, reset_peak_memory
 from trainer.parallel.world import World
 from trainer.precision.scaler import Scaler
+from trainer.profiling.utilisation import Utilisation
 from trainer.trainer import StepRecord
 
 
@@ -49,6 +50,7 @@ class Monitor:
     recovers: bool
     device: torch.device
     world: World = field(default_factory=World)
+    utilisation: Utilisation = field(default_factory=Utilisation)
 
     def __post_init__(self) -> None:
         self.skipped_steps = 0
@@ -170,6 +172,8 @@ class Monitor:
             "step_time_s": seconds / self._window_steps,
             "memory_bytes": float(memory),
         }
+        if (mfu := self.utilisation.mfu(metrics[f"{self.unit}_per_s"])) is not None:
+            metrics["mfu"] = mfu
         if self._stall_s:
             metrics["checkpoint_stall_s"] = self._stall_s
         self._stall_s = 0.0

@@ -17,8 +17,11 @@ from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.kernels import attention
 from trainer.precision.modes import dtypes_in_use, family
+from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.dtypes import ModuleDtypes
+from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import product_rates
+from trainer.profiling.utilisation import Utilisation
 from trainer.run.folder import RunFolder
 from trainer.run.monitor import NonFiniteGradients
 from trainer.tracking.mlflow.datasets import dataset_facts
@@ -42,18 +45,32 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
 
 
 def precision_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Return the content of precision.json: the precision that was requested, and the one in effect."""
+    """Return the content of precision.json: the precision that was requested, the one in effect, the FLOP it takes."""
     config = trainer.config
     manifest = config.precision.manifest(trainer.hardware, trainer.fp32_modules)
     effective, formats = manifest["effective"], dict.fromkeys(("fp32", family(config.precision.mode)))
     effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32} | trainer.operator_calls
-    kernels, modules = attention.KernelsTaken(), ModuleDtypes(trainer.model)
-    trainer.observe(kernels, modules)
+    flops, kernels, modules = ModelFlops(), attention.KernelsTaken(), ModuleDtypes(trainer.model)
+    trainer.observe(flops, kernels, modules)
     if trainer.device.type == "cuda":
         effective["sdpa_taken"] = kernels.rows()
-    return manifest | {"modules": modules.rows()}
+    model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.few()))
+    return manifest | {"model_flops": model_flops, "modules": modules.rows()}
+
+
+def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
+    """Return the content of precision.json, and what turns the run's throughput into MFU."""
+    manifest, name = precision_manifest(trainer), family(trainer.config.precision.mode)
+    return manifest, Utilisation(
+        flops_per_unit=manifest["model_flops"]["per_unit"],
+        unknown=manifest["model_flops"]["unknown"],
+        format=name,
+        measured_tflops=manifest["effective"]["product_tflops"][name],
+        data_sheet_tflops=data_sheet(trainer.hardware.name, name),
+        devices=trainer.world.size,
+    )
 
 
 def open_tracker(

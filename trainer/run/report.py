@@ -15,6 +15,7 @@ from trainer.formats import duration, loss, quantity, size
 from trainer.kernels.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.precision.modes import family
+from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Choice
 from trainer.run.folder import RunFolder
 from trainer.run.terminal import Rows
@@ -185,6 +186,8 @@ class RunSummary:
     """What throughput counts, such as ``tokens``."""
     units_per_s: float | None
     step_time_s: float | None
+    utilisation: dict[str, Any]
+    """``mfu``, the share of the measured rate of products that the model needs, and more: ``Utilisation.facts``."""
     energy_j: float | None
     """Joules of training and evaluation since this process started or resumed the run, of one rank's GPU."""
     units: int
@@ -218,6 +221,8 @@ class RunSummary:
             rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s"))
         if self.step_time_s:
             rows.append(("step time", f"{quantity(1e3 * self.step_time_s)} ms"))
+        if share := mfu_text(self.utilisation, self.processes):
+            rows.append(("MFU", share))
         rows.append(("peak memory", f"{size(self.peak_memory_bytes)} {self.memory_is}"))
         rows.append(("skipped steps", str(self.skipped_steps)))
         rows.append(("time", duration(self.wall_time_s)))

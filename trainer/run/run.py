@@ -28,7 +28,7 @@ from trainer.run.export import export_best
 from trainer.run.folder import RunFolder
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import doctor_command, git_facts, resume_command, versions
-from trainer.run.record import forget_failure, open_tracker, precision_manifest, record_failure, write_config
+from trainer.run.record import forget_failure, observed, open_tracker, record_failure, write_config
 from trainer.run.report import RunSummary
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
@@ -99,7 +99,7 @@ class Run:
         if saved is not None:
             self._restore(saved)
         self.git = git_facts()
-        self.manifest = precision_manifest(trainer)
+        self.manifest, self.monitor.utilisation = observed(trainer)
         self.tracker: Tracker | None = None
         if self.world.first:
             self.tracker = self._begin(saved.step if saved else None, choices)
@@ -331,6 +331,7 @@ class Run:
             unit=config.recipe.unit,
             units_per_s=units_per_s,
             step_time_s=step_time_s,
+            utilisation=monitor.utilisation.facts(units_per_s),
             energy_j=self.energy.joules(),
             units=monitor.units,
             peak_memory_bytes=peak_memory_bytes(self.trainer.device),

@@ -10,6 +10,7 @@ from tests.helpers import copied, fit, same_bits, trainer_of
 from trainer.checkpoint.generators import random_state
 from trainer.kernels.attention import KernelsTaken
 from trainer.profiling.dtypes import LOSS, ModuleDtypes
+from trainer.profiling.flops import ModelFlops
 from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer
 
@@ -107,7 +108,7 @@ def test_a_run_has_the_same_bits_with_and_without_it(options: tuple[str, ...]) -
     for trainer in (seen, unseen):
         torch.manual_seed(5)
         if trainer is seen:
-            trainer.observe(ModuleDtypes(trainer.model), KernelsTaken())
+            trainer.observe(ModelFlops(), ModuleDtypes(trainer.model), KernelsTaken())
         losses = [record.loss for record in fit(trainer)]
         states.append((losses, copied(trainer.model.state_dict()), random_state(trainer.device)))
     assert same_bits(*states)

@@ -77,6 +77,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["units_per_s"]:
         speed = f"{quantity(summary['units_per_s'])} {summary['unit']}/s"
         rows.append(("throughput", f"{speed}, {quantity(1e3 * summary['step_time_s'])} ms a step"))
+    if mfu := summary.get("utilisation", {}).get("mfu"):
+        rows.append(("MFU", f"{mfu:.1%} of the measured rate of products"))
     rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
     rows.append(("skipped steps", str(summary["skipped_steps"])))
     rows.append(("time", duration(summary["wall_time_s"])))

@@ -7,6 +7,7 @@
 | ``test/loss``, ``test/…`` | each metric of the test data, with the best weights | the last |
 | ``final/throughput`` | units (tokens, images …) per second, without warm-up and evaluation | the last |
 | ``final/step_time_ms`` | milliseconds per optimizer step, likewise | the last |
+| ``final/mfu`` | MFU, the share of the measured rate of products, likewise (0 to 1) | the last |
 | ``final/peak_memory_mib`` | MiB: allocated on a GPU, else of the process | the last |
 | ``final/skipped_steps`` | steps skipped for an overflow | the last |
 """
@@ -58,6 +59,7 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
     numbers = {
         "final/throughput": summary.get("units_per_s") or (_median(windows, rates[0]) if rates else None),
         "final/step_time_ms": _scaled(summary.get("step_time_s") or _median(windows, "step_time_s"), 1e3),
+        "final/mfu": summary.get("utilisation", {}).get("mfu") or _median(windows, "mfu"),
         "final/peak_memory_mib": _scaled(_peak(windows, summary), 1 / 2**20),
         "final/skipped_steps": windows[-1].get("skipped_steps") if windows else None,
     }

@@ -1,0 +1,286 @@
+"""Model FLOPs: against formulas made by hand, and against torch's counter of a whole step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+
+from recipes.language_model import torch_can_chunk
+from tests.helpers import trainer_of
+from trainer.parallel.world import World
+from trainer.profiling import utilisation
+from trainer.profiling.datasheets import data_sheet
+from trainer.profiling.flops import ModelFlops
+from trainer.profiling.utilisation import Utilisation
+from trainer.run.monitor import Monitor
+from trainer.run.record import observed
+from trainer.trainer import StepRecord, Trainer
+
+GPT2 = (
+    *("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "recipe.attention=sdpa", "data=synthetic"),
+    *("data.vocab_size=64", "batch_size=8", "steps=2"),
+)
+LAYERS, WIDTH, CONTEXT, VOCABULARY = 4, 128, 16, 64
+PRODUCTS = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH
+"""Weights of GPT-2's products: attention's four, the two of the MLP, the output layer."""
+GPT2_FLOPS = 6 * PRODUCTS + 12 * LAYERS * CONTEXT * WIDTH
+"""Of a token: 6N, and 12LHQT of attention."""
+
+
+def counted(forward: Callable[[], Any]) -> int:
+    with ModelFlops() as flops:
+        forward()
+    assert not flops.unknown
+    return flops.total
+
+
+def per_token(*options: str) -> float:
+    found: float = observed(trainer_of(*GPT2, *options))[0]["model_flops"]["per_unit"]
+    return found
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 10))
+
+
+def test_an_mlp_takes_six_flop_a_weight_and_sample_but_no_gradient_of_its_input() -> None:
+    model, x = mlp(), torch.randn(5, 20)
+    weights = 20 * 30 + 30 * 10
+    assert counted(lambda: model(x)) == 6 * weights * 5 - 2 * 20 * 30 * 5
+    assert counted(lambda: model(x.clone().requires_grad_())) == 6 * weights * 5
+
+
+def test_frozen_weights_need_no_gradient() -> None:
+    model, x = mlp(), torch.randn(5, 20)
+    model[0].requires_grad_(False)
+    assert counted(lambda: model(x)) == (2 * 20 * 30 + 4 * 30 * 10) * 5  # nor does what is before the trained layer
+    model.requires_grad_(False)
+    assert counted(lambda: model(x)) == 2 * (20 * 30 + 30 * 10) * 5
+
+
+def test_a_convolution() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1, stride=2))
+    first, second = 2 * 7 * 7 * 8 * 3 * 9, 2 * 4 * 4 * 4 * 8
+    assert counted(lambda: model(torch.randn(2, 3, 7, 7))) == 2 * (2 * first + 3 * second)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.into(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0).transpose(-2, -3)
+        y: Tensor = self.out(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(-2))
+        return y
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_it_is_torchs_count_of_forward_and_backward_without_what_is_recomputed(kernel: SDPBackend) -> None:
+    model, x = Attention(), torch.randn(2, 6, 8)
+    with sdpa_kernel(kernel):
+        found = counted(lambda: model(x))
+        with FlopCounterMode(display=False) as whole:
+            model(x).sum().backward()
+    scores_again = 2 * (2 * 2) * 6 * 6 * 4 if kernel is SDPBackend.FLASH_ATTENTION else 0
+    assert found == whole.get_total_flops() - scores_again
+
+
+def test_where_gradients_are_off_the_count_is_the_same() -> None:
+    """FSDP's model is looked at without them."""
+    model, x = Attention(), torch.randn(2, 6, 8)
+    expected = counted(lambda: model(x))
+    with torch.no_grad():
+        assert counted(lambda: model(x)) == expected
+        assert counted(lambda: model(x).detach() @ torch.ones(8, 1)) == expected + 2 * 2 * 6 * 8
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_function_with_its_own_backward_counts() -> None:
+    x, weight = torch.randn(5, 20), torch.randn(20, 3, requires_grad=True)
+    assert counted(lambda: Doubled.apply(x, weight)) == 2 * 2 * 5 * 20 * 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_does_not_count(reentrant: bool) -> None:
+    model, x = mlp(), torch.randn(5, 20, requires_grad=True)
+    assert counted(lambda: checkpoint(model, x, use_reentrant=reentrant)) == counted(lambda: model(x))
+
+
+def test_gpt2_takes_6n_and_attention() -> None:
+    assert per_token() == GPT2_FLOPS
+    assert per_token("recipe.attention=eager") == GPT2_FLOPS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("micro_batch_size=1",),
+        ("micro_batch_size=3", "batch_size=6"),
+        ("activation_checkpointing=blocks",),
+        ("activation_checkpointing=selective",),
+        ("compile=default",),
+        ("precision=bf16",),
+        ("precision=bf16_master",),
+        ("recipe.dropout=0.1",),
+        ("ema=default",),
+    ],
+)
+def test_options_of_the_training_do_not_change_the_model_flops(options: tuple[str, ...]) -> None:
+    assert per_token(*options) == GPT2_FLOPS
+
+
+@pytest.mark.skipif(not torch_can_chunk(), reason="this torch cannot compute the loss in chunks")
+def test_a_loss_in_chunks_does_not_change_the_model_flops() -> None:
+    assert per_token("recipe.chunked_loss=true", "data.vocab_size=40") == GPT2_FLOPS  # padded to 64
+
+
+def test_a_frozen_gpt2_takes_less() -> None:
+    """A block before the first trained one needs no gradients at all, the output layer only that of its input."""
+    block = 12 * WIDTH**2
+    found = per_token("freeze=[wte,wpe,h.0]")
+    assert found == GPT2_FLOPS - 4 * block - 8 * CONTEXT * WIDTH - 2 * VOCABULARY * WIDTH  # the output layer is wte
+
+
+def test_a_resnet() -> None:
+    """torchvision states 1.81 G multiplications for ResNet-18 at 224². The images need no gradient."""
+    options = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=64", "recipe.classes=1000", "data=synthetic")
+    manifest = observed(trainer_of(*options, "data.classes=1000", "batch_size=2", "steps=1"))[0]
+    first = 2 * 112 * 112 * 64 * 3 * 49
+    small = (2 * 1.814e9 - 2 * 512 * 1000) * (64 / 224) ** 2 + 2 * 512 * 1000
+    assert manifest["model_flops"]["per_unit"] == pytest.approx(3 * small - first * (64 / 224) ** 2, rel=0.01)
+    assert manifest["model_flops"]["unit"] == "images"
+
+
+@torch.library.custom_op("mantissa_test::products", mutates_args=())
+def products(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+def test_an_operator_without_a_formula_is_named() -> None:
+    x, weight = torch.randn(5, 20), torch.randn(20, 3)
+    with ModelFlops() as flops:
+        products(x, weight)
+        x @ weight
+    facts = flops.facts("rows", 5)
+    assert facts == {
+        "per_unit": None,
+        "unit": "rows",
+        "unknown": "torch has no FLOP formula for mantissa_test.products",
+    }
+    shown = utilisation.text(Utilisation(unknown=facts["unknown"], measured_tflops=1.0).facts(5.0), 1)
+    assert shown == "not known: torch has no FLOP formula for mantissa_test.products"
+    with ModelFlops() as flops:
+        torch.fft.rfft(x)
+        nn.functional.bilinear(x, x, torch.randn(2, 20, 20))
+    assert flops.unknown == {"aten._fft_r2c", "aten._trilinear"}
+
+
+def test_a_formula_makes_a_custom_operator_known() -> None:
+    packet = torch.ops.mantissa_test.products
+
+    @register_flop_formula(packet)
+    def of_products(x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+        return 2 * math.prod(x) * int(weight[1])
+
+    try:
+        x, weight = torch.randn(5, 20), torch.randn(20, 3)
+        assert counted(lambda: products(x, weight)) == 2 * 5 * 20 * 3
+    finally:
+        del flop_registry[packet]
+
+
+def test_a_model_without_products_has_no_mfu() -> None:
+    with ModelFlops() as flops:
+        torch.ones(3).exp()
+    assert flops.facts("rows", 3)["unknown"] == "no matrix products in a forward pass over 3 rows"
+
+
+def test_mfu_is_the_share_of_all_devices_rate() -> None:
+    known = Utilisation(6e9, None, "bf16", 400.0, 1000.0, devices=2)
+    facts = known.facts(80_000.0)  # 4.8e14 of 8e14 and 2e15
+    assert facts["mfu"] == pytest.approx(0.6)
+    assert facts["mfu_of_data_sheet"] == pytest.approx(0.24)
+    assert json.loads(json.dumps(facts)) == facts
+    assert utilisation.text(facts, 2) == (
+        "60.0 % of 400 TFLOP/s of each process measured here in bf16 products; 24.0 % of the data sheet's 1000"
+    )
+    alone = replace(known, data_sheet_tflops=None, devices=1).facts(100.0)
+    assert utilisation.text(alone, 1) == "0.15 % of 400 TFLOP/s measured here in bf16 products"
+    assert utilisation.text(known.facts(None), 1) is None  # no step was timed
+
+
+def test_the_run_takes_the_rate_of_its_format() -> None:
+    """The rates of products are given in tests: fp32 0.1, bf16 0.8."""
+    for mode, tflops in (("fp32", 0.1), ("bf16", 0.8), ("bf16_master", 0.8)):
+        manifest, found = observed(trainer_of(*GPT2, f"precision={mode}"))
+        assert found == Utilisation(GPT2_FLOPS, None, mode[:4], tflops, None, 1)
+        assert manifest["effective"]["product_tflops"] == {"fp32": 0.1, mode[:4]: tflops}
+        assert json.loads(json.dumps(manifest)) == manifest
+
+
+def record(trainer: Trainer, step: int) -> StepRecord:
+    number = torch.tensor(1.0)
+    return StepRecord(step, number, number, torch.tensor(False), number, 0.1, 50)
+
+
+def test_the_metric_log_has_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"log_every": 1, "last_step": 9, "unit": "tokens", "recovers": False}
+    trainer = trainer_of(*GPT2)
+    known = Utilisation(1e9, None, "fp32", 1.0)
+    monitor = Monitor(**options, scaler=trainer.config.scaler, device=trainer.device, world=World(), utilisation=known)
+    monitor.start()
+    metrics = monitor.add(record(trainer, 1))
+    assert metrics is not None
+    assert metrics["mfu"] == pytest.approx(metrics["tokens_per_s"] * 1e9 / 1e12)
+    monitor.utilisation = Utilisation(unknown="a reason")
+    assert "mfu" not in (monitor.add(record(trainer, 2)) or {"mfu": 0})
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
+        ("NVIDIA H100 PCIe", "fp16", 756.5),
+        ("NVIDIA H200", "fp8", 1979),
+        ("NVIDIA H200 NVL", "bf16", 835.5),
+        ("NVIDIA A100-SXM4-40GB", "tf32", 156),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA A100-PCIE-40GB", "fp16", 312),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L4", "bf16", 121),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla T4", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71),
+        ("NVIDIA GeForce RTX 4090", "fp8", 330.3),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "fp16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA B200", "bf16", 2250),
+        ("AMD EPYC", "fp32", None),
+    ],
+)
+def test_the_data_sheets(gpu: str, name: str, tflops: float | None) -> None:
+    assert data_sheet(gpu, name) == tflops
