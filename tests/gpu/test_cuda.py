@@ -20,9 +20,11 @@ from tests.parallel.conftest import TORCHRUN, environment
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
-from trainer.hardware import NATIVE, detect
+from trainer.hardware import NATIVE, UNAVAILABLE, detect
 from trainer.kernels import attention
 from trainer.precision.modes import Precision, dtypes_in_use
+from trainer.profiling import rates
+from trainer.profiling.datasheets import data_sheet
 from trainer.run.monitor import Monitor
 from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer
@@ -303,6 +305,18 @@ def test_the_manifest_of_a_gpu(mode: str) -> None:
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mode, "float32")
     assert effective["matmul_dtype"] == dtype
     assert effective["fp32_in_cuda_matmul"] == effective["fp32_in_cudnn_conv"] == ("tf32" if mode == "tf32" else "ieee")
+
+
+def test_the_product_rates_of_a_gpu() -> None:
+    hardware = detect("cuda")
+    names = [name for name in rates.FORMATS if hardware.support(name) != UNAVAILABLE]
+    before = torch.backends.cuda.matmul.fp32_precision
+    found = {name: rates.measure(name, hardware.device) for name in names}
+    assert torch.backends.cuda.matmul.fp32_precision == before
+    assert found["fp16"] > found["fp32"]
+    for name, rate in found.items():
+        if (stated := data_sheet(hardware.name, name)) is not None:
+            assert 0.2 < rate / stated < 1.1, (name, rate)
 
 
 BERT = ["recipe=bert", "recipe.context=64", "data=synthetic", "data.vocab_size=500"]

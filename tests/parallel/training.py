@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.files import flush
 from trainer.hardware import detect
 from trainer.parallel.wrap import is_sharded
+from trainer.profiling.flops import ModelFlops
 from trainer.trainer import Trainer
 
 SMALL = ("recipe=bignet", "recipe.width=12", "recipe.layers=12", "data.samples=64", "schedule=linear", "device=cpu")
@@ -62,6 +63,8 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
         trainer, other = (_trainer(mode, device, *RULES[name]) for _ in range(2))
     except UserError as error:
         return str(error)
+    flops = ModelFlops()
+    trainer.observe(flops)
     first = copied(weights(trainer))
     records = fit(trainer, 3)
     folder = Path(sys.argv[2]) / f"{mode}-{name.replace(' ', '-')}"
@@ -75,6 +78,7 @@ def _found(mode: str, device: str, name: str) -> dict[str, Any] | str:
     fit(other)
     after, again = weights(trainer), weights(other)
     return {
+        "model_flops": flops.facts("samples", 2),
         "losses": [trainer.world.add(record.loss.double()).item() for record in records],
         "change": torch.cat([(last[key] - first[key]).flatten().double() for key in trained]).tolist(),
         "unchanged": [key for key in first if torch.equal(first[key], after[key])],

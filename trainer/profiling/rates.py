@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -150,7 +151,7 @@ class _Products:
         self._products = [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
 
     def _seconds(self) -> float:
-        with _fp32_products(self.name):
+        with _fp32_products(self.name, self.device):
             _wait(self._products[0]())
             began = self.clock()
             for _ in range(self.repeats):
@@ -180,17 +181,24 @@ def _largest(device: torch.device) -> int:
 
 
 @contextmanager
-def _fp32_products(name: str) -> Iterator[None]:
+def _fp32_products(name: str, device: torch.device) -> Iterator[None]:
     """Multiply fp32 matrices as fp32 or tf32 does, whatever the precision of the process is."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
+    on_gpu = device.type == "cuda"
+    backend: Any = torch.backends.cuda.matmul if on_gpu else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = backend.fp32_precision
+
+    def choose(value: str) -> None:
+        if on_gpu:  # torch raises where the older flag disagrees
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                backend.allow_tf32 = value == "tf32"
+        backend.fp32_precision = value
+
     try:
-        for backend in backends:
-            backend.fp32_precision = "tf32" if name == "tf32" and backend is backends[0] else "ieee"
+        choose("tf32" if name == "tf32" else "ieee")
         yield
     finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
+        choose(before)
 
 
 def _of(hardware: Hardware) -> dict[str, Any]:
