@@ -25,8 +25,18 @@ SHAPES = {
     "1558M": Shape(48, 25, 1600, 1024),
 }
 
+# In one kernel each, where transformers' gelu_new, the name that GPT-2's own config has, takes eight.
+ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
 
-def new_gpt2(shape: Shape, vocabulary: int, context: int, dropout: float, attention: str = "sdpa") -> Any:
+
+def new_gpt2(
+    shape: Shape,
+    vocabulary: int,
+    context: int,
+    dropout: float,
+    attention: str = "sdpa",
+    activation: str = ACTIVATIONS["tanh"],
+) -> Any:
     """Return transformers' GPT-2 of this shape with random weights in fp32."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -39,7 +49,7 @@ def new_gpt2(shape: Shape, vocabulary: int, context: int, dropout: float, attent
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation=attention,
-        activation_function="gelu_pytorch_tanh",  # gelu_new in one kernel, where transformers takes eight
+        activation_function=activation,
         **dropouts(dropout),
     )
     return GPT2LMHeadModel(config)

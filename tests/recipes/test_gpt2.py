@@ -368,3 +368,34 @@ def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     written = word.partition("\n")[2]
     assert written.count("<") == 8
     assert all(int(number.rstrip(">")) < 90 for number in written.split("<")[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "approximate", "name"), [("tanh", "tanh", "gelu_pytorch_tanh"), ("erf", "none", "gelu")]
+)
+def test_gelu_is_the_function_that_the_option_names(kind: str, approximate: str, name: str) -> None:
+    gpt2 = trainer_of(*TINY, f"recipe.gelu={kind}").model.gpt2
+    x = torch.linspace(-5, 5, 101)
+    for block in gpt2.transformer.h:
+        assert torch.equal(block.mlp.act(x), F.gelu(x, approximate=approximate))
+    assert gpt2.config.activation_function == name  # so that the export computes the same
+
+
+def test_a_pretrained_gelu_takes_one_kernel_and_stays_the_same_function(tmp_path: Path) -> None:
+    before = new_gpt2(SHAPES["tiny"], 90, 16, 0.0, activation="gelu_new")
+    before.save_pretrained(tmp_path)
+    words(tmp_path)
+    after = GPT2(pretrained=str(tmp_path)).network(90, 16)
+    assert after.config.activation_function == "gelu_pytorch_tanh"
+    tokens = torch.randint(90, (2, 16))
+    with torch.no_grad():
+        assert torch.allclose(before.eval()(tokens).logits, after.eval()(tokens).logits, atol=1e-5)
+    new_gpt2(SHAPES["tiny"], 90, 16, 0.0, activation="relu").save_pretrained(tmp_path)
+    assert GPT2(pretrained=str(tmp_path)).network(90, 16).config.activation_function == "relu"
+
+
+def test_gelu_is_refused_where_it_has_no_effect_or_is_unknown() -> None:
+    with pytest.raises(UserError, match=r"recipe.gelu=exact is unknown; use recipe.gelu=tanh\|erf"):
+        GPT2(gelu="exact")
+    with pytest.raises(UserError, match=r"recipe.gelu=erf has no effect with recipe.pretrained"):
+        GPT2(gelu="erf", pretrained="gpt2")
