@@ -1,12 +1,12 @@
 """Measure the project's performance targets, as ratios from one run: ``python scripts/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, trainer, nanogpt, optimizers, meters, ema, memory,
-                          loader, generation, evaluation, startup, saving, parallel
+                          precision, trainer, nanogpt, roofline, optimizers, meters, ema,
+                          memory, loader, generation, evaluation, startup, saving, parallel
   repeats=5               repeats; the median is shown
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matrix products are hopelessly slow here
-  text=FILE               nanogpt's text (tinyshakespeare's input.txt); else the source of Python's standard library
+  text=FILE               text for nanogpt and roofline, such as tinyshakespeare's; else Python's library
   json=FILE               also write all measurements to FILE
 Each row is printed as soon as it is known; Ctrl-C keeps what is known. A measurement that fails is named, and the
 others go on.

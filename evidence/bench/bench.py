@@ -24,6 +24,7 @@ from evidence.bench.loading import loader
 from evidence.bench.measurement import Bench, Measurement
 from evidence.bench.nanogpt import nanogpt
 from evidence.bench.parts import ema_cost, meters_cost, optimizers
+from evidence.bench.roofline import roofline
 from evidence.bench.scale import parallel, saving
 from evidence.bench.turns import Block, Row, Turns, overheads, ratios, stopwatch, synchronise
 from trainer.config.schema import Config
@@ -277,6 +278,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "precision": precision,
     "trainer": trainer_cost,
     "nanogpt": nanogpt,
+    "roofline": roofline,
     "optimizers": optimizers,
     "meters": meters_cost,
     "ema": ema_cost,

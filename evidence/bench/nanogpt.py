@@ -111,7 +111,7 @@ def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))) and hardware.device.type == "cpu":
         forms = [(mode, compiled) for mode, compiled in forms if not compiled]
     for mode in contest.modes:
-        if why := _unworthy(bench, mode):
+        if why := unworthy(bench, mode):
             forms = [form for form in forms if form[0] != mode]
             yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], f"left out: {why}")
     blocks: dict[str, Callable[[], float]] = {}
@@ -129,7 +129,7 @@ def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
             yield _step_row(times, f"ours {form}", f"{PLAIN} fp32", job, command, None)
 
 
-def _unworthy(bench: Bench, mode: str) -> str | None:
+def unworthy(bench: Bench, mode: str) -> str | None:
     """Return why a format is not measured; None: it is."""
     if mode == "fp32" or mode in bench.modes or bench.hardware.support(mode) == NATIVE:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 from evidence.claims.claims import NULL_ARM
 from evidence.claims.criteria import Criterion, Finding, number
 from evidence.measures import MEASURES, measured
+from evidence.operators import PRODUCTS
 from evidence.runs import DIVERGED, Arm, Outcome, Runner
 from trainer.formats import size
 from trainer.profiling.ledger import STEADY
 
-_PRODUCTS = re.compile(r"(mm|linear|conv\w*|attention\w*)(_backward)?$|convolution|attention|mm_|scaled_mm")
-"""Operators that run on the hardware's matrix units."""
 _PROFILED = (
     "profiler=torch",
     "profiler.wait=1",
@@ -95,7 +93,7 @@ def products_and_rest(path: Path) -> _OperatorTimes:
     """Split the operator times of ``profile/operators.json`` into matrix products and everything else."""
     record = json.loads(path.read_text(encoding="utf-8"))
     times = {name.removeprefix("aten::"): us for name, us in record["self_time_us"].items()}
-    products = sum(us for name, us in times.items() if _PRODUCTS.search(name))
+    products = sum(us for name, us in times.items() if PRODUCTS.search(name))
     return _OperatorTimes(products / record["steps"] / 1e3, (sum(times.values()) - products) / record["steps"] / 1e3)
 
 

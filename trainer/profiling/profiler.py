@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -155,19 +155,12 @@ class _TorchSession(Session):
             self._profile = None
 
     def _start_profile(self) -> torch.profiler.profile:
-        # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver. Its log level
-        # can be set in the environment only.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        profile = torch.profiler.profile(
-            activities=activities,
+        profile = new_profile(
+            self._device,
             schedule=torch.profiler.schedule(wait=0, warmup=self._config.warmup, active=self._config.active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=self._config.record_shapes,
             with_stack=self._config.with_stack,
-            acc_events=True,  # there is one cycle; without it torch 2.11 warns that events of others are dropped
         )
         profile.start()
         return profile
@@ -194,22 +187,40 @@ class _TorchSession(Session):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files = [self._folder / name for name in ("trace.json", "operators.txt", "operators.json")]
         profile.export_chrome_trace(str(self._files[0]))
-        averages = profile.key_averages()
         where = "device" if self._device.type == "cuda" else "cpu"
+        averages = profile.key_averages()
         table = averages.table(sort_by=f"self_{where}_time_total", row_limit=60, max_name_column_width=70)
         self._files[1].write_text(table)
-        # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
-        times = {
-            row.key: getattr(row, f"self_{where}_time_total")
-            for row in averages
-            if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
-        }
+        times = operator_times(profile, self._device)
         record = {"device": self._device.type, "steps": self._kept, "self_time_us": times}
         self._files[2].write_text(json.dumps(record, indent=1))
         total = sum(times.values())
         top = sorted(times, key=lambda key: -times[key])[:3]
         shares = ", ".join(f"{key.removeprefix('aten::')} {times[key] / total:.0%}" for key in top if total)
         self.summary = f"{self._kept} steps profiled; operator time on {self._device.type}: {shares}"
+
+
+def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:
+    """Return a profile of a device that is not started; ``options`` are torch's."""
+    # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver. Its log level can
+    # be set in the environment only.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # With one cycle there is nothing to drop, of which torch 2.11 warns without acc_events.
+    return torch.profiler.profile(activities=activities, acc_events=True, **options)
+
+
+def operator_times(profile: torch.profiler.profile, device: torch.device) -> dict[str, float]:
+    """Return the microseconds spent on the device in each of torch's operators itself, by name (``aten::mm``)."""
+    where = "device" if device.type == "cuda" else "cpu"
+    # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
+    return {
+        row.key: getattr(row, f"self_{where}_time_total")
+        for row in profile.key_averages()
+        if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
+    }
 
 
 @dataclass
