@@ -2,6 +2,7 @@
 # make test    set up what the tests need, then format, lint, type and behaviour checks, two tests at a time
 # make ui      the runs side by side in MLflow
 # make bench   the ratios of docs/claims.md, measured here
+# make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
 # make test-oldest   the behaviour checks with the oldest torch, torchvision and transformers, in an environment of its own
 
 # The first Python that runs here and fits.
@@ -18,7 +19,7 @@ TESTS  ?= 2
 CONSTRAINTS := constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: train test test-oldest ui bench setup clean
+.PHONY: train test test-oldest ui bench bench-peers setup clean
 
 train: $(VENV)/.run
 	$(BIN)/python scripts/train.py recipe=gpt2 precision=$(if $(filter native,$(shell $(BIN)/python -c '$(BF16)')),bf16,fp32)
@@ -39,6 +40,9 @@ ui: $(VENV)/.run
 bench: $(VENV)/.run
 	$(BIN)/python scripts/bench.py
 
+bench-peers: $(VENV)/.peers
+	$(BIN)/python scripts/bench.py only=peers
+
 setup: $(VENV)/.run
 
 $(VENV)/bin/python:
@@ -52,6 +56,10 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.test: $(VENV)/.run
 	$(INSTALL) --editable ".[test]"
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.run
+	$(INSTALL) --editable ".[peers]"
 	@touch $@
 
 clean:

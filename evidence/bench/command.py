@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from evidence.bench.bench import MEASUREMENTS
-from evidence.bench.measurement import Bench, Result
-from evidence.bench.progress import StatusLine
+from evidence.bench.measurement import Bench, Result, StatusLine
+from evidence.bench.turns import MARKDOWN, Row
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.formats import duration
@@ -33,6 +33,7 @@ class BenchOptions:
     modes: list[str] = field(default_factory=list)
     text: str = ""
     json: str = ""
+    table: str = ""
 
 
 def main(arguments: list[str]) -> int:
@@ -42,10 +43,9 @@ def main(arguments: list[str]) -> int:
     _check("modes", options.modes, list(BASIC_MODES), "mode")
     if options.text and not Path(options.text).is_file():
         raise UserError(f"text={options.text}: there is no such file")
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise UserError(
-            f"json={options.json}: there is no folder {Path(options.json).absolute().parent}; create it first"
-        )
+    for option, file in (("json", options.json), ("table", options.table)):
+        if file and not Path(file).absolute().parent.is_dir():
+            raise UserError(f"{option}={file}: there is no folder {Path(file).absolute().parent}; create it first")
     hardware = detect(options.device)
     facts = _machine(hardware)
     names = list(dict.fromkeys(options.only or MEASUREMENTS))
@@ -65,6 +65,9 @@ def main(arguments: list[str]) -> int:
                 content = {"machine": facts, "repeats": options.repeats, "failed": failed}
                 rows = [result.to_dict() for found in results.values() for result in found]
                 Path(options.json).write_text(json.dumps(content | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+            if options.table:
+                command = " ".join(["python scripts/bench.py", *(each for each in arguments if each[:6] != "table=")])
+                Path(options.table).write_text(page(command, facts, options.repeats, results), encoding="utf-8")
     for name, why in failed.items():
         print(f"failed: {name}: {why}")
     return 1 if failed else 0
@@ -84,13 +87,27 @@ def _measure(name: str, bench: Bench, results: list[Result], failed: dict[str, s
         if bench.complete is not None:
             raise KeyboardInterrupt
     except Exception as error:
-        failed[name] = f"{type(error).__name__}: {error}"
-        shown.print(f"  failed: {failed[name]}")
+        shown.print(f"  {bench.failed(name, error)}")
     except KeyboardInterrupt:
         if bench.complete:
             shown.print(f"  interrupted: the last rows are of the {bench.complete} repeats that were complete")
         raise
+    finally:
+        failed |= bench.failures
     shown.print(f"  ({duration(shown.clock() - began)})")
+
+
+def page(command: str, facts: dict[str, object], repeats: int, results: dict[str, list[Result]]) -> str:
+    """Return what was measured as a page of Markdown."""
+    machine = ", ".join(f"{key} {value}" for key, value in facts.items())
+    how = f"The median of {repeats} repeats (lowest to highest); compared loops alternate in one process."
+    lines = ["# Measurements", "", f"    {command}", "", f"{how} Measured on: {machine}."]
+    for name, found in results.items():
+        lines += ["", f"## {name}", ""]
+        rows = [result.markdown() for result in found if isinstance(result, Row)]
+        lines += [MARKDOWN, *rows] if rows else []
+        lines += [result.markdown() for result in found if not isinstance(result, Row)]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _check(option: str, given: list[str], known: list[str], what: str) -> None:
@@ -102,7 +119,7 @@ def _announcement(names: list[str], repeats: int) -> str:
     """Return how many measurements there are, and how long they take."""
     low, high = (max(1, round(len(names) * minutes * repeats / 5)) for minutes in MINUTES)
     count = f"{len(names)} measurements" if len(names) > 1 else "1 measurement"
-    return f"{count}, {low} to {high} minutes on two idle cores"
+    return f"{count}, roughly {low} to {high} minutes on two idle cores"
 
 
 def _machine(hardware: Hardware) -> dict[str, object]:

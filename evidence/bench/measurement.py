@@ -1,16 +1,22 @@
-"""What a measurement is given: the hardware, how often to repeat, a folder, and where it says what it is doing."""
+"""What a measurement is given and yields, and what the bench shows while it runs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import resolve_name
+from types import TracebackType
 from typing import Any, Protocol
 
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
 from evidence.bench.turns import Times, interleave
+from trainer.formats import duration
 from trainer.hardware import Hardware
+from trainer.profiling.rates import hopeless
 
 
 class Result(Protocol):
@@ -18,6 +24,9 @@ class Result(Protocol):
 
     def text(self) -> str:
         """Return the lines to print."""
+
+    def markdown(self) -> str:
+        """Return it for a page: a row of a table, or a whole table."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -41,15 +50,19 @@ class Bench:
     """Precisions that are measured however slow they are."""
     text: str = ""
     """A file of text for ``nanogpt``; empty: the source of the standard library."""
+    failures: dict[str, str] = field(default_factory=dict, init=False)
+    """Errors by the part of the measurement that failed."""
     complete: int | None = field(default=None, init=False)
     """Complete repeats of the comparison that Ctrl-C ended; None: not interrupted."""
 
+    def failed(self, what: str, error: Exception) -> str:
+        """Record that a part of the measurement failed, while the others go on; return the error in words."""
+        self.failures[what] = f"{type(error).__name__}: {error}"
+        return f"failed: {self.failures[what]}"
+
     def left_out(self, mode: str) -> str | None:
         """Return why a precision is not measured, where its products are hopelessly slow here; None: it is."""
-        if mode in self.modes or find_spec("trainer.profiling.rates") is None:
-            return None
-        why: str | None = resolve_name("trainer.profiling.rates:hopeless")(mode, self.hardware)
-        return why
+        return None if mode in self.modes else hopeless(mode, self.hardware)
 
     @property
     def mode(self) -> str:
@@ -79,3 +92,46 @@ class Bench:
 
 
 Measurement = Callable[[Bench], Iterator[Result]]
+
+
+class StatusLine:
+    """A line in place below the printed rows: which measurement, which loop, which repeat, and the time so far.
+
+    It is redrawn once a second by a thread of its own, so that ``report`` costs the measured loops nothing, and the
+    redrawing (about a millisecond) costs each of them the same thousandth.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console
+        self.clock = clock
+        self.stage = ""
+        """The measurement, such as ``precision, 1 of 12``."""
+        self.doing = ""
+        self._began = clock()
+        self._live = Live(self, console=console, refresh_per_second=1, transient=True) if console.is_terminal else None
+
+    def report(self, doing: str) -> None:
+        """Set what is being done now; it shows at the next redrawing."""
+        self.doing = doing
+
+    def line(self) -> str:
+        """Return the line as it is now."""
+        return "  ".join(part for part in (duration(self.clock() - self._began), self.stage, self.doing) if part)
+
+    def print(self, text: str = "") -> None:
+        """Print text as it is, above the line."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def __rich__(self) -> Text:
+        return Text(self.line(), style="green", no_wrap=True, overflow="ellipsis")
+
+    def __enter__(self) -> StatusLine:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()

@@ -38,6 +38,10 @@ def stopwatch(loop: Callable[[int], object], device: torch.device, clock: Clock 
     return block
 
 
+MARKDOWN = "| quantity | measured | target | how |\n|---|---|---|---|"
+"""The heading of a table of rows on a page."""
+
+
 @dataclass
 class Row:
     """One line of the report."""
@@ -67,20 +71,14 @@ class Row:
 
     def text(self) -> str:
         """Return two lines: the figure with its range and verdict, and below it what was measured."""
-        if not self.values:
-            return f"  {self.name:<52} {'–':>10}\n      {self.measured}"
-        low, high = self._number(min(self.values)), self._number(max(self.values))
-        figure = f"{self._number(self.median)} {self.unit}".replace(" x", "x")
-        verdict = ""
-        if self.target is not None:
-            sign = "≤" if self.at_most else "≥"
-            verdict = f"target {sign} {self.target:g} {self.unit}: ".replace(" x", "x") + (
-                "met" if self.met else "MISSED"
-            )
-        return (
-            f"  {self.name:<52} {figure:>10}  {f'({low} to {high})':<20} {verdict}".rstrip()
-            + f"\n      {self.measured}"
-        )
+        figure, spread, target = self._cells()
+        verdict = f"target {target}: {'met' if self.met else 'MISSED'}" if self.values and target else ""
+        return f"  {self.name:<52} {figure:>10}  {spread:<20} {verdict}".rstrip() + f"\n      {self.measured}"
+
+    def markdown(self) -> str:
+        """Return one row of a table with the columns ``MARKDOWN``."""
+        figure, spread, target = self._cells()
+        return f"| {self.name} | {f'{figure} {spread}'.strip()} | {target} | {self.measured} |"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -94,6 +92,16 @@ class Row:
             "met": self.met,
             "measured": self.measured,
         }
+
+    def _cells(self) -> tuple[str, str, str]:
+        """Return the median with its unit, the lowest and highest value, and the target."""
+        target = ""
+        if self.target is not None:
+            target = f"{'≤' if self.at_most else '≥'} {self.target:g} {self.unit}".replace(" x", "x")
+        if not self.values:
+            return "–", "", target
+        low, high = self._number(min(self.values)), self._number(max(self.values))
+        return f"{self._number(self.median)} {self.unit}".replace(" x", "x"), f"({low} to {high})", target
 
     def _number(self, value: float) -> str:
         return f"{value:.{ {'x': 3, '%': 2, 'ms': 3, 's': 2, 'images/s': 1}[self.unit] }f}"
@@ -193,4 +201,5 @@ class Turns:
         self.start(step // self.steps_per_repeat)
 
     def _tell(self, name: str, repeat: int) -> None:
-        self.report(f"{name}, {f'repeat {repeat} of {self._repeats}' if repeat else 'warm-up'}")
+        if repeat <= self._repeats:  # what comes later is not measured
+            self.report(f"{name}, {f'repeat {repeat} of {self._repeats}' if repeat else 'warm-up'}")

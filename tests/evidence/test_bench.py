@@ -3,7 +3,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from evidence.bench import baselines, bench, inference, loading, parts
-from evidence.bench.baselines import BareLoop, Framework, Workload
+from evidence.bench import bench, inference, loading, overhead, parts
+from evidence.bench.baselines import BareLoop, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.measurement import Bench
 from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch
@@ -146,25 +145,6 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.5.6", None), ("2.6.2", "2.6.2 is installed"), ("2.6.3", "2.6.3 is installed"), (None, "is not installed")],
-)
-def test_only_lightning_2_5_is_ever_imported(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str | None
-) -> None:
-    def installed(package: str) -> str:
-        if version is None:
-            raise PackageNotFoundError(package)
-        return version
-
-    monkeypatch.setattr(baselines, "version", installed)
-    lightning = next(framework for framework in baselines.FRAMEWORKS if framework.name == "Lightning")
-    missing = lightning.missing()
-    assert missing is None if expected is None else expected in str(missing)
-    assert "lightning" not in sys.modules
-
-
 def test_the_jobs_are_commands_that_resolve(gpu: Hardware) -> None:
     for hardware in (detect("cpu"), gpu):
         for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
@@ -193,36 +173,13 @@ def test_speedups_are_measured(tmp_path: Path) -> None:
     assert all(len(row.values) == 2 and min(row.values) > 0 for row in rows)
 
 
-@pytest.fixture
-def frameworks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    calls: list[tuple[str, int]] = []
-
-    def fake(name: str, whole_fit: bool, needs: tuple[str, ...]) -> Framework:
-        def make(workload: Workload, folder: Path) -> Callable[[int], float]:
-            def block(steps: int) -> float:
-                calls.append((name, steps))
-                return 1e6
-
-            return block
-
-        return Framework(name, make, whole_fit, needs)
-
-    absent = fake("absent", False, ("a-package-that-nobody-has",))
-    monkeypatch.setattr(bench, "FRAMEWORKS", (fake("steps", False, ()), fake("fits", True, ()), absent))
-    return calls
-
-
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path, frameworks: list[tuple[str, int]]) -> None:
+def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path) -> None:
     jobs = (replace(SMALL, overrides=(*SMALL.overrides, "tracking=local")), replace(TINY_MLP, steps=2, rounds=3))
-    rows = list(bench.trainer_cost(Bench(detect("cpu"), 2, tmp_path, modes=MODES), jobs))
-    titles = [f"{name} over a bare loop" for name in ("Mantissa", "steps", "fits", "absent")]
-    assert [row.name for row in rows] == [f"{job.name}, {title}" for job in jobs for title in titles]
-    assert [row.unit for row in rows] == ["%"] * 4 + ["ms"] * 4
-    assert [len(row.values) for row in rows] == [2, 2, 2, 0] * 2
-    assert rows[1].median > 1e6 > rows[0].median  # each framework's own seconds are in its own row
-    assert "a-package-that-nobody-has is not installed" in rows[3].measured
-    assert frameworks == 6 * ([("steps", 2)] * 3 + [("fits", 6)])  # both jobs, two repeats and the warm-up
+    rows = list(overhead.trainer_cost(Bench(detect("cpu"), 2, tmp_path, modes=MODES), jobs))
+    assert [row.name for row in rows] == [f"{job.name}, Mantissa over a bare loop" for job in jobs]
+    assert [row.unit for row in rows] == ["%", "ms"]
+    assert [len(row.values) for row in rows] == [2, 2]
     # What was measured is the whole run: the log of all its steps, and MLflow.
     assert len((tmp_path / "small" / "metrics.jsonl").read_text().splitlines()) == 4  # 1, 10, 19, evaluation
     assert (tmp_path / "mlflow.db").exists()
@@ -295,7 +252,7 @@ def test_evaluation_is_measured_beside_the_forward_pass_of_training(
 
 
 def test_peak_memory_is_compared(tmp_path: Path) -> None:
-    (row,) = bench.peak_memory(Bench(detect("cpu"), 1, tmp_path), [(SMALL, "fp32")])
+    (row,) = overhead.peak_memory(Bench(detect("cpu"), 1, tmp_path), [(SMALL, "fp32")])
     assert len(row.values) == 1
     assert 0.8 < row.median < 1.25
 
