@@ -171,7 +171,7 @@ def test_the_commands_of_a_page_run(
             if run in command and not (folder / run).exists():
                 assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
         if script != "scripts/train.py":
-            given = small(arguments) if script == "scripts/memory.py" else []
+            given = small(arguments) if script in ("scripts/memory.py", "scripts/scale.py") else []
             monkeypatch.setattr(sys, "argv", [script, *arguments, *given])
             with pytest.raises(SystemExit) as ended:
                 runpy.run_path(str(PROJECT / script), run_name="__main__")

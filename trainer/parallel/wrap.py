@@ -169,7 +169,8 @@ class FSDP(SeveralProcesses):
 
     kind: ClassVar[str] = "fsdp"
     reshard_after_forward: bool = True
-    """Free a block's gathered weights between forward and backward: less memory, one more all-gather."""
+    """Free a block's gathered weights between forward and backward: less memory, one more all-gather. Those outside of
+    the blocks are gathered once for both."""
     param_dtype: str | None = None
     """``bf16``/``fp16``: FSDP2's own policy, which gathers and computes with weights cast to it (half the traffic;
     gradients are still summed in fp32). None: weights are gathered in fp32 and only autocast decides, as elsewhere."""
@@ -224,8 +225,10 @@ class FSDP(SeveralProcesses):
             # Inputs are left to autocast: a batch of token ids or pixels has its own dtype.
             dtype = AUTOCAST_DTYPE[self.param_dtype]
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for module in [*blocks, model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        # The rest stays: backward needs the weights of the last layers first.
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Sums: the loss is divided by the whole step's targets.
