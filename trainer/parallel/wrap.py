@@ -234,6 +234,7 @@ class FSDP(SeveralProcesses):
                 # Sums: the loss is divided by the whole step's targets.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        model.register_forward_hook(_shard_again)
         return model
 
     def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
@@ -258,6 +259,15 @@ class FSDP(SeveralProcesses):
             if target:
                 target[name].copy_(whole)
         return other
+
+
+def _shard_again(model: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Free what a forward pass without a backward pass left gathered: what follows expects the model's parameters."""
+    if torch.is_grad_enabled():
+        return
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
 
 
 def is_sharded(tensor: Tensor) -> bool:
