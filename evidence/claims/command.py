@@ -16,12 +16,13 @@ from evidence.claims import results
 from evidence.claims.budget import Budget, duration, in_words
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
-from evidence.claims.queue import estimates, ordered, rest_in_words, run_claims
+from evidence.claims.queue import LEFT_FILE, estimates, ordered, rest_in_words, run_claims
 from evidence.claims.reproduce import Reproduction, machine_name, part_facts, save
 from evidence.runs import TRAIN, merged
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
+from trainer.files import make_folder, write_json
 from trainer.hardware import Hardware, detect
 from trainer.precision.modes import MODES
 
@@ -97,6 +98,8 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
     left = run_claims(wanted, reproduction, finished)
     new = shown_already - earlier
     if budget:
+        make_folder(reproduction.folder)
+        write_json(reproduction.folder / LEFT_FILE, left)
         names = ", ".join(f"{name} {done[name]['verdict']}" for name in wanted if name in new) or "no claim"
         print(f"\nDone in {in_words(time.monotonic() - began)}: {names}. {rest_in_words(left)}")
     return int(any(done[name].get("failures") for name in new))

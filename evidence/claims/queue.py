@@ -16,6 +16,8 @@ from trainer.hardware import Hardware
 
 Left = dict[str, float | None]
 """By claim, the seconds that the rest of it takes; None: not known."""
+LEFT_FILE = "left.json"
+"""In the folder of the runs: what the last call with a budget left to do."""
 ORDER = PROJECT / "evidence" / "claims" / "order.yaml"
 
 

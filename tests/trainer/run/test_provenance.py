@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import PROJECT
+from trainer.run import provenance
 from trainer.run.provenance import versions
 
 MISSING = ("mlflow", "datasets", "pandas", "pyarrow", "sklearn", "scipy", "pynvml", "torchao", "selenium")
@@ -62,3 +63,18 @@ def test_the_project_is_imported_from_any_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", "import evidence, recipes, trainer; print(trainer.__file__)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.stdout.strip() == str(PROJECT / "trainer" / "__init__.py"), done.stderr
+
+
+def test_a_copy_without_git_has_the_commit_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setattr(provenance, "PROJECT", tmp_path)
+    for given, facts in {
+        commit: {"commit": commit, "dirty": "false"},
+        f"{commit}-dirty": {"commit": commit, "dirty": "true"},
+        "main": {},
+        "": {},
+    }.items():
+        monkeypatch.setenv("MANTISSA_COMMIT", given)
+        assert provenance.git_facts() == facts
