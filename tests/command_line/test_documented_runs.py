@@ -47,13 +47,13 @@ ELSEWHERE = {
         f"{HERE}/test_doctor_stories.py::test_an_overflow_in_t5", "examines runs that fail",
     ),
     "WHEELS=": (
-        "tests/evidence/test_programme.py::test_wheels_are_installed_once_without_a_network", "needs a GPU",
+        "tests/evidence/claims/test_programme.py::test_wheels_are_installed_once_without_a_network", "needs a GPU",
     ),
     "pip download": (
-        "tests/evidence/test_programme.py::test_wheels_are_installed_once_without_a_network", "downloads",
+        "tests/evidence/claims/test_programme.py::test_wheels_are_installed_once_without_a_network", "downloads",
     ),
     "pip wheel": (
-        "tests/evidence/test_programme.py::test_wheels_are_installed_once_without_a_network", "downloads",
+        "tests/evidence/claims/test_programme.py::test_wheels_are_installed_once_without_a_network", "downloads",
     ),
     "python scripts/gpu.py reduced=true": (
         f"{HERE}/training/test_rehearsal.py::test_the_programme_is_rehearsed", "takes some minutes",
