@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from trainer.hardware import NATIVE, detect
 from trainer.parallel.wrap import is_sharded, local_part, local_rows
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """``torch.optim.Muon`` and ``torch.optim.AdamW`` with one list of groups and one state.
 
-    Muon replaces the momentum of a matrix by the nearest orthogonal matrix, in bf16, by five Newton-Schulz iterations
-    (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024). It is for the weights of hidden
+    Muon replaces the momentum of a matrix by the nearest orthogonal matrix, by five Newton-Schulz iterations in bf16
+    (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024), or in fp32 on a CPU that has no
+    bf16 instructions and takes many times as long to emulate them. It is for the weights of hidden
     layers; embeddings, the head, norms and biases are left to AdamW, as there. By default its updates are scaled by
     0.2 · √(larger dimension), to the size of AdamW's, so that both take the same learning rate and weight decay
     (``match_rms_adamw``; Liu et al., "Muon is Scalable for LLM Training", Moonshot AI, 2025).
@@ -71,10 +76,34 @@ class MuonAdamW(torch.optim.Optimizer):
         for muon, part in self._parts:
             part.param_groups = [group for group in self.param_groups if group["muon"] is muon]
             part.state = self.state
-            if muon and is_sharded(part.param_groups[0]["params"][0]):
-                _step_of_sharded(part)
-            else:
-                part.step()
+            with _precision_of_iterations(part) if muon else nullcontext():
+                if muon and is_sharded(part.param_groups[0]["params"][0]):
+                    _step_of_sharded(part)
+                else:
+                    part.step()
+
+
+@functools.cache
+def bf16_is_emulated() -> bool:
+    """Return whether this CPU computes bf16 without instructions for it."""
+    return detect("cpu").support("bf16") != NATIVE
+
+
+def _precision_of_iterations(muon: torch.optim.Optimizer) -> AbstractContextManager[object]:
+    on_cpu = muon.param_groups[0]["params"][0].device.type == "cpu"
+    return _InFp32() if on_cpu and bf16_is_emulated() else nullcontext()
+
+
+class _InFp32(TorchFunctionMode):
+    """Gives torch's Muon an fp32 copy of a matrix where it asks for one in bf16, with which it then iterates."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.bfloat16:  # torch 2.11; a copy, because it is changed in place
+            function, kwargs = Tensor.to, {"dtype": torch.float32, "copy": True}
+        elif function is Tensor.to and kwargs.get("dtype") == torch.bfloat16:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return function(*args, **kwargs)
 
 
 def _step_of_sharded(muon: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
+from trainer.kernels import muon as muon_module
 from trainer.kernels import optimizers
 from trainer.kernels.blocks import hidden_matrices
 from trainer.kernels.muon import MuonAdamW
@@ -56,8 +57,9 @@ REFERENCES: dict[str, Callable[[Groups], list[torch.optim.Optimizer]]] = {
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_three_steps_are_those_of_the_library(name: str) -> None:
+def test_three_steps_are_those_of_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the options of its YAML, bit for bit."""
+    monkeypatch.setattr(muon_module, "bf16_is_emulated", lambda: False)
     trainer = trainer_of(*GPT2, f"optimizer={name}", "schedule=constant", "schedule.warmup_steps=0", "clip=none")
     bare = copy.deepcopy(trainer.model)
     blocks = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -179,6 +181,24 @@ def test_an_optimizer_that_this_torch_does_not_have_is_refused(monkeypatch: pyte
 def test_adafactor_is_refused_where_weights_are_sharded() -> None:
     with pytest.raises(UserError, match=r"optimizer.name=Adafactor .* use parallel=ddp, or another optimizer"):
         trainer_of(*BIGNET, "optimizer=adafactor", "parallel=fsdp")
+
+
+@pytest.mark.parametrize(("emulated", "least", "most"), [(True, 0.0, 1e-5), (False, 1e-3, 0.1)])
+def test_muon_iterates_in_fp32_where_the_cpu_emulates_bf16(
+    emulated: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon_module, "bf16_is_emulated", lambda: emulated)
+    gradient = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    exact = gradient.double() / gradient.double().norm()
+    for _ in range(5):
+        square = exact @ exact.T
+        exact = 3.4445 * exact + (-4.775 * square + 2.0315 * square @ square) @ exact
+    weight = nn.Parameter(torch.zeros(24, 40))
+    weight.grad = gradient.clone()
+    MuonAdamW([weight], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="spectral_unclamped").step()
+    update = -weight.detach().double() / math.sqrt(24 / 40)
+    assert least <= ((update - exact).norm() / exact.norm()).item() < most
+    assert torch.equal(weight.grad, gradient)
 
 
 def test_the_size_of_muons_updates_is_that_of_adamws() -> None:
