@@ -12,6 +12,7 @@ from evidence.bench.measurement import Bench
 from evidence.bench.nanogpt import shakespeare, unworthy
 from evidence.bench.turns import Row, synchronise
 from evidence.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
+from trainer.hardware import UNAVAILABLE
 from trainer.precision.modes import BASIC_MODES, family
 from trainer.profiling.profiler import new_profile, operator_times
 from trainer.profiling.rates import product_rates
@@ -26,6 +27,8 @@ def roofline(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
     hardware = bench.hardware
     for job in jobs or (gpt2_job(hardware), resnet_job(hardware), shakespeare(bench.text)):
         for mode in BASIC_MODES:
+            if hardware.support(mode) == UNAVAILABLE:
+                continue
             why = unworthy(bench, mode) or bench.left_out(mode)
             if why is None:
                 yield from _rows(bench, job, mode)
