@@ -1,0 +1,354 @@
+"""What an advice tries: the options that change speed or memory and nothing else, and their values on this hardware."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from evidence.advice.schema import LEFT_OUT, Candidate, Entry
+from evidence.runs import merged
+from trainer.config.compose import compose
+from trainer.config.schema import Config
+from trainer.data.contract import Datasets
+from trainer.errors import OutOfMemory, RunError, UserError, first_line
+from trainer.formats import size
+from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, product_slowdown
+from trainer.kernels.optimizers import accepted_options, optimizer_class
+from trainer.parallel.activation import MODES as CHECKPOINTING
+from trainer.parallel.world import World
+from trainer.precision.modes import AUTOCAST_DTYPE, BASIC_MODES, WEIGHTS_DTYPE
+from trainer.recipe import Recipe
+from trainer.run.memory.fit import fit_plan, rough_bytes
+from trainer.run.memory.forecast import forecast, meta_model, required_bytes
+from trainer.run.memory.shortage import USABLE
+
+GOALS = ("speed", "memory")
+SLOWER = 1.2
+"""Times as long as in fp32 that products of a format may take: a little more, since 16 bits also move less memory."""
+HOPELESS = 10.0
+"""The same for goal=memory."""
+AROUND = 8
+"""Times the automatic microbatch, or one over that, which others are at most."""
+
+Setting = tuple[int, ...]
+"""For each factor the index of its value; all zeros is the baseline."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a factor."""
+
+    words: str
+    """In labels; the default's are only shown for the precision and where it compiles."""
+    overrides: tuple[str, ...] = ()
+    """Of train.py; none: the default."""
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One option that is varied."""
+
+    name: str
+    values: tuple[Value, ...]
+    """The default first, then the nearest to it."""
+
+
+@dataclass
+class Space:
+    """All candidates of one recipe on one machine: every combination of the factors' values."""
+
+    factors: list[Factor]
+    left_out: list[Entry] = field(default_factory=list)
+    """Values that are not tried, each with its reason."""
+    notes: list[str] = field(default_factory=list)
+    """About the baseline, for the user."""
+    refused: Callable[[Candidate], str | None] = lambda candidate: None
+    """Returns why a candidate is not to be started: its forecast memory. None: it fits."""
+
+    @property
+    def baseline(self) -> Setting:
+        """The setting without a change."""
+        return (0,) * len(self.factors)
+
+    def factor(self, name: str) -> int | None:
+        """Return the position of a factor; None: it is not varied."""
+        return next((index for index, factor in enumerate(self.factors) if factor.name == name), None)
+
+    def candidate(self, setting: Setting) -> Candidate:
+        """Return the candidate of a setting."""
+        values = [factor.values[index] for factor, index in zip(self.factors, setting, strict=True)]
+        first = [
+            value.words
+            for factor, value in zip(self.factors, values, strict=True)
+            if factor.name in ("precision", "compile") and value.words
+        ]
+        others = [
+            value.words
+            for factor, value, index in zip(self.factors, values, setting, strict=True)
+            if index and factor.name not in ("precision", "compile")
+        ]
+        threads = next((value.threads for value in values if value.threads is not None), None)
+        overrides = tuple(override for value in values for override in value.overrides)
+        return Candidate(", ".join([" + ".join(first), *others]), overrides, threads)
+
+    def changed(self, setting: Setting, factor: int, value: int) -> Setting:
+        """Return the setting with another value of one factor."""
+        return (*setting[:factor], value, *setting[factor + 1 :])
+
+    def one_change(self, anchor: Setting, reach: int | None = None) -> Iterator[Setting]:
+        """Yield the settings that differ from ``anchor`` in one factor, the precision last.
+
+        ``reach``: at most so many values of a factor, the nearest to the default.
+        """
+        order = sorted(range(len(self.factors)), key=lambda index: self.factors[index].name == "precision")
+        for index in order:
+            values = [value for value in range(len(self.factors[index].values)) if value != anchor[index]]
+            for value in values[:reach]:
+                yield self.changed(anchor, index, value)
+
+    def changes(self, setting: Setting) -> int:
+        """Return how many factors differ from the default."""
+        return sum(index != 0 for index in setting)
+
+    def product(self) -> list[Setting]:
+        """Return every combination that is not refused, the baseline first."""
+        every = itertools.product(*(range(len(factor.values)) for factor in self.factors))
+        return [setting for setting in every if self.refused(self.candidate(setting)) is None]
+
+
+def space_of(
+    overrides: Sequence[str], hardware: Hardware, goal: str = "speed", quality: bool = False
+) -> tuple[Space, list[str]]:
+    """Return what is tried for a recipe here, and the overrides that all candidates share.
+
+    Args:
+        overrides: the user's own, which are not varied.
+        hardware: where it runs.
+        goal: ``speed`` or ``memory``.
+        quality: whether the winner's quality is tested, so that 16-bit weights can be tried too.
+
+    Raises:
+        UserError: train.py would refuse the overrides.
+        OutOfMemory: not even the smallest microbatch is forecast to fit.
+    """
+    config = compose(overrides)
+    resolved = config.resolve(hardware)
+    datasets = resolved.config.open_datasets()
+    common, notes = _fitting(config, overrides, hardware, datasets)
+    if common != list(overrides):
+        config = compose(common)
+        resolved = config.resolve(hardware)
+    builder = _Builder(config, common, hardware, goal, quality, bool(notes))
+    micro = resolved.plan.batching.micro_batch_size
+    normalises = any(isinstance(each, _BatchNorm) for each in meta_model(resolved.config.recipe, datasets).modules())
+    builder.precision()
+    builder.compile()
+    builder.micro_batch(resolved.plan.batching.batch_size, micro, normalises, tight=bool(notes))
+    builder.recipe_options(resolved.config.recipe)
+    builder.threads()
+    builder.checkpointing(resolved.config.recipe)
+    builder.fused()
+    fits = Fits(common, hardware, datasets)
+    return Space(builder.factors, builder.left_out, notes, fits), common
+
+
+def _fitting(
+    config: Config, overrides: Sequence[str], hardware: Hardware, datasets: Datasets
+) -> tuple[list[str], list[str]]:
+    """Return the overrides with which train.py's default fits into the memory, and what was changed for that."""
+    trials: list[list[str]] = [[]]
+    if not _given(overrides, "activation_checkpointing"):
+        trials += [[f"activation_checkpointing={mode}"] for mode in CHECKPOINTING[:0:-1]]
+    first: OutOfMemory | None = None
+    for more in trials:
+        try:
+            tried = merged(overrides, more)
+            composed = compose(tried) if more else config
+            resolved = composed.resolve(hardware)
+            fitted = fit_plan(composed, resolved, hardware, World(), datasets, tried)
+        except OutOfMemory as error:
+            first = first or error
+            continue
+        except UserError:  # a recipe without blocks
+            continue
+        size, auto = (each.plan.batching.micro_batch_size for each in (fitted, resolved))
+        pinned = [f"micro_batch_size={size}"] * (size != auto)
+        changed = [*more, *pinned]
+        return merged(overrides, changed), [f"all with {' '.join(changed)}, or it would not fit"] * bool(changed)
+    assert first is not None
+    raise first
+
+
+def _given(overrides: Sequence[str], *keys: str) -> bool:
+    """Return whether the user has set one of these options, or a group's choice by ``group.mode``."""
+    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    return bool(typed & {*keys, *(f"{key}.mode" for key in keys)})
+
+
+@dataclass
+class _Builder:
+    """Collects the factors; each method adds one, or the reason why there is none."""
+
+    config: Config
+    overrides: list[str]
+    hardware: Hardware
+    goal: str
+    quality: bool
+    tight: bool
+    """Whether the memory is."""
+    factors: list[Factor] = field(default_factory=list)
+    left_out: list[Entry] = field(default_factory=list)
+
+    def precision(self) -> None:
+        """What the hardware computes natively, or not much slower than fp32."""
+        now = self.config.precision.mode
+        values = [Value(now)]
+        if not _given(self.overrides, "precision"):
+            for mode in (*BASIC_MODES, *(WEIGHTS_DTYPE if self.quality else ())):
+                if mode == now or self.hardware.support(mode) == UNAVAILABLE or mode.endswith("_pure"):
+                    continue
+                value = Value(mode, (f"precision={mode}",))
+                times = _slowdown(mode, self.hardware)
+                if times > (SLOWER if self.goal == "speed" else HOPELESS):
+                    self._leave_out(value, f"{mode} products take {times:.2g} times as long as fp32's here")
+                else:
+                    values += self._possible(value)
+        self.factors.append(Factor("precision", tuple(values)))
+
+    def compile(self) -> None:
+        """On and off."""
+        now = self.config.compile.mode
+        words = "" if now == "off" else "compile"
+        values = [Value(words)]
+        if not _given(self.overrides, "compile"):
+            choice = "default" if now == "off" else "off"
+            values += self._possible(Value("compile" if now == "off" else "", (f"compile={choice}",)))
+        self.factors.append(Factor("compile", tuple(values)))
+
+    def micro_batch(self, batch_size: int, now: int, normalises: bool, tight: bool) -> None:
+        """Powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
+        if _given(self.overrides, "micro_batch_size") and not tight:
+            return
+        least = self.config.augment.micro_batch_multiple
+        sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
+        near = {size for size in sizes if max(size, now) <= AROUND * min(size, now)}
+        others = [size for size in near if size != now and batch_size % size == 0 and size % least == 0]
+        others.sort(key=lambda size: (max(size, now) / min(size, now), -size))
+        values = [Value(f"micro_batch_size={size}", (f"micro_batch_size={size}",)) for size in others]
+        if normalises and values:
+            why = "not varied: it would change batch norm's statistics, which are those of a microbatch"
+            self._leave_out(Value("other values of micro_batch_size"), why)
+            return
+        self._add("micro_batch_size", values)
+
+    def recipe_options(self, recipe: Recipe) -> None:
+        """The order in memory of images, the loss in chunks, and the form of attention, where the recipe has them."""
+        own = {entry.name for entry in fields(recipe)}
+        flags = {"channels_last": "", "chunked_loss": ""}
+        for name in own & flags.keys():
+            now = getattr(recipe, name)
+            self._vary(f"recipe.{name}", ["false" if now is True else "true"])
+        if "attention" in own:
+            now = vars(recipe)["attention"]
+            half = AUTOCAST_DTYPE.keys() & {value.words for value in self.factors[0].values}
+            forms = ["sdpa", "eager", *(["sdpa_fp32"] if half else [])]
+            # auto becomes sdpa, or the faster of the two forms of it.
+            self._vary("recipe.attention", [form for form in forms if form != now and (now, form) != ("auto", "sdpa")])
+
+    def threads(self) -> None:
+        """One, half of the cores, all cores: on a CPU, unless the environment says how many."""
+        if self.hardware.device.type != "cpu":
+            return
+        if number := os.environ.get("OMP_NUM_THREADS"):
+            self._leave_out(Value("other numbers of threads"), f"OMP_NUM_THREADS={number} is set; unset it to try them")
+            return
+        cores = self.hardware.cpu_cores
+        counts = {1, max(1, cores // 2), cores} - {torch.get_num_threads()}
+        values = [Value(f"{count} thread{'s' * (count > 1)}", (), count) for count in sorted(counts, reverse=True)]
+        if values:
+            self.factors.append(Factor("threads", (Value(""), *values)))
+
+    def checkpointing(self, recipe: Recipe) -> None:
+        """Where memory is the goal, or scarce."""
+        scarce = self.goal == "memory" or self.tight
+        if not scarce or type(recipe).blocks is Recipe.blocks or _given(self.overrides, "activation_checkpointing"):
+            return
+        now = self.config.activation_checkpointing.mode
+        self._vary("activation_checkpointing", [mode for mode in CHECKPOINTING if mode != now])
+
+    def fused(self) -> None:
+        """The optimizer without its fused kernel, where ``auto`` takes one."""
+        optimizer = self.config.optimizer
+        if optimizer.fused == "auto" and "fused" in accepted_options(optimizer_class(optimizer.name)):
+            self._vary("optimizer.fused", ["false"])
+
+    def _vary(self, key: str, choices: list[str]) -> None:
+        if not _given(self.overrides, key):
+            self._add(
+                key, [Value(f"{key.removeprefix('recipe.')}={choice}", (f"{key}={choice}",)) for choice in choices]
+            )
+
+    def _add(self, name: str, values: list[Value]) -> None:
+        possible = [found for value in values for found in self._possible(value)]
+        if possible:
+            self.factors.append(Factor(name, (Value(""), *possible)))
+
+    def _possible(self, value: Value) -> list[Value]:
+        """Return the value, or nothing where train.py refuses it."""
+        try:
+            config = compose(merged(self.overrides, value.overrides))
+            config.resolve(self.hardware)
+            if config.compile.mode != "off":
+                config.compile.apply([], self.hardware.device)  # it looks for a C++ compiler
+        except UserError as error:
+            self._leave_out(value, first_line(error))
+            return []
+        return [value]
+
+    def _leave_out(self, value: Value, why: str) -> None:
+        self.left_out.append(Entry(Candidate(value.words, value.overrides, value.threads), LEFT_OUT, why))
+
+
+def _slowdown(mode: str, hardware: Hardware) -> float:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode.partition("_")[0])
+    return 1.0 if dtype is None else product_slowdown(dtype, hardware.device)
+
+
+@dataclass
+class Fits:
+    """Says why a candidate is not forecast to fit into the memory."""
+
+    overrides: list[str]
+    hardware: Hardware
+    datasets: Datasets
+
+    def __post_init__(self) -> None:
+        self.usable = int(USABLE * available_bytes(self.hardware.device))
+        self._known: dict[tuple[str, ...], str | None] = {}
+
+    def __call__(self, candidate: Candidate) -> str | None:
+        """Return the reason; None: it fits, or cannot be forecast."""
+        # Compiled, a model needs no more than eager.
+        key = tuple(override for override in candidate.overrides if not override.startswith("compile="))
+        if key not in self._known:
+            self._known[key] = self._reason(list(key))
+        return self._known[key]
+
+    def _reason(self, overrides: list[str]) -> str | None:
+        try:
+            config = compose(merged(self.overrides, overrides))
+            resolved = config.resolve(self.hardware)
+            rough = rough_bytes(resolved.config.recipe, self.datasets, resolved.plan.batching.micro_batch_size)
+            if rough is None or rough < self.usable / 2:
+                return None
+            config = replace(config, micro_batch_size=resolved.plan.batching.micro_batch_size)
+            need = required_bytes(config, forecast(config))
+        except (RunError, RuntimeError, ValueError):  # the run itself reports it
+            return None
+        return f"forecast to need {size(need)}, {size(self.usable)} can be used" if need > self.usable else None

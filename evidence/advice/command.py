@@ -1,0 +1,175 @@
+"""The command line of scripts/advise.py."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from evidence.advice import cache
+from evidence.advice.candidates import GOALS, space_of
+from evidence.advice.conclude import Conclusion, conclude
+from evidence.advice.plan import Plan
+from evidence.advice.rounds import Bench, Log
+from evidence.advice.schema import Advice
+from evidence.advice.search import BUDGET, Search
+from evidence.advice.text import print_advice
+from evidence.advice.worker import Worker, prepare
+from evidence.claims.reproduce import machine_name
+from trainer.config.compose import combinations, compose
+from trainer.config.options import parse
+from trainer.config.schema import Config
+from trainer.errors import UserError, nearest
+from trainer.files import check_output_dir, in_use, make_folder
+from trainer.formats import duration
+from trainer.hardware import Hardware, available_bytes, detect
+from trainer.parallel.world import launched_processes
+from trainer.run.provenance import git_facts, versions
+
+BLOCKS = 600
+"""Blocks that fit into a budget, about: a twentieth of a second to a second each."""
+
+
+@dataclass
+class AdviseOptions:
+    """Of scripts/advise.py."""
+
+    budget_minutes: float = 5.0
+    goal: str = "speed"
+    quality: bool = False
+    fresh: bool = False
+
+
+def main(arguments: list[str]) -> int:
+    """Find the best setting of a recipe here, and print it.
+
+    Raises:
+        UserError: a mistake in the options, or a budget that is too short for anything.
+        RunError: no candidate works.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    options, overrides = parse(arguments, AdviseOptions, "overrides")
+    config = _checked(options, overrides)
+    hardware = detect(config.device)
+    config.resolve(hardware)  # mistakes before any work
+    of = cache.identity(overrides, options.goal, options.quality, hardware)
+    folder = Path(config.output_dir).expanduser() / "advice" / cache.folder_name(config.recipe.name, of)
+    make_folder(folder)
+    console = Console(highlight=False)
+    with in_use(folder):
+        before, log, more = cache.load(folder)
+        if options.fresh or cache.changed(of, before):
+            if before and not options.fresh:
+                console.print(f"measured again: {', '.join(cache.changed(of, before))} changed since the last time")
+            log, more = Log(), {}
+        elif (known := cache.read(folder)) and not _continues(known, options, more):
+            console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
+            print_advice(known, console, more["notes"])
+            return 0
+        (folder / cache.ANSWER).unlink(missing_ok=True)
+        job = _Job(options, overrides, config, hardware, folder, of, log, console)
+        job.run()
+    return 0
+
+
+def _continues(known: Advice, options: AdviseOptions, more: dict[str, Any]) -> bool:
+    """Return whether a larger budget is given to a search that ended for want of time."""
+    return known.stopped == BUDGET and options.budget_minutes > more["budget_minutes"]
+
+
+def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
+    if options.goal not in GOALS:
+        raise UserError(f"goal={options.goal} is not a goal ({', '.join(GOALS)}){nearest(options.goal, GOALS)}")
+    if not (math.isfinite(options.budget_minutes) and options.budget_minutes > 0):
+        raise UserError(f"budget_minutes={options.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
+    if launched_processes():
+        raise UserError("candidates run in one process each; start the command without torchrun")
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key in ("resume", "debug"):
+            raise UserError(f"{override} has no effect: nothing is trained but blocks of steps; leave it out")
+    if len(combinations(overrides)) > 1:
+        raise UserError("an option has several values: advise tries values itself; give one, or leave the option out")
+    config = compose(overrides)
+    if config.parallel.kind != "single":
+        raise UserError(f"candidates run in one process each; leave out parallel={config.parallel.kind}")
+    check_output_dir(config.output_dir)
+    return config
+
+
+@dataclass
+class _Job:
+    """One search, from the candidates to the answer."""
+
+    options: AdviseOptions
+    overrides: list[str]
+    config: Config
+    hardware: Hardware
+    folder: Path
+    of: dict[str, Any]
+    log: Log
+    console: Console
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic() - self.log.spent_s
+
+    def run(self) -> Advice:
+        """Search, and print and write the answer."""
+        space, common = space_of(self.overrides, self.hardware, self.options.goal, self.options.quality)
+        varied = [factor.name for factor in space.factors if len(factor.values) > 1]
+        self._say(f"varied: {', '.join(varied) or 'nothing, all options are set'}")
+        for entry in space.left_out:
+            self._say(f"left out: {entry.candidate.label} ({entry.reason})")
+        plan = Plan(space, self.log, self.options.goal)
+        budget_s = 60 * self.options.budget_minutes
+        bench = Bench(
+            lambda candidate: Worker(candidate, common, self.folder),
+            lambda: available_bytes(self.hardware.device),
+            self.log,
+            min(1.0, max(0.05, budget_s / BLOCKS)),
+        )
+        notes = list(space.notes)
+        more = {"budget_minutes": self.options.budget_minutes, "notes": notes}
+        prepare()
+        self.log.spent_s = time.monotonic() - self.began
+        search = Search(plan, bench, budget_s, lambda: cache.save(self.folder, self.of, self.log, more), self._say)
+        try:
+            chosen, stopped = search.run()
+        finally:
+            bench.close()
+            shutil.rmtree(self.folder / "compiled", ignore_errors=True)
+        steps = compose(common).resolve(self.hardware).plan.steps
+        found = conclude(plan, chosen, steps)
+        advice = self._advice(found, stopped, common)
+        notes += found.notes
+        cache.save(self.folder, self.of, self.log, more)
+        cache.write(advice, self.folder)
+        print_advice(advice, self.console, notes)
+        return advice
+
+    def _advice(self, found: Conclusion, stopped: str, common: list[str]) -> Advice:
+        return Advice(
+            recipe=self.config.recipe.name,
+            goal=self.options.goal,
+            overrides=common,
+            machine=machine_name(self.hardware),
+            hardware=self.hardware.facts(),
+            versions={name: version for name, version in versions().items() if version},
+            git=git_facts(),
+            baseline=found.baseline,
+            entries=found.entries,
+            winner=found.winner,
+            equal=found.equal,
+            noise=found.noise,
+            spent_s=self.log.spent_s,
+            stopped=stopped,
+        )
+
+    def _say(self, line: str) -> None:
+        self.console.print(f"[{duration(time.monotonic() - self.began)}] {line}", markup=False, soft_wrap=True)

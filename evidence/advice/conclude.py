@@ -1,0 +1,130 @@
+"""From measurements to an advice: the winner, what is equal to it, and when compiling pays."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+from evidence.advice.candidates import Setting
+from evidence.advice.plan import TIME_FOR_MEMORY, Plan
+from evidence.advice.rounds import FINAL, interval
+from evidence.advice.schema import LEFT_OUT, MEASURED, Entry
+from evidence.intervals import Interval
+
+BUSY = 0.20
+"""Spread of the null pairs from which on the machine is too busy to see small differences."""
+
+
+@dataclass
+class Conclusion:
+    """The part of an advice that follows from the log."""
+
+    baseline: str
+    winner: str
+    entries: list[Entry]
+    equal: list[str]
+    noise: float
+    notes: list[str] = field(default_factory=list)
+    """What else the user should know, in sentences."""
+
+
+def conclude(plan: Plan, chosen: Setting, steps: int) -> Conclusion:
+    """Return what the measurements say.
+
+    The chosen setting wins if the final round, which played no part in the choice, confirms it: the whole interval of
+    its speed lies above the reference's (for goal=memory: it needs less memory, in at most ``TIME_FOR_MEMORY`` times
+    the time). Otherwise the reference does.
+
+    Args:
+        plan: with a log that has a final round.
+        chosen: what the final round timed.
+        steps: optimizer steps of the user's run.
+    """
+    reference = plan.reference
+    assert reference is not None
+    base, label, noise = plan.label(reference), plan.label(chosen), plan.noise
+    entries = {entry.candidate.label: entry for entry in _entries(plan, base, label)}
+    notes = []
+    winner = label
+    eager = plan.eager(chosen)
+    if eager is not None:
+        pays = entries[label].pays_after_steps
+        if pays is None or pays > steps:
+            winner = plan.label(eager)
+            late = f"after {pays} steps" if pays else "never"
+            notes.append(f"compiling ({label}) pays {late}, and this run has {steps}, so the advice is without it")
+    if winner != base and (why := _unconfirmed(plan.goal, entries[winner], entries[base], noise)):
+        notes.append(f"{winner} was the best until the final round, which did not confirm it: {why}")
+        winner = base
+    if noise > BUSY:
+        notes.append(
+            f"this machine is busy: pairs of the same setting differed by up to {noise:.0%}, so only ratios below "
+            f"{1 / (1 + noise):.2f}x or above {1 + noise:.2f}x say anything here"
+        )
+    contenders = [plan.label(setting) for setting in plan.contenders()]
+    equal = [each for each in contenders if each != winner] if winner in contenders else []
+    order = sorted(entries.values(), key=lambda entry: _order(entry, winner, plan.goal))
+    return Conclusion(base, winner, [*order, *plan.space.left_out], equal, noise, notes)
+
+
+def _entries(plan: Plan, base: str, chosen: str) -> list[Entry]:
+    """Return an entry of every setting that was started, or for which there was no time."""
+    log, found = plan.log, []
+    final = next((done for done in log.rounds if done.kind == FINAL), None)
+    for setting in plan.known():
+        candidate, record = plan.space.candidate(setting), log.records[plan.label(setting)]
+        entry = Entry(candidate, record.status, record.reason, memory_bytes=record.memory_bytes)
+        entry.rounds = sum(bool(done.times.get(candidate.label)) for done in log.rounds)
+        entry.step_s = log.times(candidate.label)
+        in_final = final is not None and bool(final.times.get(candidate.label))
+        kinds = [FINAL] if in_final else None
+        if candidate.label == base:
+            entry.speed = Interval(1.0, 1.0, 1.0, 0.95, len(entry.step_s))
+        elif entry.status == MEASURED:
+            entry.speed = interval(log.ratios(candidate.label, base, kinds))
+        if entry.step_s and record.warm_up_s:
+            later = statistics.median(entry.step_s)
+            entry.compile_s = max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * later)
+            entry.pays_after_steps = _pays(plan, setting, entry)
+        found.append(entry)
+    for label in sorted(plan.late - log.records.keys()):
+        late = plan.setting(label)
+        if late is not None:
+            found.append(Entry(plan.space.candidate(late), LEFT_OUT, "the budget had no time for it"))
+    return found
+
+
+def _pays(plan: Plan, setting: Setting, entry: Entry) -> int | None:
+    """Return after how many steps compiling has saved the time it took."""
+    eager = plan.eager(setting)
+    if eager is None:
+        return None
+    log, names = plan.log, (plan.label(setting), plan.label(eager))
+    ratios = log.ratios(*names, [FINAL]) or log.ratios(*names)
+    if not ratios:
+        return None
+    saved = statistics.fmean(entry.step_s) * (statistics.geometric_mean(ratios) - 1)
+    return math.ceil(entry.compile_s / saved) if saved > 0 else None
+
+
+def _unconfirmed(goal: str, entry: Entry, base: Entry, noise: float) -> str:
+    """Return why the final round does not confirm that an entry is better than the baseline; empty: it does."""
+    if entry.speed is None:
+        return "it failed there"
+    shown = f"{entry.speed.mean:.2f}x [{entry.speed.low:.2f}, {entry.speed.high:.2f}] as fast as {base.candidate.label}"
+    if goal == "memory":
+        slow = entry.speed.mean < 1 / TIME_FOR_MEMORY
+        more = (entry.memory_bytes or 0) >= (base.memory_bytes or 0)
+        return shown if slow else "it needs no less memory" if more else ""
+    if entry.speed.low <= 1 or (noise > BUSY and entry.speed.mean < 1 + noise):
+        return shown
+    return ""
+
+
+def _order(entry: Entry, winner: str, goal: str) -> tuple[float, ...]:
+    if entry.candidate.label == winner:
+        return (0,)
+    if entry.status != MEASURED or entry.speed is None:
+        return (2, 0)
+    return (1, float(entry.memory_bytes or 0) if goal == "memory" else -entry.speed.mean)

@@ -1,0 +1,299 @@
+"""Times candidates against each other in alternating blocks, and keeps what was measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from evidence.advice.schema import FAILED, HUNG, MEASURED, Candidate
+from evidence.advice.worker import Failed, Hung, Started
+from evidence.intervals import Interval, ratio_interval
+
+TWIN = " (again)"
+"""Ends the label of the baseline's second process."""
+CLEARLY_SLOWER = 1.5
+"""Times the fastest candidate's time; after two repeats of a round, slower ones are dropped from it."""
+LEAST_REPEATS = 2
+"""Of a round, without which there is no interval."""
+PATIENCE = 20.0
+"""Times the time that is expected, after which a candidate counts as hung; and seconds beyond that."""
+
+
+FIRST_LIMIT_S = 1800.0
+"""What any start may take at most: the baseline's, whose time is not known."""
+
+
+class Runner(Protocol):
+    """What measures one candidate; see ``evidence.advice.worker.Worker``."""
+
+    def start(self, limit_s: float) -> Started:
+        """Build it and warm it up."""
+
+    def block(self, steps: int, limit_s: float) -> float:
+        """Return the seconds of so many optimizer steps."""
+
+    def memory(self, limit_s: float) -> int:
+        """Return the peak bytes of a step."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+@dataclass
+class Record:
+    """What is known of one candidate."""
+
+    status: str = MEASURED
+    reason: str = ""
+    warm_up_s: list[float] = field(default_factory=list)
+    """Seconds of each step of its first start's warm-up."""
+    start_s: float = 0.0
+    memory_bytes: int | None = None
+
+    def step_s(self) -> float:
+        """Return the seconds of a step after the warm-up's first."""
+        return self.warm_up_s[-1]
+
+
+@dataclass
+class Round:
+    """The step times of one round, in seconds; a candidate that left the round early has fewer."""
+
+    kind: str
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Log:
+    """Everything measured for an advice. As JSON it is what an interrupted advice continues from."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    def ok(self, label: str) -> bool:
+        """Return whether a candidate was measured without a failure."""
+        record = self.records.get(label)
+        return record is not None and record.status == MEASURED and bool(self.times(label))
+
+    def times(self, label: str) -> list[float]:
+        """Return a candidate's step times in its last round."""
+        return next((done.times[label] for done in reversed(self.rounds) if done.times.get(label)), [])
+
+    def ratios(self, label: str, over: str, kinds: Iterable[str] | None = None) -> list[float]:
+        """Return how many times as fast as ``over`` it is, one number for each repeat in which both took a block.
+
+        Args:
+            label: of the candidate.
+            over: that of the other.
+            kinds: of the rounds that count; None: all but the final one, whose times nothing is chosen by.
+        """
+        counted = [done for done in self.rounds if (done.kind in kinds if kinds else done.kind != FINAL)]
+        return [
+            other / own
+            for done in counted
+            for own, other in zip(done.times.get(label, []), done.times.get(over, []), strict=False)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Log:
+        """Return what ``to_dict`` was given."""
+        records = {label: Record(**record) for label, record in content["records"].items()}
+        return cls(records, [Round(**each) for each in content["rounds"]], content["spent_s"])
+
+
+FINAL = "final"
+"""The round after the choice, which alone gives the ratio that is reported."""
+
+
+def interval(ratios: Sequence[float]) -> Interval | None:
+    """Return the geometric mean and its 95 % interval; None of fewer than two ratios."""
+    return ratio_interval(ratios) if len(ratios) > 1 else None
+
+
+class Deadline(Exception):
+    """The time that was given has ended."""
+
+
+class Bench:
+    """Starts candidates when their turn comes, keeps them alive while the memory suffices, and times their blocks."""
+
+    def __init__(
+        self,
+        runner: Callable[[Candidate], Runner],
+        free_bytes: Callable[[], float],
+        log: Log,
+        block_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            runner: starts the process of a candidate.
+            free_bytes: memory for more of them.
+            log: takes what is measured.
+            block_s: what a block takes, unless a single step takes longer.
+            clock: seconds.
+        """
+        self.runner = runner
+        self.free_bytes = free_bytes
+        self.log = log
+        self.block_s = block_s
+        self.clock = clock
+        self.alive: dict[str, Runner] = {}
+        """The one that was used last comes last."""
+        self.held: list[int] = []
+
+    def close(self) -> None:
+        """End all processes."""
+        while self.alive:
+            self.alive.popitem()[1].close()
+
+    def expected_start_s(self, candidate: Candidate) -> float:
+        """Return how long a start will take, by those that were."""
+        known = self.log.records.get(candidate.label)
+        if known is not None and known.start_s:
+            return known.start_s
+        starts = [(label, record.start_s) for label, record in self.log.records.items() if record.start_s]
+        alike = [seconds for label, seconds in starts if compiles(label) == compiles(candidate.label)]
+        return statistics.median(alike or [seconds for _, seconds in starts] or [0.0])
+
+    def expected_block_s(self, label: str) -> float:
+        """Return how long a block of a candidate takes; of an unknown one, as long as the median."""
+        steps = [record.step_s() for record in self.log.records.values() if record.warm_up_s]
+        record = self.log.records.get(label)
+        step = record.step_s() if record and record.warm_up_s else statistics.median(steps or [0.0])
+        return max(self.block_s, step)
+
+    def begin(self, candidate: Candidate, deadline: float) -> bool:
+        """Make sure that a candidate runs; return False where it cannot.
+
+        Raises:
+            Deadline: there is not enough time for it.
+        """
+        label = candidate.label
+        if label in self.alive:
+            self.alive[label] = self.alive.pop(label)
+            return True
+        record = self.log.records.get(label)
+        if record is not None and record.status != MEASURED:
+            return False
+        left = deadline - self.clock()
+        if left < self.expected_start_s(candidate):
+            raise Deadline
+        while self.alive and self.held and self.free_bytes() < 1.25 * max(self.held):
+            self.alive.pop(next(iter(self.alive))).close()
+        runner = self.runner(candidate)
+        try:
+            started = runner.start(self._limit(candidate, left))
+            if record is None:
+                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s)
+                kept.memory_bytes = runner.memory(_patience(sum(started.warm_up_s)))
+                self.log.records[label] = kept
+        except (Failed, Hung) as error:
+            runner.close()
+            self.fail(label, error)
+            return False
+        except BaseException:
+            runner.close()
+            raise
+        self.held.append(started.held_bytes)
+        self.alive[label] = runner
+        return True
+
+    def _limit(self, candidate: Candidate, left: float) -> float:
+        """Return how long a start may take: a compilation half of the time that is left, so that others have some."""
+        starts = [
+            record.start_s for label, record in self.log.records.items() if record.start_s and not compiles(label)
+        ]
+        if not starts:  # the first of all
+            return FIRST_LIMIT_S
+        limit = left / 2 if compiles(candidate.label) else min(left, _patience(max(starts)))
+        return min(max(limit, 1.0), FIRST_LIMIT_S)
+
+    def fail(self, label: str, error: Failed | Hung) -> None:
+        """Leave a candidate out from now on, and name the reason."""
+        record = self.log.records.setdefault(label, Record())
+        record.status, record.reason = (HUNG if isinstance(error, Hung) else FAILED), str(error)
+
+    def time(self, candidate: Candidate) -> float:
+        """Return the seconds of a step, by one block of a candidate that runs.
+
+        Raises:
+            Failed: see ``Worker``. (So for the others.)
+            Hung: no answer.
+        """
+        step = self.log.records[candidate.label].step_s()
+        steps = max(1, round(self.block_s / step)) if step else 1
+        return self.alive[candidate.label].block(steps, _patience(steps * step)) / steps
+
+    def round(
+        self,
+        kind: str,
+        candidates: Sequence[Candidate],
+        repeats: int,
+        deadline: float,
+        kept: Sequence[str] = (),
+        enough: Callable[[Round], bool] = lambda done: False,
+    ) -> list[Candidate]:
+        """Take blocks in turn, in reverse order every second repeat; return those for which there was no time.
+
+        A candidate that fails is named and left out. One that is clearly slower leaves the round after two repeats.
+        The round is added to the log as it goes on.
+
+        Args:
+            kind: of the round.
+            candidates: the first has its turn first.
+            repeats: blocks of each of them.
+            deadline: by the clock; nothing is started that would end later, except the second repeat.
+            kept: labels that are never dropped.
+            enough: asked after each repeat from the second on, whether the round can end.
+        """
+        running, late = list(candidates), []
+        for candidate in candidates:
+            try:
+                if not self.begin(candidate, deadline):
+                    running.remove(candidate)
+            except Deadline:
+                running.remove(candidate)
+                late.append(candidate)
+        done = Round(kind, {candidate.label: [] for candidate in running})
+        self.log.rounds.append(done)
+        for repeat in range(repeats):
+            cost = sum(self.expected_block_s(candidate.label) for candidate in running)
+            if repeat >= LEAST_REPEATS and self.clock() + cost > deadline:
+                break
+            for candidate in running[:: -1 if repeat % 2 else 1]:
+                try:
+                    if self.begin(candidate, math.inf):
+                        done.times[candidate.label].append(self.time(candidate))
+                        continue
+                except (Failed, Hung) as error:
+                    self.alive.pop(candidate.label).close()
+                    self.fail(candidate.label, error)
+                running.remove(candidate)
+            if repeat + 1 < LEAST_REPEATS:
+                continue
+            means = {each.label: statistics.geometric_mean(done.times[each.label]) for each in running}
+            slow = CLEARLY_SLOWER * min(means.values(), default=0.0)
+            running = [each for each in running if means[each.label] <= slow or each.label in kept]
+            if enough(done):
+                break
+        return late
+
+
+def compiles(label: str) -> bool:
+    """Return whether the candidate of this label runs under torch.compile."""
+    return "compile" in label.partition(",")[0].split(" + ")
+
+
+def _patience(expected_s: float) -> float:
+    return PATIENCE * expected_s + PATIENCE

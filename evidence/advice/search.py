@@ -1,0 +1,148 @@
+"""The search for the best setting within a budget of time, round by round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from evidence.advice.candidates import Setting
+from evidence.advice.plan import FIRST, REPEATS, Plan
+from evidence.advice.rounds import FINAL, LEAST_REPEATS, TWIN, Bench, Round, compiles, interval
+from evidence.advice.schema import Candidate
+from trainer.errors import RunError, UserError
+
+AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
+FINAL_REPEATS = 12
+"""At most, in the final round."""
+EXPLORE = 0.6
+"""The part of the budget after which no new settings are tried."""
+_EXACT = 0.015
+"""Half the width of the final interval, relative, with which the final round ends early."""
+
+
+@dataclass
+class Search:
+    """Runs the rounds; what the plan's log already holds is not measured again."""
+
+    plan: Plan
+    bench: Bench
+    budget_s: float
+    save: Callable[[], None]
+    """Called after each round."""
+    show: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.log = self.plan.log
+        self.space = self.plan.space
+        self._began = self.bench.clock() - self.log.spent_s
+
+    @property
+    def deadline(self) -> float:
+        """When the time is over, by the bench's clock."""
+        return self._began + self.budget_s
+
+    def run(self) -> tuple[Setting, str]:
+        """Measure until one setting is ahead, several are equal, or the budget is spent.
+
+        Returns:
+            What was chosen, and why it ended.
+
+        Raises:
+            UserError: the budget does not allow one pair.
+            RunError: no candidate works.
+        """
+        if not self.log.rounds:
+            self._affordable(self.space.candidate(self.space.baseline))
+        self.log.rounds = [done for done in self.log.rounds if done.kind != FINAL]
+        over = False
+        while True:
+            explore = self.bench.clock() - self._began < EXPLORE * self.budget_s
+            following = self.plan.next(explore)
+            over = following is not None and self._over() and bool(self.log.rounds)
+            if following is None or over:
+                break
+            self._round(*following)
+        if self.plan.reference is None:
+            raise RunError(f"no candidate works; the first error: {self._first_error()}")
+        while True:
+            chosen = self.plan.choose(self.plan.contenders())
+            self._final(chosen)
+            if self.log.ok(self.plan.label(chosen)):
+                break
+        return chosen, BUDGET if over else SEVERAL if len(self.plan.contenders()) > 1 else AHEAD
+
+    def _over(self) -> bool:
+        return self.bench.clock() + 2 * self._reserve() > self.deadline
+
+    def _reserve(self) -> float:
+        """Return the seconds that the final round needs at least, or a part of the budget."""
+        block = max((self.bench.expected_block_s(label) for label in self.log.records), default=0.0)
+        start = max((record.start_s for label, record in self.log.records.items() if not compiles(label)), default=0.0)
+        return min((REPEATS + 1) * 4 * block + start, 0.3 * self.budget_s)
+
+    def _affordable(self, base: Candidate) -> None:
+        """Start the baseline, and refuse a budget in which not even it and one more candidate can be timed."""
+        began = self.bench.clock()
+        self.show(f"starting {base.label}, train.py's default")
+        if not self.bench.begin(base, math.inf):
+            return
+        record = self.log.records[base.label]
+        start, step = self.bench.clock() - began, record.step_s()
+        block = max(self.bench.block_s, step)
+        need = start + record.start_s + LEAST_REPEATS * 2 * block
+        if need > self.budget_s:
+            raise UserError(
+                f"budget_minutes={self.budget_s / 60:g} is too short for one pair: the baseline and one candidate need "
+                f"{need:.1f} s here (a start {start:.1f} s, a step {step:.2f} s, {LEAST_REPEATS} blocks each); "
+                f"set budget_minutes={max(0.1, math.ceil(10 * 5 * need / 60) / 10):g}"
+            )
+
+    def _round(self, kind: str, settings: Sequence[Setting], repeats: int) -> None:
+        """Measure a round."""
+        reference = self.plan.reference
+        base = self.space.baseline if reference is None else reference
+        candidates = [self.space.candidate(setting) for setting in dict.fromkeys([base, *settings])]
+        kept = [candidates[0].label]
+        if kind == FIRST:
+            candidates.insert(1, self._twin(candidates[0]))
+            kept.append(candidates[1].label)
+        self.show(f"{kind}: {', '.join(each.label for each in candidates)}")
+        late = self.bench.round(kind, candidates, repeats, self.deadline - self._reserve(), kept)
+        self.plan.late |= {each.label for each in late}
+        self._save()
+
+    def _twin(self, candidate: Candidate) -> Candidate:
+        return replace(candidate, label=candidate.label + TWIN)
+
+    def _save(self) -> None:
+        self.log.spent_s = self.bench.clock() - self._began
+        self.save()
+
+    def _final(self, chosen: Setting) -> None:
+        """Time the chosen setting against the reference with new blocks, which played no part in the choice."""
+        reference = self.plan.reference
+        assert reference is not None
+        base, winner = self.space.candidate(reference), self.space.candidate(chosen)
+        candidates = [base, self._twin(base)]
+        if chosen != reference:
+            candidates.append(winner)
+        if (eager := self.plan.eager(chosen)) not in (None, chosen, reference):
+            assert eager is not None
+            candidates.append(self.space.candidate(eager))
+        self.show(f"final round: {', '.join(each.label for each in candidates)}")
+
+        def enough(done: Round) -> bool:
+            found = interval(self.log.ratios(winner.label, base.label, [FINAL]))
+            exact = found is not None and found.high / found.mean - 1 < _EXACT
+            return len(done.times[base.label]) > REPEATS and exact
+
+        labels = [each.label for each in candidates]
+        # Room for the least number of blocks, whatever the other rounds took.
+        deadline = max(self.deadline, self.bench.clock() + self._reserve())
+        self.bench.round(FINAL, candidates, FINAL_REPEATS, deadline, labels, enough)
+        self._save()
+
+    def _first_error(self) -> str:
+        failed = (f"{label}: {record.reason}" for label, record in self.log.records.items() if record.reason)
+        return next(failed, "none was started")

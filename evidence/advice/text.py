@@ -1,0 +1,136 @@
+"""An advice in words: one sentence, a table, and the command that takes it."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from evidence.advice.rounds import compiles
+from evidence.advice.schema import MEASURED, Advice, Entry
+from evidence.intervals import Interval
+from evidence.runs import merged
+from trainer.formats import duration, size
+
+_FEW = 3
+"""Ratios from which on an interval is shown; of two it says little."""
+
+
+def sentence(advice: Advice) -> str:
+    """Return the advice in one sentence of measured facts."""
+    winner, base = advice.entry(advice.winner), advice.baseline
+    health = _health(advice)
+    if advice.winner == base:
+        better = "no setting needs less memory" if advice.goal == "memory" else "no setting is faster"
+        scope = f", as far as {duration(advice.spent_s)} min showed" if advice.stopped == "budget" else ""
+        return f"{base}, train.py's default: {better} here{scope}{health}{_others(advice)}"
+    assert winner.speed is not None
+    facts = [f"{_times(winner.speed)} as fast as {base}", _memory(winner, advice.entry(base))]
+    if advice.goal == "memory":
+        facts.reverse()
+    said = f"{advice.winner}: {', '.join(filter(None, facts))}{health}"
+    if compiles(advice.winner) and winner.pays_after_steps is not None:
+        said += f"; compiling pays after {winner.pays_after_steps} steps"
+    return said + _others(advice)
+
+
+def _others(advice: Advice) -> str:
+    if not advice.equal:
+        return ""
+    names = ", ".join(advice.equal[:3])
+    return f"; no clear difference to {names}" + f" and {len(advice.equal) - 3} more" * (len(advice.equal) > 3)
+
+
+def _health(advice: Advice) -> str:
+    if not advice.health:
+        return ""
+    faults = advice.health.get("faults") or []
+    return f", {len(faults)} FAULT{'S' * (len(faults) > 1)} found by the doctor" if faults else ", numerics healthy"
+
+
+def _times(speed: Interval) -> str:
+    return f"{speed.mean:.3g}x [{speed.low:.3g}, {speed.high:.3g}]"
+
+
+def _memory(entry: Entry, base: Entry) -> str:
+    if not entry.memory_bytes or not base.memory_bytes:
+        return ""
+    change = entry.memory_bytes / base.memory_bytes - 1
+    if abs(change) < 0.01:
+        return "the same memory"
+    return f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory"
+
+
+def command(advice: Advice, label: str | None = None) -> str:
+    """Return the command that trains with the advised setting, or with that of another label."""
+    candidate = advice.entry(label or advice.winner).candidate
+    environment = "" if candidate.threads is None else f"OMP_NUM_THREADS={candidate.threads} "
+    return environment + shlex.join(["python", "scripts/train.py", *merged(advice.overrides, candidate.overrides)])
+
+
+def print_advice(advice: Advice, console: Console, notes: list[str]) -> None:
+    """Print the sentence, the table, what was not measured, the notes and the command."""
+    said = escape(sentence(advice))
+    console.print(f"\n[bold]{said}[/]\n", highlight=False, soft_wrap=True)
+    console.print(table(advice))
+    for entry in advice.entries:
+        if entry.status != MEASURED:
+            line = f"{entry.status}: {entry.candidate.label} ({entry.reason})"
+            console.print(escape(line), style="dim", highlight=False, soft_wrap=True)
+    for note in notes:
+        console.print(f"Note: {escape(note)}.", highlight=False, soft_wrap=True)
+    device = escape(advice.hardware["name"])
+    console.print(f"Measured for {duration(advice.spent_s)} min on {device}: {_ENDED[advice.stopped]}.", soft_wrap=True)
+    console.print(f"\n  {escape(command(advice))}\n", highlight=False, soft_wrap=True)
+
+
+_ENDED = {
+    "one is ahead": "one setting is ahead",
+    "several are equal": "the best settings are equal",
+    "budget": "the budget is spent, and a larger budget_minutes continues from here",
+}
+
+
+def table(advice: Advice) -> Table:
+    """Return the measured entries, the advised one first."""
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    shown.add_column("setting")
+    compiled = any(compiles(entry.candidate.label) for entry in advice.entries)
+    for name in ("speed", "step, ms", "memory", *(("compiling", "pays after") if compiled else ())):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for entry in advice.entries:
+        if entry.status == MEASURED:
+            cells = _cells(entry, advice)[: None if compiled else 3]
+            style = "bold" if entry.candidate.label == advice.winner else None
+            shown.add_row(_named(entry.candidate.label, advice), *cells, style=style)
+    return shown
+
+
+def _named(label: str, advice: Advice) -> str:
+    roles = {
+        "advised": label == advice.winner,
+        "default": label == advice.baseline,
+        "no clear difference": label in advice.equal,
+    }
+    said = ", ".join(role for role, has in roles.items() if has)
+    return escape(label + f" ({said})" * bool(said))
+
+
+def _cells(entry: Entry, advice: Advice) -> list[str]:
+    label = entry.candidate.label
+    speed = "1x" if label == advice.baseline else ""
+    if not speed and entry.speed is not None:
+        speed = _times(entry.speed) if entry.speed.count >= _FEW else f"about {entry.speed.mean:.2g}x"
+    cells = [
+        speed,
+        f"{1e3 * statistics.median(entry.step_s):.4g}" if entry.step_s else "",
+        size(entry.memory_bytes) if entry.memory_bytes else "",
+    ]
+    if not compiles(label):
+        return [*cells, "", ""]
+    pays = "never" if entry.pays_after_steps is None else f"{entry.pays_after_steps} steps"
+    return [*cells, f"{entry.compile_s:.1f} s", pays]

@@ -1,0 +1,244 @@
+"""One candidate in a process of its own, which trains blocks of steps when it is asked to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evidence.advice.schema import Candidate
+from evidence.bench.jobs import steps_of
+from evidence.bench.turns import synchronise
+from evidence.runs import merged
+from trainer.config.compose import compose
+from trainer.errors import RunError, first_line, is_out_of_memory
+from trainer.hardware import held_bytes, peak_memory_bytes, reset_peak_memory
+from trainer.profiling.ledger import tensors
+from trainer.trainer import Trainer
+
+WARM_UP_S = 0.3
+"""Steps of the warm-up, after the first, take so long together, or are two."""
+_FOREVER = 10**6
+"""Optimizer steps, more than any search takes."""
+
+
+class Failed(Exception):
+    """A candidate that ended with an error, or whose process died."""
+
+
+class Hung(Exception):
+    """A candidate that did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What was measured at a candidate's start."""
+
+    start_s: float
+    """From nothing to the end of the warm-up."""
+    warm_up_s: list[float]
+    """Of each step of the warm-up; the first ones compile."""
+    held_bytes: int
+    """Of the device's memory, by the whole process."""
+
+
+class Worker:
+    """The parent's side: each call waits for the answer, at most so long."""
+
+    def __init__(self, candidate: Candidate, common: Sequence[str], folder: Path) -> None:
+        """Start the process.
+
+        Args:
+            candidate: what it trains.
+            common: overrides of all candidates.
+            folder: for what it prints, and for what torch.compile keeps.
+        """
+        self.candidate = candidate
+        context = _server()
+        self._connection, theirs = context.Pipe()
+        overrides = merged(common, candidate.overrides)
+        self._process = context.Process(target=serve, args=(theirs, overrides, candidate.threads, str(folder)))
+        self._process.start()
+        theirs.close()
+
+    def start(self, limit_s: float) -> Started:
+        """Build the trainer and warm it up.
+
+        Raises:
+            Failed: with its error. (So for the others.)
+            Hung: no answer within the limit.
+        """
+        began = time.monotonic()
+        steps, held = self._ask(("start",), limit_s)
+        return Started(time.monotonic() - began, steps, held)
+
+    def block(self, steps: int, limit_s: float) -> float:
+        """Return the seconds of so many optimizer steps, the device's work included."""
+        return float(self._ask(("block", steps), limit_s))
+
+    def memory(self, limit_s: float) -> int:
+        """Return the peak bytes allocated in a step."""
+        return int(self._ask(("memory",), limit_s))
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._connection.close()
+
+    def _ask(self, command: tuple[Any, ...], limit_s: float) -> Any:
+        try:
+            self._connection.send(command)
+            if not self._connection.poll(limit_s):
+                raise Hung(f"no answer within {limit_s:.0f} s")
+            answer, error = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode or 0
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise Failed(f"its process ended with {how}") from None
+        if error:
+            raise Failed(error)
+        return answer
+
+
+def _server() -> Any:
+    """Return the context whose fork server has imported torch, the trainer, and what the recipe has imported here.
+
+    So a start takes a fraction of a second. The server computes nothing: neither CUDA nor OpenMP is used before a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    libraries = [name for name in sys.modules if name.startswith(("transformers.models.", "torchvision.models"))]
+    context.set_forkserver_preload([__name__, "recipes", *libraries])
+    return context
+
+
+def prepare() -> None:
+    """Wait until the fork server has imported all that, so that it is no part of the first candidate's start."""
+    process = _server().Process(target=int)
+    process.start()
+    process.join()
+    process.close()
+
+
+def serve(connection: Connection, overrides: Sequence[str], threads: int | None, folder: str) -> None:
+    """Answer the parent's commands with (result, error) until it closes the pipe. Runs in the worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    log = os.open(os.path.join(folder, "workers.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    # Compiled anew, as on a machine that sees this setting for the first time; a second start of it here is quick.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "compiled")
+    os.environ["TORCH_LOGS"] = "-all"
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    subject: Subject | None = None
+    while True:
+        try:
+            command, *arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            if command == "start":
+                subject = Subject(overrides)
+                connection.send(((subject.warm_up(), subject.held()), ""))
+            else:
+                assert subject is not None
+                connection.send((getattr(subject, command)(*arguments), ""))
+        except Exception as error:  # whatever it is, the parent names the candidate and goes on
+            kind = "out of memory: " if is_out_of_memory(error) else ""
+            text = first_line(error)
+            if not isinstance(error, RunError) and not kind:
+                kind = f"{type(error).__name__}: "
+            connection.send((None, kind + text))
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class Subject:
+    """The trainer of one candidate; it takes the steps of train.py's loop, without tracking and checkpoints."""
+
+    def __init__(self, overrides: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        config = compose(overrides)
+        # No run is that long: the data and the schedule must not end while blocks are taken.
+        self.trainer = Trainer.from_config(replace(config, steps=_FOREVER, epochs=None))
+        self._take = steps_of(self.trainer)
+
+    def block(self, steps: int) -> float:
+        """Return the seconds of so many steps, the device's work included."""
+        device = self.trainer.device
+        synchronise(device)
+        began = self.clock()
+        self._take(steps)
+        synchronise(device)
+        return self.clock() - began
+
+    def warm_up(self) -> list[float]:
+        """Return the seconds of the first steps, at least two."""
+        seconds = [self.block(1), self.block(1)]
+        while sum(seconds[1:]) < WARM_UP_S and len(seconds) < 10:
+            seconds.append(self.block(1))
+        return seconds
+
+    def held(self) -> int:
+        """Return what the process holds of the device's memory."""
+        device = self.trainer.device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            return min(total - free, torch.cuda.memory_reserved(device) + 2**30)  # the context and its kernels
+        try:
+            return held_bytes("VmRSS")
+        except OSError:
+            return peak_memory_bytes(device)
+
+    def memory(self) -> int:
+        """Return the peak bytes allocated in one step.
+
+        On CUDA by the allocator's count. Elsewhere it is what training keeps from step to step (weights, buffers,
+        optimizer, averages), and the highest sum of what the step allocates beyond that, by torch's profiler; unlike
+        the resident set, it leaves out the libraries, the data and the compiler.
+        """
+        trainer = self.trainer
+        if trainer.device.type == "cuda":
+            reset_peak_memory(trainer.device)
+            self.block(1)
+            return peak_memory_bytes(trainer.device)
+        masters = [] if trainer.masters is None else list(trainer.masters.held())
+        kept = (trainer.model.state_dict(), trainer.optimizer.state, masters, trainer.average.held())
+        gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors([*kept, gradients])}
+        return sum(storage.nbytes() for storage in storages.values()) + self._highest_in_a_step()
+
+    def _highest_in_a_step(self) -> int:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.block(1)
+        assert profiler.profiler is not None
+        assert profiler.profiler.kineto_results is not None
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+        now = highest = 0
+        for _, change in changes:
+            now += change
+            highest = max(highest, now)
+        return highest

@@ -1,0 +1,24 @@
+"""Find the fastest setting of a recipe on this machine: ``python scripts/advise.py recipe=gpt2 budget_minutes=5``.
+
+  budget_minutes=5   time for all measurements, about
+  goal=speed         or memory: the least memory, in at most 1.5 times the default's time
+  quality=false      true: also tries 16-bit weights, and tests that the advised setting trains as well as the default
+  fresh=false        true: measures again what an earlier call has measured
+All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
+
+Tried are the precisions that this hardware computes fast, torch.compile, microbatches, forms of attention and of the
+loss, the order of images in memory, the optimizer's kernel, threads on a CPU; for memory, activation checkpointing.
+Each candidate runs in a process of its own and takes turns with train.py's default. Those that look good are combined
+and measured longer; the chosen one is timed once more against the default, and that ratio is what is reported.
+
+Writes <output_dir>/advice/<recipe>-<key>/advice.json. After a stop, the same command continues. When nothing changed
+(options, code, hardware, versions) it answers from that file.
+Exit code: 0, 1 when no candidate works, 2 for a user error, 4 when nothing fits into memory, 130 when interrupted.
+"""
+
+import sys
+
+from trainer.config.options import run
+
+if __name__ == "__main__":
+    sys.exit(run("evidence.advice.command:main", __doc__, continues=True))
