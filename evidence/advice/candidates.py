@@ -16,12 +16,13 @@ from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import OutOfMemory, RunError, UserError, first_line
-from trainer.formats import size
-from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, product_slowdown
+from trainer.formats import about, size
+from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
 from trainer.kernels.optimizers import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World
-from trainer.precision.modes import AUTOCAST_DTYPE, BASIC_MODES, WEIGHTS_DTYPE
+from trainer.precision.modes import AUTOCAST_DTYPE, BASIC_MODES, WEIGHTS_DTYPE, family
+from trainer.profiling.rates import hopeless, slowdown
 from trainer.recipe import Recipe
 from trainer.run.memory.fit import fit_plan, rough_bytes
 from trainer.run.memory.forecast import forecast, meta_model, required_bytes
@@ -29,9 +30,8 @@ from trainer.run.memory.shortage import USABLE
 
 GOALS = ("speed", "memory")
 SLOWER = 1.2
-"""Times as long as in fp32 that products of a format may take: a little more, since 16 bits also move less memory."""
-HOPELESS = 10.0
-"""The same for goal=memory."""
+"""Times as long as in fp32 that products of a format may take for goal=speed: a little more than 1, since 16 bits also
+move less memory."""
 AROUND = 8
 """Times the automatic microbatch, or one over that, which others are at most."""
 
@@ -214,12 +214,17 @@ class _Builder:
                 if mode == now or self.hardware.support(mode) == UNAVAILABLE or mode.endswith("_pure"):
                     continue
                 value = Value(mode, (f"precision={mode}",))
-                times = _slowdown(mode, self.hardware)
-                if times > (SLOWER if self.goal == "speed" else HOPELESS):
-                    self._leave_out(value, f"{mode} products take {times:.2g} times as long as fp32's here")
+                if why := self._too_slow(mode):
+                    self._leave_out(value, why)
                 else:
                     values += self._possible(value)
         self.factors.append(Factor("precision", tuple(values)))
+
+    def _too_slow(self, mode: str) -> str | None:
+        times = slowdown(mode, self.hardware)
+        if self.goal == "speed" and times > SLOWER:
+            return f"{family(mode)} products take {about(times)} times as long as fp32's here"
+        return hopeless(mode, self.hardware)
 
     def compile(self) -> None:
         """On and off."""
@@ -313,11 +318,6 @@ class _Builder:
 
     def _leave_out(self, value: Value, why: str) -> None:
         self.left_out.append(Entry(Candidate(value.words, value.overrides, value.threads), LEFT_OUT, why))
-
-
-def _slowdown(mode: str, hardware: Hardware) -> float:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode.partition("_")[0])
-    return 1.0 if dtype is None else product_slowdown(dtype, hardware.device)
 
 
 @dataclass

@@ -44,9 +44,19 @@ class Plan:
     late: set[str] = field(default_factory=set)
     """Labels of candidates for which there was no time."""
 
+    def __post_init__(self) -> None:
+        every = itertools.product(*(range(len(factor.values)) for factor in self.space.factors))
+        self._labels = {setting: self.space.candidate(setting).label for setting in every}
+        self._settings = {label: setting for setting, label in self._labels.items()}
+        self._known: tuple[object, dict[Setting, float]] = (None, {})
+
     def label(self, setting: Setting) -> str:
         """Return the label of a setting."""
-        return self.space.candidate(setting).label
+        return self._labels[setting]
+
+    def setting(self, label: str) -> Setting | None:
+        """Return the setting of a label; None: it is of none."""
+        return self._settings.get(label)
 
     @property
     def reference(self) -> Setting | None:
@@ -57,11 +67,7 @@ class Plan:
 
     def known(self) -> list[Setting]:
         """Return the settings that have been started or left out, in the order of their first turn."""
-        by_label = {self.label(setting): setting for setting in self._settings()}
-        return [by_label[label] for label in self.log.records if label in by_label]
-
-    def _settings(self) -> itertools.product[Setting]:
-        return itertools.product(*(range(len(factor.values)) for factor in self.space.factors))
+        return [self._settings[label] for label in self.log.records if label in self._settings]
 
     def speed(self, setting: Setting) -> float:
         """Return the logarithm of its throughput over the reference's; minus infinity where it was not measured."""
@@ -73,6 +79,16 @@ class Plan:
 
     def merit(self, setting: Setting) -> float:
         """Return how much better than the reference it is, as a logarithm; minus infinity where it is no candidate."""
+        now = [(len(done.times), sum(map(len, done.times.values()))) for done in self.log.rounds]
+        version = (now, [record.status for record in self.log.records.values()])
+        if self._known[0] != version:
+            self._known = (version, {})
+        merits = self._known[1]
+        if setting not in merits:
+            merits[setting] = self._merit(setting)
+        return merits[setting]
+
+    def _merit(self, setting: Setting) -> float:
         speed = self.speed(setting)
         if self.goal == "speed" or speed == -math.inf:
             return speed
@@ -229,7 +245,3 @@ class Plan:
         if position is None or not compiles(self.label(setting)) or len(self.space.factors[position].values) < 2:
             return None
         return self.space.changed(setting, position, 1 - setting[position])
-
-    def setting(self, label: str) -> Setting | None:
-        """Return the setting of a label."""
-        return next((setting for setting in self._settings() if self.label(setting) == label), None)

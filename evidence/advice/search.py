@@ -63,6 +63,7 @@ class Search:
             if following is None or over:
                 break
             self._round(*following)
+        over = over or self.plan.next(explore=True) is not None
         if self.plan.reference is None:
             raise RunError(f"no candidate works; the first error: {self._first_error()}")
         while True:
@@ -70,7 +71,7 @@ class Search:
             self._final(chosen)
             if self.log.ok(self.plan.label(chosen)):
                 break
-        return chosen, BUDGET if over else SEVERAL if len(self.plan.contenders()) > 1 else AHEAD
+        return chosen, BUDGET if over or self.plan.late else SEVERAL if len(self.plan.contenders()) > 1 else AHEAD
 
     def _over(self) -> bool:
         return self.bench.clock() + 2 * self._reserve() > self.deadline

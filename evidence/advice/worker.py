@@ -71,6 +71,12 @@ class Worker:
         self._process.start()
         theirs.close()
 
+    @property
+    def process_id(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return int(self._process.pid)
+
     def start(self, limit_s: float) -> Started:
         """Build the trainer and warm it up.
 

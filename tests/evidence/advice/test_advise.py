@@ -1,0 +1,159 @@
+"""The advice of real training, on models of a few weights; and what it tries for each recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evidence.advice import cache, command
+from evidence.advice.candidates import Fits, space_of
+from evidence.advice.schema import Candidate
+from evidence.advice.worker import Failed, Hung, Worker
+from trainer.errors import UserError
+from trainer.hardware import detect
+
+SMALL = ["recipe=bignet", "recipe.layers=2", "recipe.width=16", "batch_size=8", "data.samples=64", "device=cpu"]
+FIXED = ["compile=off", "precision=fp32", "optimizer.fused=auto"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("advice")
+
+
+def varied(*overrides: str, goal: str = "speed", quality: bool = False) -> dict[str, list[str]]:
+    space, _ = space_of(overrides, detect("cpu"), goal, quality)
+    return {factor.name: [value.words for value in factor.values] for factor in space.factors if len(factor.values) > 1}
+
+
+def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 9.0 if "fp16" in mode else 0.3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert varied(*SMALL) == {
+        "precision": ["fp32", "bf16"],
+        "compile": ["", "compile"],
+        "micro_batch_size": ["", "micro_batch_size=4", "micro_batch_size=2", "micro_batch_size=1"],
+        "optimizer.fused": ["", "optimizer.fused=false"],
+    }
+
+
+def test_what_the_user_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
+
+
+def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 4.9)
+    space, _ = space_of(SMALL, detect("cpu"))
+    reasons = {entry.candidate.label: entry.reason for entry in space.left_out}
+    assert reasons["bf16"] == "bf16 products take 4.9 times as long as fp32's here"
+    space, _ = space_of([*SMALL, "precision=bf16"], detect("cpu"))
+    assert space.candidate(space.baseline).label == "bf16", "asked for by name"
+
+
+def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    hardware = replace(detect("cpu"), cpu_cores=8)
+    monkeypatch.setattr("evidence.advice.candidates.torch.get_num_threads", lambda: 8)
+    space, _ = space_of([*SMALL, *FIXED, "micro_batch_size=8"], hardware)
+    threads = space.factors[-1]
+    assert [value.words for value in threads.values] == ["", "4 threads", "1 thread"]
+    assert space.candidate((*space.baseline[:-1], 2)).threads == 1
+
+
+def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.5)
+    found = varied(*SMALL, goal="memory", quality=True)
+    assert found["activation_checkpointing"][1:] == [
+        "activation_checkpointing=blocks",
+        "activation_checkpointing=selective",
+    ]
+    assert "bf16_master" in found["precision"]
+    assert "bf16_pure" not in found["precision"]
+
+
+def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
+    config = [*SMALL, *FIXED]
+    space, _ = space_of(config, detect("cpu"))
+    assert space.refused(space.candidate(space.baseline)) is None
+    assert isinstance(space.refused, Fits)
+    space.refused.usable = 1000
+    reason = space.refused(Candidate("fp32, micro_batch_size=4", ("micro_batch_size=4",)))
+    assert reason is not None
+    assert reason.startswith("forecast to need")
+
+
+def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path) -> None:
+    worker = Worker(Candidate("fp32", ()), SMALL, folder)
+    try:
+        started = worker.start(300)
+        assert len(started.warm_up_s) >= 2
+        assert 0 < worker.block(3, 60) < 60
+        # Weights, gradients and AdamW's two moments: four times 2 · (16² + 16) numbers of 4 bytes, and activations.
+        steady = 4 * 2 * (16 * 16 + 16) * 4
+        assert steady < worker.memory(60) < 2 * steady
+    finally:
+        worker.close()
+    broken = Worker(Candidate("bad", ("precision=bogus",)), SMALL, folder)
+    try:
+        with pytest.raises(Failed, match="precision=bogus is not a choice"):
+            broken.start(300)
+    finally:
+        broken.close()
+
+
+def test_a_worker_that_stops_or_dies_is_noticed(folder: Path) -> None:
+    worker = Worker(Candidate("fp32", ()), SMALL, folder)
+    try:
+        worker.start(300)
+        os.kill(worker.process_id, signal.SIGSTOP)
+        with pytest.raises(Hung, match="no answer within 0 s"):
+            worker.block(1, 0.05)
+        os.kill(worker.process_id, signal.SIGKILL)
+        with pytest.raises(Failed, match="signal SIGKILL"):
+            worker.block(1, 60)
+    finally:
+        worker.close()
+
+
+def test_the_command_answers_writes_and_repeats_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The microbatch is all that is left to vary; 1 takes eight passes for each of 8.
+    given = [*SMALL, *FIXED, f"output_dir={tmp_path}", "tracking=local", "budget_minutes=2"]
+    assert command.main(given) == 0
+    printed = capsys.readouterr().out
+    assert "fp32, train.py's default" in printed or "as fast as fp32" in printed
+    assert "python scripts/train.py recipe=bignet" in printed
+    (path,) = tmp_path.glob("advice/bignet-*/advice.json")
+    content = json.loads(path.read_text())
+    labels = [entry["candidate"]["label"] for entry in content["entries"]]
+    assert content["winner"] == labels[0]
+    assert set(labels) >= {"fp32", "fp32, micro_batch_size=1"}
+    advice = cache.read(path.parent)
+    assert advice is not None
+    assert json.loads(json.dumps(content)) == content
+    before = path.stat().st_mtime_ns
+    assert command.main(given) == 0
+    assert "Nothing changed since this was measured" in capsys.readouterr().out
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("goal=fast", "goal=fast is not a goal"),
+        ("budget_minutes=0", "budget_minutes=0 must be a time above 0"),
+        ("budget_minutes=inf", "must be a time above 0"),
+        ("resume=outputs/x", "resume=outputs/x has no effect"),
+        ("precision=fp32,bf16", "several values"),
+        ("parallel=ddp", "leave out parallel=ddp"),
+    ],
+)
+def test_mistakes_are_named_before_any_work(given: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        command.main([*SMALL, f"output_dir={tmp_path}", given])
+    assert not list(tmp_path.iterdir())
