@@ -14,7 +14,7 @@ PACKAGES = ("trainer", "recipes", "evidence", "inference")
 CORE = ("trainer/trainer.py", "trainer/precision", "trainer/optim", "trainer/data")
 NAMES = 16
 """In a folder of code."""
-COMMANDS = 18
+COMMANDS = 19
 """In scripts: one name for each."""
 
 

@@ -5,28 +5,25 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from evidence.advice.fits import Fits, fitting, given
 from evidence.advice.schema import LEFT_OUT, Candidate, Entry
 from evidence.runs import merged
 from trainer.config.compose import compose
 from trainer.config.schema import Config
-from trainer.data.contract import Datasets
-from trainer.errors import OutOfMemory, RunError, UserError, first_line
-from trainer.formats import about, size
-from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
+from trainer.errors import UserError, first_line
+from trainer.formats import about
+from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.kernels.optimizers import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
-from trainer.parallel.world import World
 from trainer.precision.modes import AUTOCAST_DTYPE, BASIC_MODES, WEIGHTS_DTYPE, family
 from trainer.profiling.rates import hopeless, slowdown
 from trainer.recipe import Recipe
-from trainer.run.memory.fit import fit_plan, rough_bytes
-from trainer.run.memory.forecast import forecast, meta_model, required_bytes
-from trainer.run.memory.shortage import USABLE
+from trainer.run.memory.forecast import meta_model
 
 GOALS = ("speed", "memory")
 SLOWER = 1.2
@@ -140,7 +137,7 @@ def space_of(
     config = compose(overrides)
     resolved = config.resolve(hardware)
     datasets = resolved.config.open_datasets()
-    common, notes = _fitting(config, overrides, hardware, datasets)
+    common, notes = fitting(config, overrides, hardware, datasets)
     if common != list(overrides):
         config = compose(common)
         resolved = config.resolve(hardware)
@@ -156,39 +153,6 @@ def space_of(
     builder.fused()
     fits = Fits(common, hardware, datasets)
     return Space(builder.factors, builder.left_out, notes, fits), common
-
-
-def _fitting(
-    config: Config, overrides: Sequence[str], hardware: Hardware, datasets: Datasets
-) -> tuple[list[str], list[str]]:
-    """Return the overrides with which train.py's default fits into the memory, and what was changed for that."""
-    trials: list[list[str]] = [[]]
-    if not _given(overrides, "activation_checkpointing"):
-        trials += [[f"activation_checkpointing={mode}"] for mode in CHECKPOINTING[:0:-1]]
-    first: OutOfMemory | None = None
-    for more in trials:
-        try:
-            tried = merged(overrides, more)
-            composed = compose(tried) if more else config
-            resolved = composed.resolve(hardware)
-            fitted = fit_plan(composed, resolved, hardware, World(), datasets, tried)
-        except OutOfMemory as error:
-            first = first or error
-            continue
-        except UserError:  # a recipe without blocks
-            continue
-        size, auto = (each.plan.batching.micro_batch_size for each in (fitted, resolved))
-        pinned = [f"micro_batch_size={size}"] * (size != auto)
-        changed = [*more, *pinned]
-        return merged(overrides, changed), [f"all with {' '.join(changed)}, or it would not fit"] * bool(changed)
-    assert first is not None
-    raise first
-
-
-def _given(overrides: Sequence[str], *keys: str) -> bool:
-    """Return whether the user has set one of these options, or a group's choice by ``group.mode``."""
-    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    return bool(typed & {*keys, *(f"{key}.mode" for key in keys)})
 
 
 @dataclass
@@ -209,7 +173,7 @@ class _Builder:
         """What the hardware computes natively, or not much slower than fp32."""
         now = self.config.precision.mode
         values = [Value(now)]
-        if not _given(self.overrides, "precision"):
+        if not given(self.overrides, "precision"):
             for mode in (*BASIC_MODES, *(WEIGHTS_DTYPE if self.quality else ())):
                 if mode == now or self.hardware.support(mode) == UNAVAILABLE or mode.endswith("_pure"):
                     continue
@@ -231,14 +195,14 @@ class _Builder:
         now = self.config.compile.mode
         words = "" if now == "off" else "compile"
         values = [Value(words)]
-        if not _given(self.overrides, "compile"):
+        if not given(self.overrides, "compile"):
             choice = "default" if now == "off" else "off"
             values += self._possible(Value("compile" if now == "off" else "", (f"compile={choice}",)))
         self.factors.append(Factor("compile", tuple(values)))
 
     def micro_batch(self, batch_size: int, now: int, normalises: bool, tight: bool) -> None:
         """Powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
-        if _given(self.overrides, "micro_batch_size") and not tight:
+        if given(self.overrides, "micro_batch_size") and not tight:
             return
         least = self.config.augment.micro_batch_multiple
         sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
@@ -282,7 +246,7 @@ class _Builder:
     def checkpointing(self, recipe: Recipe) -> None:
         """Where memory is the goal, or scarce."""
         scarce = self.goal == "memory" or self.tight
-        if not scarce or type(recipe).blocks is Recipe.blocks or _given(self.overrides, "activation_checkpointing"):
+        if not scarce or type(recipe).blocks is Recipe.blocks or given(self.overrides, "activation_checkpointing"):
             return
         now = self.config.activation_checkpointing.mode
         self._vary("activation_checkpointing", [mode for mode in CHECKPOINTING if mode != now])
@@ -294,7 +258,7 @@ class _Builder:
             self._vary("optimizer.fused", ["false"])
 
     def _vary(self, key: str, choices: list[str]) -> None:
-        if not _given(self.overrides, key):
+        if not given(self.overrides, key):
             self._add(
                 key, [Value(f"{key.removeprefix('recipe.')}={choice}", (f"{key}={choice}",)) for choice in choices]
             )
@@ -318,37 +282,3 @@ class _Builder:
 
     def _leave_out(self, value: Value, why: str) -> None:
         self.left_out.append(Entry(Candidate(value.words, value.overrides, value.threads), LEFT_OUT, why))
-
-
-@dataclass
-class Fits:
-    """Says why a candidate is not forecast to fit into the memory."""
-
-    overrides: list[str]
-    hardware: Hardware
-    datasets: Datasets
-
-    def __post_init__(self) -> None:
-        self.usable = int(USABLE * available_bytes(self.hardware.device))
-        self._known: dict[tuple[str, ...], str | None] = {}
-
-    def __call__(self, candidate: Candidate) -> str | None:
-        """Return the reason; None: it fits, or cannot be forecast."""
-        # Compiled, a model needs no more than eager.
-        key = tuple(override for override in candidate.overrides if not override.startswith("compile="))
-        if key not in self._known:
-            self._known[key] = self._reason(list(key))
-        return self._known[key]
-
-    def _reason(self, overrides: list[str]) -> str | None:
-        try:
-            config = compose(merged(self.overrides, overrides))
-            resolved = config.resolve(self.hardware)
-            rough = rough_bytes(resolved.config.recipe, self.datasets, resolved.plan.batching.micro_batch_size)
-            if rough is None or rough < self.usable / 2:
-                return None
-            config = replace(config, micro_batch_size=resolved.plan.batching.micro_batch_size)
-            need = required_bytes(config, forecast(config))
-        except (RunError, RuntimeError, ValueError):  # the run itself reports it
-            return None
-        return f"forecast to need {size(need)}, {size(self.usable)} can be used" if need > self.usable else None

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from evidence.advice import cache, command
-from evidence.advice.candidates import Fits, space_of
+from evidence.advice.candidates import space_of
+from evidence.advice.fits import Fits
 from evidence.advice.schema import Candidate
 from evidence.advice.worker import Failed, Hung, Worker
 from trainer.errors import UserError
