@@ -183,6 +183,7 @@ def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path
     assert (run / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "plots" / "throughput.png").stat().st_size > 1000
     assert read(run / "profile" / "trace.json")["traceEvents"]
+    assert read(run / "summary.json")["utilisation"]["mfu"] > 0
     assert "aten::" in (run / "profile" / "operators.txt").read_text()
     config = read(run / "config.json")
     assert (config["recipe"], config["recipe.size"], config["eval_every"]) == ("gpt2", "nano", 8)
@@ -239,6 +240,7 @@ def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[.
         "perplexity (validation) ",
         "tokens/s",
         " ms\n",
+        "TFLOP/s measured here in bf16 products",
         "process memory (RSS)",
         "a generated sample after",
     ):

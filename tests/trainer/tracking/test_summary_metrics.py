@@ -46,6 +46,16 @@ def test_a_killed_run_is_scored_by_its_log(log: Path) -> None:
     assert found["final/peak_memory_mib"] == 3.0
 
 
+def test_mfu_is_that_of_the_summary_or_of_the_log(log: Path) -> None:
+    def mfu(summary: dict[str, object]) -> list[float]:
+        return [score.value for score in summary_metrics(log, summary) if score.name == "final/mfu"]
+
+    assert mfu({"utilisation": {"mfu": 0.42}}) == [0.42]
+    assert mfu({"utilisation": {"mfu": None}}) == []  # unknown, and in no line of the log
+    log.write_text("".join(json.dumps({"time": 7.0, "mfu": line["step"], **line}) + "\n" for line in LINES[:2]))
+    assert mfu({}) == [10]  # without the first line
+
+
 def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
     names = {
         score.name
