@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evidence.advice.fits import Fits, fitting, given
 from evidence.advice.schema import LEFT_OUT, Candidate, Entry
+from evidence.memory.fits import Fits, fitting, given
 from evidence.runs import merged
 from trainer.config.compose import compose
 from trainer.config.schema import Config
@@ -152,7 +152,7 @@ def space_of(
     builder.checkpointing(resolved.config.recipe)
     builder.fused()
     fits = Fits(common, hardware, datasets)
-    return Space(builder.factors, builder.left_out, notes, fits), common
+    return Space(builder.factors, builder.left_out, notes, lambda candidate: fits(candidate.overrides)), common
 
 
 @dataclass

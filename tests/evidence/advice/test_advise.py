@@ -12,9 +12,10 @@ import pytest
 
 from evidence.advice import cache, command
 from evidence.advice.candidates import space_of
-from evidence.advice.fits import Fits
 from evidence.advice.schema import Candidate
 from evidence.advice.worker import Failed, Hung, Worker
+from evidence.memory.fits import Fits
+from trainer.config.compose import compose
 from trainer.errors import UserError
 from trainer.hardware import detect
 
@@ -79,12 +80,12 @@ def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: 
 
 
 def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
-    config = [*SMALL, *FIXED]
-    space, _ = space_of(config, detect("cpu"))
-    assert space.refused(space.candidate(space.baseline)) is None
-    assert isinstance(space.refused, Fits)
-    space.refused.usable = 1000
-    reason = space.refused(Candidate("fp32, micro_batch_size=4", ("micro_batch_size=4",)))
+    hardware = detect("cpu")
+    fits = Fits([*SMALL, *FIXED], hardware, compose(SMALL).resolve(hardware).config.open_datasets())
+    assert fits([]) is None
+    small = replace(fits)
+    small.usable = 1000
+    reason = small(["micro_batch_size=4"])
     assert reason is not None
     assert reason.startswith("forecast to need")
 

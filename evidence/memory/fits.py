@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from evidence.advice.schema import Candidate
 from evidence.runs import merged
 from trainer.config.compose import compose
 from trainer.config.schema import Config
@@ -55,7 +54,7 @@ def fitting(
 
 @dataclass
 class Fits:
-    """Says why a candidate is not forecast to fit into the memory."""
+    """Says why a setting is not forecast to fit into the memory."""
 
     overrides: list[str]
     hardware: Hardware
@@ -65,10 +64,10 @@ class Fits:
         self.usable = int(USABLE * available_bytes(self.hardware.device))
         self._known: dict[tuple[str, ...], str | None] = {}
 
-    def __call__(self, candidate: Candidate) -> str | None:
-        """Return the reason; None: it fits, or cannot be forecast."""
+    def __call__(self, more: Sequence[str]) -> str | None:
+        """Return the reason against these further overrides; None: it fits, or cannot be forecast."""
         # Compiled, a model needs no more than eager.
-        key = tuple(override for override in candidate.overrides if not override.startswith("compile="))
+        key = tuple(override for override in more if not override.startswith("compile="))
         if key not in self._known:
             self._known[key] = self._reason(list(key))
         return self._known[key]
