@@ -272,7 +272,7 @@ class Trainer:
                 self.update.backward(share, exchanged=last and self.config.parallel.kind != "single")
             loss = share.detach() if loss is None else loss + share.detach()
         assert loss is not None, "an optimizer step has at least one microbatch"
-        return Gradients(loss * correction, correction, units)
+        return Gradients(loss if correction == 1 else loss * correction, correction, units)
 
     def count(self, microbatches: list[Batch]) -> tuple[int, int]:
         """Return this rank's valid targets and units of work in one step, from the values of CPU tensors."""

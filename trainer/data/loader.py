@@ -125,32 +125,48 @@ def _as_fetched(batch: Batch) -> Batch:
     return batch
 
 
+def _pinned(batch: Batch) -> Batch:
+    return {name: tensor.pin_memory() for name, tensor in batch.items()}
+
+
 @dataclass
 class Batches:
-    """Batches that are loaded when they are iterated over; loading processes may be kept for the next time."""
+    """Batches that are built in this process, whenever they are iterated over."""
 
-    loader: DataLoader[Batch]
+    dataset: Dataset
+    samples: Iterable[list[SampleId]]
+    device: torch.device
+    pins: bool
+    """Whether they are in page-locked memory, from which the device copies by itself."""
     ahead: int
     """How many of them a thread prepares before they are asked for; 0: there is none."""
-    device: torch.device
-    """Of the thread's pinned memory."""
 
     def __iter__(self) -> Iterator[Batch]:
-        return Ahead(self._checked(), self.ahead, self._prepare) if self.ahead else self._checked()
-
-    def _checked(self) -> Iterator[Batch]:
-        for batch in self.loader:
-            if isinstance(batch, RunError):  # a dataset reported it, perhaps in a worker
-                try:
-                    raise batch
-                finally:
-                    del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
-            yield batch
+        # Not torch's DataLoader, which takes as long as building a small batch.
+        batches = map(self.dataset.batch, self.samples)
+        batches = map(_pinned, batches) if self.pins else batches
+        return Ahead(batches, self.ahead, self._prepare) if self.ahead else batches
 
     def _prepare(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread: pinning would open a context on GPU 0
         torch.set_num_threads(1)  # copies would spread over all cores and hold up the thread that launches kernels
+
+
+@dataclass
+class _FromWorkers:
+    """Batches of loading processes, which may be kept for the next time."""
+
+    loader: DataLoader[Batch]
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            if isinstance(batch, RunError):  # a dataset reported it
+                try:
+                    raise batch
+                finally:
+                    del batch  # its traceback holds this frame: a cycle, which would delay the end of the workers
+            yield batch
 
 
 @dataclass
@@ -174,32 +190,33 @@ class Loader:
         return self.workers
 
     def _options(self, hardware: Hardware) -> dict[str, object]:
+        """Return further options of torch's DataLoader; ``pin_memory`` holds without workers, too."""
         return {}
 
     def batches(
         self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
-    ) -> Batches:
+    ) -> Iterable[Batch]:
         """Return one microbatch per list of samples; ``workers`` is a number by now.
 
         ``in_a_step``: how many are needed at once; with a GPU, a thread keeps ``STEPS_AHEAD`` times as many ready.
         """
         options = self._options(hardware)
-        if self.workers:
-            options |= {
-                "num_workers": self.workers,
-                "multiprocessing_context": forkserver_context(),
-                "worker_init_fn": end_with_the_run,
-            }
-        loader: DataLoader[Batch] = DataLoader(
-            _Fetch(dataset),
-            batch_sampler=samples,
-            collate_fn=_as_fetched,  # type: ignore[arg-type]
-            generator=torch.Generator(),  # DataLoader draws a seed, which must not be from the generator of training
-            **options,  # type: ignore[arg-type]
+        if not self.workers:
+            # A GPU computes meanwhile; on a CPU a thread would take the cores that compute: there, use workers.
+            pins = bool(options.get("pin_memory"))
+            return Batches(dataset, samples, hardware.device, pins, STEPS_AHEAD * in_a_step if pins else 0)
+        return _FromWorkers(
+            DataLoader(
+                _Fetch(dataset),
+                batch_sampler=samples,
+                collate_fn=_as_fetched,  # type: ignore[arg-type]
+                generator=torch.Generator(),  # a seed is drawn, which must not be from the generator of training
+                num_workers=int(self.workers),
+                multiprocessing_context=forkserver_context(),
+                worker_init_fn=end_with_the_run,
+                **options,  # type: ignore[arg-type]
+            )
         )
-        # A GPU computes meanwhile. On a CPU a thread would take the cores that compute: there, workers are an option.
-        ahead = STEPS_AHEAD * in_a_step if options.get("pin_memory") and not self.workers else 0
-        return Batches(loader, ahead, hardware.device)
 
     def steps(
         self, dataset: Dataset, order: DataOrder, batching: Batching, first_step: int, count: int, hardware: Hardware

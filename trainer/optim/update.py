@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.wrap import is_sharded
+from trainer.parallel.wrap import is_sharded, local_part
 from trainer.precision.scaler import LossScale
 
 
@@ -22,8 +22,8 @@ class Clip:
 
     kind: ClassVar[str] = "none"
 
-    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        """Clip the true gradients in place; ``norm`` is their total 2-norm, fp32 scalar."""
+    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """Clip the true gradients in place, or this rank's rows of them; ``norm`` is the total 2-norm, fp32 scalar."""
 
     def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
         """Clip gradients that stay in 16 bits, without rounding them again if that can be avoided.
@@ -50,12 +50,15 @@ class ClipNorm(Clip):
         if not self.max_norm > 0:  # so that NaN is refused, too
             raise UserError(f"clip.max_norm={self.max_norm} must be above 0; use clip=none to leave gradients alone")
 
-    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+        torch._foreach_mul_(gradients, self._coefficient(norm))
 
     def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
-        coefficient = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
+        coefficient = self._coefficient(norm)
         return coefficient if factor is None else factor * coefficient
+
+    def _coefficient(self, norm: Tensor) -> Tensor:
+        return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
 
 
 @dataclass
@@ -69,8 +72,9 @@ class ClipValue(Clip):
         if not self.max_value > 0:
             raise UserError(f"clip.max_value={self.max_value} must be above 0; use clip=none to leave gradients alone")
 
-    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        torch.nn.utils.clip_grad_value_(parameters, self.max_value)
+    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+        torch._foreach_clamp_min_(gradients, -self.max_value)
+        torch._foreach_clamp_max_(gradients, self.max_value)
 
     def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
         limit = torch.full_like(norm, self.max_value) if factor is None else self.max_value / factor
@@ -123,6 +127,7 @@ class Update:
         self.loss_scale = loss_scale
         self.clip = clip
         self.set_to_none = set_to_none
+        self._sharded = any(map(is_sharded, self.parameters))
         self._unscales_in_place = all(parameter.dtype.itemsize > 2 for parameter in self.parameters)
         device = self.parameters[0].device
         self._norm_dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -152,16 +157,18 @@ class Update:
         """
         if self.masters is not None:
             self.masters.take_gradients()
-        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         factor = self.loss_scale.inverse(correction)
         if self._unscales_in_place and factor is not None:
             torch._foreach_mul_(gradients, factor)
             factor = None
-        norm, finite = self._measure(gradients, factor)
-        skipped = ~finite if self.loss_scale.recovers else self._blocked.logical_or_(~finite).clone()
+        norm, overflow = self._measure(gradients, factor)
+        if self.loss_scale.recovers:
+            skipped = overflow
+        else:
+            skipped = self._blocked = self._blocked | overflow
         if self._unscales_in_place:
-            self.clip.apply(parameters, norm)
+            self.clip.apply([local_part(each) for each in gradients] if self._sharded else gradients, norm)
         else:  # 16-bit gradients are not written again: what is unscaled would vanish in fp16
             factor = self.clip.fold(gradients, norm, factor)
             self._hand_over(gradients, factor)
@@ -169,32 +176,44 @@ class Update:
         if self.masters is not None:
             self.masters.write_back(steps_done)  # after a skipped step: what they were
         scale = self.loss_scale.scale
-        self.loss_scale.update(finite)
-        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        if self.loss_scale.recovers:
+            self.loss_scale.update(~overflow)
+        if self.set_to_none:
+            for parameter in self.parameters:  # a third of what the optimizer's method takes
+                parameter.grad = None
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
         return UpdateResult(norm, skipped, scale)
 
     def _measure(self, gradients: list[Tensor], factor: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the total 2-norm of the true gradients, and whether all of them are finite.
+        """Return the total 2-norm of the true gradients, and whether any of them is not finite.
 
         If all gradients are finite, the norm is finite: where it would overflow, fp32's largest number.
         """
-        norm = _unsharded(
-            torch.nn.utils.get_total_norm(gradients)
-            if self._unscales_in_place
-            else _total_norm(gradients, torch.float32)
-        )
+        norm = self._total_norm(gradients, None if self._unscales_in_place else torch.float32)
         norm = norm if factor is None else norm * factor
-        finite = norm < math.inf  # false for NaN too, and one kernel where isfinite takes four
+        overflow = ~(norm < math.inf)  # true for NaN too, and two kernels where isfinite takes four
         # The square of 1.9e19 is infinite in fp32, so once more in fp64 where that may be why. To avoid a wait,
         # a GPU always does it (one more read of the gradients), but not in fp16, whose numbers end at 65504.
-        in_doubt = not self.loss_scale.recovers if self._takes_flag else self.read(~finite)
+        in_doubt = not self.loss_scale.recovers if self._takes_flag else self.read(overflow)
         if not in_doubt:
-            return norm, finite
-        wide = _unsharded(_total_norm(gradients, self._norm_dtype))
+            return norm, overflow
+        wide = self._total_norm(gradients, self._norm_dtype)
         wide = wide if factor is None else wide * factor
         finite = wide < math.inf
         largest = wide.clamp(max=torch.finfo(norm.dtype).max)
-        return torch.where(norm < math.inf, norm, torch.where(finite, largest, wide).to(norm.dtype)), finite
+        return torch.where(norm < math.inf, norm, torch.where(finite, largest, wide).to(norm.dtype)), ~finite
+
+    def _total_norm(self, gradients: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+        """Return the 2-norm of all gradients as one vector, computed in ``dtype``; None: in theirs, as torch does."""
+        # Torch's own would add up squares of 16-bit gradients in fp32, and round each tensor's norm to 16 bits, which
+        # is infinite beyond fp16's range.
+        if not self._sharded:
+            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
+        # DTensors know no dtype for many at once. The norm over the rows on all ranks is one, too.
+        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).full_tensor()
+        return norm
 
     def _hand_over(self, gradients: list[Tensor], factor: Tensor | None) -> None:
         """Let the optimizer multiply by the factor; one that is not fused gets gradients rounded to 16 bits once."""
@@ -215,19 +234,3 @@ class Update:
     def read(self, flag: Tensor) -> bool:
         """Read a flag; the host waits for it."""
         return bool(flag)
-
-
-def _total_norm(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the 2-norm of all gradients as one vector, computed in ``dtype``."""
-    # Torch's own would add up squares in fp32, and then round each tensor's norm to fp16, beyond which it is infinite.
-    if any(map(is_sharded, gradients)):  # DTensors know no dtype for many at once
-        norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
-    else:
-        norms = list(torch._foreach_norm(gradients, 2.0, dtype=dtype))
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _unsharded(norm: Tensor) -> Tensor:
-    """Return a norm over the rows on all ranks, if gradients are sharded by rows and it is a DTensor."""
-    full: Tensor = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-    return full

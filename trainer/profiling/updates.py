@@ -214,7 +214,7 @@ class UpdateMeter:
                 sample = samples[each.name]
                 copy = copies[each.parameter] = nn.Parameter(sample.weight.to(torch.float32, copy=True))
                 copy.grad = sample.gradient.clone() if factor is None else sample.gradient * factor
-        self._update.clip.apply(list(copies.values()), norm)
+        self._update.clip.apply([copy.grad for copy in copies.values() if copy.grad is not None], norm)
         optimizer = self._update.optimizer
         groups = [
             group | {"params": [copies[parameter] for parameter in group["params"] if parameter in copies]}

@@ -35,7 +35,9 @@ class AheadOnCpu(PinnedLoader):
     def batches(
         self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
     ) -> Batches:
-        return replace(super().batches(dataset, samples, hardware, in_a_step), ahead=STEPS_AHEAD * in_a_step)
+        batches = super().batches(dataset, samples, hardware, in_a_step)
+        assert isinstance(batches, Batches)
+        return replace(batches, ahead=STEPS_AHEAD * in_a_step)
 
 
 def threads() -> list[threading.Thread]:
@@ -55,7 +57,8 @@ def threads() -> list[threading.Thread]:
 def test_a_thread_works_two_steps_ahead_for_a_gpu_without_workers(
     loader: Loader, hardware: Hardware, ahead: int
 ) -> None:
-    assert loader.batches(Echo(), [], hardware, in_a_step=3).ahead == ahead
+    batches = loader.batches(Echo(), [], hardware, in_a_step=3)
+    assert (batches.ahead if isinstance(batches, Batches) else 0) == ahead
 
 
 @pytest.mark.parametrize("batching", [Batching(4, 4), Batching(8, 2), Batching(6, 1)])
@@ -84,8 +87,7 @@ def test_a_thread_has_one_core_and_the_device_of_its_rank(monkeypatch: pytest.Mo
             return super().batch(samples)
 
     try:
-        batches = Loader(0).batches(Noting(), [[SampleId(1, None)]], CPU)
-        assert len(list(replace(batches, ahead=2, device=GPU.device))) == 1
+        assert len(list(Batches(Noting(), [[SampleId(1, None)]], GPU.device, pins=False, ahead=2))) == 1
         assert (devices, cores, torch.get_num_threads()) == ([GPU.device], [1], 2)
     finally:
         torch.set_num_threads(before)

@@ -313,8 +313,8 @@ class Seen(Clip):
 
     gradients: list[Tensor] = field(default_factory=list)
 
-    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        self.gradients[:] = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+        self.gradients[:] = [gradient.clone() for gradient in gradients]
 
 
 @pytest.mark.parametrize("mode", ["bf16_master", "bf16_sr", "fp16_master"])

@@ -114,7 +114,7 @@ def given(gradient: Tensor, clip: Clip, on_device: bool) -> tuple[nn.Parameter, 
         def never(flag: Tensor) -> bool:
             raise AssertionError("the host waited")
 
-        update._takes_flag, update._true = True, never  # type: ignore[method-assign]
+        update._takes_flag, update.read = True, never  # type: ignore[method-assign]
     return weight, update
 
 
