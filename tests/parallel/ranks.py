@@ -59,10 +59,10 @@ class Gradients(ClipNorm):
     before: list[Tensor] = field(default_factory=list)
     after: list[Tensor] = field(default_factory=list)
 
-    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        self.before[:] = [whole(parameter.grad) for parameter in parameters]
-        super().apply(parameters, norm)
-        self.after[:] = [whole(parameter.grad) for parameter in parameters]
+    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+        self.before[:] = map(whole, gradients)
+        super().apply(gradients, norm)
+        self.after[:] = map(whole, gradients)
 
 
 def whole(tensor: Any) -> Tensor:

@@ -57,8 +57,8 @@ class Copy(Clip):
     kind: ClassVar[str] = "copy"
     gradients: list[Tensor] = field(default_factory=list)
 
-    def apply(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        self.gradients[:] = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
+        self.gradients[:] = [gradient.clone() for gradient in gradients]
 
 
 def gradient_and_loss(micro_batch_size: int) -> tuple[Tensor, float]:

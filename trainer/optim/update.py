@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.wrap import is_sharded, local_part
+from trainer.parallel.wrap import is_sharded
 from trainer.precision.scaler import LossScale
 
 
@@ -23,7 +23,7 @@ class Clip:
     kind: ClassVar[str] = "none"
 
     def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clip the true gradients in place, or this rank's rows of them; ``norm`` is the total 2-norm, fp32 scalar."""
+        """Clip the true gradients in place; ``norm`` is their total 2-norm, fp32 scalar."""
 
     def fold(self, gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
         """Clip gradients that stay in 16 bits, without rounding them again if that can be avoided.
@@ -168,7 +168,7 @@ class Update:
         else:
             skipped = self._blocked = self._blocked | overflow
         if self._unscales_in_place:
-            self.clip.apply([local_part(each) for each in gradients] if self._sharded else gradients, norm)
+            self.clip.apply(gradients, norm)
         else:  # 16-bit gradients are not written again: what is unscaled would vanish in fp16
             factor = self.clip.fold(gradients, norm, factor)
             self._hand_over(gradients, factor)
@@ -179,7 +179,7 @@ class Update:
         if self.loss_scale.recovers:
             self.loss_scale.update(~overflow)
         if self.set_to_none:
-            for parameter in self.parameters:  # a third of what the optimizer's method takes
+            for parameter in self.parameters:  # the optimizer's method opens a range of the profiler, too
                 parameter.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=False)
