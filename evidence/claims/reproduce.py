@@ -147,7 +147,15 @@ class Reproduction:
                 for finding in part.get("findings", [])
                 if finding["bounds"]
             ],
-            why=[sentence for part in parts for sentence in part.get("why", [])],
+            why=[
+                *(sentence for part in parts for sentence in part.get("why", [])),
+                *(
+                    f"{part['claim']} was not tested: {why}."
+                    for part in parts
+                    for why in dict.fromkeys(part.get("too_slow", {}).values())
+                    if part["verdict"] == NOT_HERE
+                ),
+            ],
             failures=[failure for part in parts for failure in part.get("failures", [])],
         )
 

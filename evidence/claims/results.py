@@ -154,7 +154,8 @@ def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
         return ""
     if record["verdict"] == NOT_HERE:
         why = [*record.get("needs", []), *record.get("too_slow", {}).values(), *record.get("left_out", {}).values()]
-        return f"not testable: {why[0]}" if why else "not testable"
+        why += record.get("why", [])
+        return f"not testable: {why[0].rstrip('.')}" if why else "not testable"
     decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
     return f"**{verdict(record, claim)}** {'; '.join(map(_short, decided))}"
 
@@ -174,7 +175,7 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
     lines = [f"**{record['verdict']}**{stale} on `{machine}`"]
     if record["verdict"] == NOT_HERE:
         needs = f": needs {', '.join(record['needs'])}" if record.get("needs") else ""
-        return [" ".join([f"{lines[0]}{needs}.", *_left_out(record)])]
+        return [" ".join([f"{lines[0]}{needs}.", *_left_out(record), *record.get("why", [])])]
     commit = record["git"].get("commit", "unknown")[:10]
     lines[0] += f", {record['date']}, commit {commit}{_threads(record['hardware'])}."
     rows = ["| quantity | measured | criterion | published | |", "|---|---|---|---|---|"]

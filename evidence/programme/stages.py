@@ -90,7 +90,7 @@ def stages(folder: Path, device: str, reduced: bool, given: Sequence[str]) -> li
         Stage(
             RATES,
             "versions, the rates of matrix products and of copies",
-            ("-m", "evidence.programme.rates", f"device={device}", f"json={folder / 'rates.json'}"),
+            ("-P", "-m", "evidence.programme.rates", f"device={device}", f"json={folder / 'rates.json'}"),
             25,
             90,
         ),

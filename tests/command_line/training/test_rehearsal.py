@@ -37,7 +37,7 @@ def test_the_programme_is_rehearsed(
         words, name = command[1:], log.stem
         log.write_text(f"{name} ran\n")
         if name == "rates":
-            return rates.main(words[2:])
+            return rates.main(words[3:])
         if name == "tests":
             assert words[:2] == ["-m", "pytest"]
             assert (Path(words[2]) / "test_cuda.py").is_file()

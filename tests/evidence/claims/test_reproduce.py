@@ -292,6 +292,19 @@ def test_nothing_is_run_where_nothing_that_decides_is_left(
     assert line == f"**{NOT_HERE}** on `here`. The arm bf16 was not run: {slow['bf16']}."
 
 
+def test_a_claim_says_which_of_those_that_it_combines_was_too_slow(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine, slow: dict[str, str]
+) -> None:
+    slow["fp16"] = "fp16 products take 95 times as long as fp32's here"
+    files("two", arms=CLAIM["arms"] | {"bf16": "net precision=fp16"})  # type: ignore[operator]
+    empty: dict[str, Any] = {"setups": {}, "arms": {}, "criteria": []}
+    files("both", **empty, combines=["two"])
+    record = reproduction(tmp_path, made_up).test("both")
+    assert (record["verdict"], record["why"]) == (NOT_HERE, [f"two was not tested: {slow['fp16']}."])
+    (line,) = results._outcome("here", record, claims.load("both", tmp_path / "claim"))
+    assert line == f"**{NOT_HERE}** on `here`. two was not tested: {slow['fp16']}."
+
+
 def test_a_claim_that_is_too_slow_here_is_refused_by_name_with_the_option(
     slow: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
