@@ -133,14 +133,14 @@ def test_equal_losses_are_equivalent_by_the_code_of_compare_and_runs_are_not_rep
     trained: Callable[[float], Trained], tmp_path: Path
 ) -> None:
     made = timed(0.2, 0.1, overrides=[*TINY, "precision=fp32", "steps=1000"])
-    runs = trained(20)
+    runs = trained(30)  # longer than expected: no time for the four pairs that would fit
     found = quality(made, tmp_path, 200, lambda line: None)
-    assert (found["verdict"], found["margin"], found["pairs"]) == ("EQUIVALENT", 0.003, 4)
+    assert (found["verdict"], found["margin"], found["pairs"]) == ("EQUIVALENT", 0.003, 3)
     assert found["difference"]["low"] <= found["difference"]["mean"] <= found["difference"]["high"]
-    assert len(runs.commands) == 8
+    assert len(runs.commands) == 6
     assert {"precision=bf16", "compile=default", f"steps={found['steps']}", "tracking=local"} < set(runs.commands[1])
     again = quality(made, tmp_path, 5, lambda line: None)  # the rest of a budget that is spent: all is known
-    assert (again["verdict"], len(runs.commands)) == ("EQUIVALENT", 8)
+    assert (again["verdict"], len(runs.commands)) == ("EQUIVALENT", 6)
 
 
 def test_no_time_is_inconclusive_and_says_how_much_there_must_be(

@@ -1,0 +1,275 @@
+"""What the best setting of all is, by measuring every combination, and how far from it the advice is."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evidence.advice.mlflow import key_of
+from evidence.advice.plan import TIME_FOR_MEMORY
+from evidence.advice.rounds import Bench, Deadline, compiles, interval
+from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Candidate
+from evidence.advice.worker import Failed, Hung
+from trainer.errors import RunError
+from trainer.files import PROJECT, make_folder, read_json_lines, write_json, write_text
+from trainer.formats import duration
+
+REPEATS = 4
+"""Blocks of each candidate, each beside one of the advised setting."""
+HOPELESS = 2.0
+"""Times the advised setting's time in the first block, beyond which a candidate has no second one."""
+LIMIT_S = 300.0
+"""For the start of a candidate; to compile it may take half of that."""
+FINALISTS, FINAL_REPEATS = 3, 10
+"""The fastest candidates, which are timed beside the advised setting once more, and their blocks."""
+NEAR, QUARTER = 0.95, 0.25
+"""The goal: at least this share of the best speed (or memory), in at most this share of the grid's time."""
+LINES_FILE = "exhaustive.jsonl"
+RESULTS = PROJECT / "results"
+
+
+@dataclass
+class Line:
+    """One candidate of the grid."""
+
+    label: str
+    status: str = MEASURED
+    reason: str = ""
+    seconds: float = 0.0
+    """Its start and its own blocks: what a search that tries everything spends on it."""
+    compile_s: float = 0.0
+    step_s: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    """Its throughput over the advised setting's, one for each pair of blocks."""
+    memory_bytes: int | None = None
+
+    @property
+    def speed(self) -> float:
+        """The geometric mean of ``ratios``."""
+        return statistics.geometric_mean(self.ratios)
+
+
+def compare(
+    advice: Advice,
+    candidates: Sequence[Candidate],
+    bench: Bench,
+    folder: Path,
+    steps: int,
+    show: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure every candidate beside the advised setting, then the fastest ones once more, and compare.
+
+    Each measured candidate is added to a file, with which the same call continues after an interruption.
+
+    Args:
+        advice: with a winner that is among the candidates.
+        candidates: all combinations that are forecast to fit.
+        bench: with a log of its own.
+        folder: of the advice.
+        steps: optimizer steps of the user's run: where the advice is not to compile, because it would not pay in so
+            many steps, a compiled candidate counts only if it does.
+        show: called with lines of progress.
+
+    Returns:
+        ``best``, ``share_of_the_best`` (mean, low, high: the advised setting's speed over the best other one's; for
+        goal=memory the best's memory over its), ``grid_s``, ``share_of_the_time``, ``met`` and the counts.
+    """
+    winner = advice.entry(advice.winner).candidate
+    lines = _measured(advice, winner, candidates, bench, folder, show)
+    grid_s = sum(line.seconds for line in lines.values())
+    counted = [line for line in lines.values() if line.ratios and line.label != winner.label]
+    left_out = [] if compiles(winner.label) else [line for line in counted if not _pays(line, steps)]
+    counted = [line for line in counted if line not in left_out]
+    if advice.goal == "memory":
+        found = _least_memory(advice, counted, lines[winner.label])
+    else:
+        finalists = sorted(counted, key=lambda line: line.speed, reverse=True)[:FINALISTS]
+        by_label = {candidate.label: candidate for candidate in candidates}
+        found = _fastest(winner, [by_label[line.label] for line in finalists], bench, show)
+    share = found["share_of_the_best"]["mean"]
+    time_share = advice.spent_s / grid_s if grid_s else math.inf
+    return found | {
+        "candidates": len(lines),
+        "measured": sum(line.status == MEASURED for line in lines.values()),
+        "stopped_after_one_block": sum(len(line.ratios) == 1 for line in lines.values()),
+        "compiling_does_not_pay": len(left_out),
+        "grid_s": grid_s,
+        "advice_s": advice.spent_s,
+        "share_of_the_time": time_share,
+        "met": {"speed" if advice.goal == "speed" else "memory": share >= NEAR, "time": time_share <= QUARTER},
+    }
+
+
+def sentence(found: dict[str, Any], goal: str) -> str:
+    """Return the comparison in words."""
+    share = found["share_of_the_best"]
+    times = f"{share['mean']:.3g}x [{share['low']:.3g}, {share['high']:.3g}] as fast as"
+    if goal == "memory":
+        times = f"in need of {1 / share['mean']:.3g}x the memory of"
+    return (
+        f"of {found['candidates']} combinations the best other one is {found['best_other']}; the advice is {times} it, "
+        f"and took {found['share_of_the_time']:.0%} of the time of measuring all of them ({duration(found['grid_s'])})"
+    )
+
+
+def write(advice: Advice, command: str, results: Path = RESULTS) -> Path:
+    """Write the outcome to ``results/<machine>/advice/<recipe>.json``; for goal=memory it ends in ``-memory.json``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    name = advice.recipe + ("" if advice.goal == "speed" else f"-{advice.goal}")
+    path = results / advice.machine / "advice" / f"{name}.json"
+    make_folder(path.parent)
+    facts = ("recipe", "goal", "date", "machine", "hardware", "versions", "git", "baseline", "winner", "equal", "noise")
+    record = {name: getattr(advice, name) for name in facts}
+    speed = advice.entry(advice.winner).speed
+    record |= {"speed": speed and asdict(speed), "health": advice.health, "exhaustive": advice.exhaustive}
+    write_json(path, {"command": command} | record)
+    return path
+
+
+def _measured(
+    advice: Advice,
+    winner: Candidate,
+    candidates: Sequence[Candidate],
+    bench: Bench,
+    folder: Path,
+    show: Callable[[str], None],
+) -> dict[str, Line]:
+    """Return the lines of all candidates, those that the file lacks measured now."""
+    path, key = folder / LINES_FILE, key_of(advice)
+    labels = {candidate.label for candidate in candidates}
+    known = {line["label"]: Line(**line) for line in _read(path, key) if line["label"] in labels}
+    make_folder(folder)
+    whole = [{"advice": key}, *map(asdict, known.values())]  # without a line that a kill has cut off
+    write_text(path, "".join(json.dumps(line) + "\n" for line in whole))
+    left = [candidate for candidate in candidates if candidate.label not in known]
+    show(f"exhaustive: {len(left)} of {len(candidates)} combinations to measure, each beside {winner.label}")
+    began = bench.clock()
+    for number, candidate in enumerate(left, 1):
+        line = _one(winner, candidate, bench)
+        known[line.label] = line
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(line)) + "\n")
+        said = f"{line.speed:.2f}x the advice" if line.ratios else f"{line.status}: {line.reason}"
+        rest = (bench.clock() - began) / number * (len(left) - number)
+        show(f"{number}/{len(left)} {line.label}: {said}; about {duration(rest)} left")
+    return known
+
+
+def _read(path: Path, key: str) -> list[dict[str, Any]]:
+    try:
+        head, *lines = list(read_json_lines(path)) or [{}]
+    except ValueError:
+        return []
+    return lines if head.get("advice") == key else []
+
+
+def _one(winner: Candidate, candidate: Candidate, bench: Bench) -> Line:
+    """Measure one candidate beside the advised setting; a hopeless one has one block."""
+    line, began = Line(candidate.label), bench.clock()
+    try:
+        started = bench.begin(candidate, began + LIMIT_S)
+    except Deadline:
+        return Line(candidate.label, LEFT_OUT, f"its start would take more than {LIMIT_S:.0f} s")
+    line.seconds = bench.clock() - began
+    record = bench.log.records[candidate.label]
+    if not started:
+        line.status, line.reason = record.status, record.reason
+        return line
+    line.memory_bytes = record.memory_bytes
+    line.seconds = max(line.seconds, record.start_s)  # the advised setting runs already, beside the first candidate
+    others = [] if candidate.label == winner.label else [winner]
+    try:
+        for repeat in range(REPEATS):
+            seconds = {
+                each.label: _block(each, bench, line if each is candidate else None)
+                for each in [*others, candidate][:: -1 if repeat % 2 else 1]
+            }
+            line.step_s.append(seconds[candidate.label])
+            line.ratios.append(seconds[winner.label] / seconds[candidate.label])
+            if line.ratios[0] < 1 / HOPELESS:
+                break
+    except (Failed, Hung) as error:
+        line.status, line.reason, line.ratios = HUNG if isinstance(error, Hung) else FAILED, str(error), []
+        bench.fail(candidate.label, error)
+    if line.step_s:
+        later = statistics.median(line.step_s)
+        line.compile_s = max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * later)
+    if candidate.label != winner.label and candidate.label in bench.alive:
+        bench.alive.pop(candidate.label).close()
+    return line
+
+
+def _block(candidate: Candidate, bench: Bench, line: Line | None) -> float:
+    """Return the seconds of a step, by one block, which is added to the time of the candidate's line.
+
+    Raises:
+        Failed, Hung: the candidate, whose line is given.
+        RunError: the advised setting, whose line is not.
+    """
+    try:
+        if not bench.begin(candidate, math.inf):
+            raise Failed(bench.log.records[candidate.label].reason)
+        began = bench.clock()
+        seconds = bench.time(candidate)
+    except (Failed, Hung) as error:
+        if line is None:
+            raise RunError(f"the advised setting {candidate.label} failed: {error}; run the command again") from error
+        raise
+    if line is not None:
+        line.seconds += bench.clock() - began
+    return seconds
+
+
+def _pays(line: Line, steps: int) -> bool:
+    """Return whether a candidate that compiles, and is then the faster one, saves the time for it within the run."""
+    if not compiles(line.label) or line.speed <= 1:
+        return True
+    own = statistics.median(line.step_s)
+    return line.compile_s < steps * own * (line.speed - 1)
+
+
+def _least_memory(advice: Advice, counted: list[Line], mine: Line) -> dict[str, Any]:
+    """Compare memory, which repeats exactly, with that of candidates that are not too slow."""
+    speed = advice.entry(advice.winner).speed
+    fast = [
+        line
+        for line in counted
+        if line.memory_bytes and line.speed * (speed.mean if speed else 1) >= 1 / TIME_FOR_MEMORY
+    ]
+    best = min(fast, key=lambda line: line.memory_bytes or math.inf, default=mine)
+    share = (best.memory_bytes or 0) / (mine.memory_bytes or 1)
+    return {"best": best.label if share < 1 else mine.label, "best_other": best.label} | _share(share, share, share)
+
+
+def _fastest(
+    winner: Candidate, finalists: list[Candidate], bench: Bench, show: Callable[[str], None]
+) -> dict[str, Any]:
+    """Time the fastest candidates beside the advised setting with new blocks, which played no part in their choice."""
+    if not finalists:
+        return {"best": winner.label, "best_other": winner.label} | _share(1.0, 1.0, 1.0)
+    show(f"exhaustive, final round: {', '.join(each.label for each in [winner, *finalists])}")
+    labels = [winner.label, *(each.label for each in finalists)]
+    bench.round("exhaustive", [winner, *finalists], FINAL_REPEATS, math.inf, labels)
+    times = bench.log.rounds[-1].times
+    ratios = {
+        label: [mine / own for mine, own in zip(times.get(winner.label, []), times.get(label, []), strict=False)]
+        for label in labels[1:]
+    }
+    known = {label: found for label, values in ratios.items() if (found := interval(values)) is not None}
+    if not known:
+        raise RunError(f"none of {', '.join(labels)} could be timed again; run the command again")
+    label, found = max(known.items(), key=lambda each: each[1].mean)
+    share = _share(1 / found.mean, 1 / found.high, 1 / found.low)
+    return {"best": label if found.mean > 1 else winner.label, "best_other": label} | share
+
+
+def _share(mean: float, low: float, high: float) -> dict[str, Any]:
+    return {"share_of_the_best": {"mean": mean, "low": low, "high": high}}
