@@ -3,6 +3,7 @@
   budget_minutes=5   time for all measurements, about
   goal=speed         or memory: the least memory, in at most 1.5 times the default's time
   quality=false      true: also tries 16-bit weights, and tests that the advised setting trains as well as the default
+  exhaustive=false   true: afterwards measures every combination too, and says how far from the best the advice is
   fresh=false        true: measures again what an earlier call has measured
 All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
 
@@ -11,8 +12,9 @@ loss, the order of images in memory, the optimizer's kernel, threads on a CPU; f
 Each candidate runs in a process of its own and takes turns with train.py's default. Those that look good are combined
 and measured longer; the chosen one is timed once more against the default, and that ratio is what is reported.
 
-Writes <output_dir>/advice/<recipe>-<key>/advice.json. After a stop, the same command continues. When nothing changed
-(options, code, hardware, versions) it answers from that file.
+The doctor examines a step of the winner; one with a fault is not advised. Writes the answer and a picture to
+<output_dir>/advice/<recipe>-<key>, the setting as conf/experiment/advised_<recipe>_<machine>.yaml, and MLflow's runs.
+After a stop, the same command continues; when nothing changed (options, code, hardware, versions) it answers at once.
 Exit code: 0, 1 when no candidate works, 2 for a user error, 4 when nothing fits into memory, 130 when interrupted.
 """
 

@@ -231,8 +231,8 @@ class _Builder:
             self._vary("recipe.attention", [form for form in forms if form != now and (now, form) != ("auto", "sdpa")])
 
     def threads(self) -> None:
-        """One, half of the cores, all cores: on a CPU, unless the environment says how many."""
-        if self.hardware.device.type != "cpu":
+        """One, half of the cores, all cores: on a CPU, unless the user or the environment says how many."""
+        if self.hardware.device.type != "cpu" or _given(self.overrides, "threads"):
             return
         if number := os.environ.get("OMP_NUM_THREADS"):
             self._leave_out(Value("other numbers of threads"), f"OMP_NUM_THREADS={number} is set; unset it to try them")

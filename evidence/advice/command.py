@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
+import shlex
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.console import Console
 from evidence.advice import cache
 from evidence.advice.candidates import GOALS, space_of
 from evidence.advice.conclude import Conclusion, conclude
+from evidence.advice.outputs import Grid, Outputs
 from evidence.advice.plan import Plan
 from evidence.advice.rounds import Bench, Log
 from evidence.advice.schema import Advice
@@ -43,6 +46,7 @@ class AdviseOptions:
     budget_minutes: float = 5.0
     goal: str = "speed"
     quality: bool = False
+    exhaustive: bool = False
     fresh: bool = False
 
 
@@ -70,11 +74,11 @@ def main(arguments: list[str]) -> int:
             log, more = Log(), {}
         elif (known := cache.read(folder)) and not _continues(known, options, more):
             console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
-            print_advice(known, console, more["notes"])
+            _Job(options, overrides, config, hardware, folder, of, log, console).finish(known, more["notes"])
             return 0
         (folder / cache.ANSWER).unlink(missing_ok=True)
         job = _Job(options, overrides, config, hardware, folder, of, log, console)
-        job.run()
+        job.finish(*job.run())
     return 0
 
 
@@ -103,6 +107,15 @@ def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
     return config
 
 
+def _command(overrides: list[str], options: AdviseOptions) -> str:
+    """Return the command line with the options that are not the defaults."""
+    own = {
+        key: value for key, value in asdict(options).items() if value != getattr(AdviseOptions, key) and key != "fresh"
+    }
+    typed = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in own.items()]
+    return shlex.join(["python", "scripts/advise.py", *overrides, *typed])
+
+
 @dataclass
 class _Job:
     """One search, from the candidates to the answer."""
@@ -119,8 +132,8 @@ class _Job:
     def __post_init__(self) -> None:
         self.began = time.monotonic() - self.log.spent_s
 
-    def run(self) -> Advice:
-        """Search, and print and write the answer."""
+    def run(self) -> tuple[Advice, list[str]]:
+        """Search, and return the answer with notes for the user."""
         space, common = space_of(self.overrides, self.hardware, self.options.goal, self.options.quality)
         varied = [factor.name for factor in space.factors if len(factor.values) > 1]
         self._say(f"varied: {', '.join(varied) or 'nothing, all options are set'}")
@@ -128,12 +141,7 @@ class _Job:
             self._say(f"left out: {entry.candidate.label} ({entry.reason})")
         plan = Plan(space, self.log, self.options.goal)
         budget_s = 60 * self.options.budget_minutes
-        bench = Bench(
-            lambda candidate: Worker(candidate, common, self.folder),
-            lambda: available_bytes(self.hardware.device),
-            self.log,
-            min(1.0, max(0.05, budget_s / BLOCKS)),
-        )
+        bench = self._bench(common, self.log, self.folder)
         notes = list(space.notes)
         more = {"budget_minutes": self.options.budget_minutes, "notes": notes}
         prepare()
@@ -150,8 +158,42 @@ class _Job:
         notes += found.notes
         cache.save(self.folder, self.of, self.log, more)
         cache.write(advice, self.folder)
-        print_advice(advice, self.console, notes)
-        return advice
+        return advice, notes
+
+    def finish(self, advice: Advice, notes: list[str]) -> None:
+        """Do what follows from an advice and was not done, and print it."""
+        outputs = Outputs(
+            advice, self.config, self.hardware, self.folder, _command(self.overrides, self.options), self._say
+        )
+        before = asdict(advice)
+        outputs.check_up()
+        if self.options.quality:
+            outputs.test_quality(60 * self.options.budget_minutes - (time.monotonic() - self.began))
+        if self.options.exhaustive:
+            outputs.compare_with_all(self._grid)
+        lines = outputs.known() if asdict(advice) == before else []
+        lines = lines or outputs.write()
+        print_advice(advice, self.console, [*notes, *outputs.notes])
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _grid(self) -> Grid:
+        """Return every combination that fits."""
+        space, common = space_of(self.overrides, self.hardware, self.options.goal, self.options.quality)
+        folder = self.folder / "grid"
+        make_folder(folder)
+        bench = self._bench(common, Log(), folder)
+        prepare()
+        steps = compose(common).resolve(self.hardware).plan.steps
+        return Grid([space.candidate(setting) for setting in space.product()], bench, steps)
+
+    def _bench(self, common: list[str], log: Log, folder: Path) -> Bench:
+        return Bench(
+            lambda candidate: Worker(candidate, common, folder),
+            lambda: available_bytes(self.hardware.device),
+            log,
+            min(1.0, max(0.05, 60 * self.options.budget_minutes / BLOCKS)),
+        )
 
     def _advice(self, found: Conclusion, stopped: str, common: list[str]) -> Advice:
         return Advice(
@@ -169,6 +211,7 @@ class _Job:
             noise=found.noise,
             spent_s=self.log.spent_s,
             stopped=stopped,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         )
 
     def _say(self, line: str) -> None:

@@ -16,7 +16,7 @@ from evidence.advice.rounds import Bench, Deadline, compiles, interval
 from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Candidate
 from evidence.advice.worker import Failed, Hung
 from trainer.errors import RunError
-from trainer.files import PROJECT, make_folder, read_json_lines, write_json, write_text
+from trainer.files import make_folder, read_json_lines, write_json, write_text
 from trainer.formats import duration
 
 REPEATS = 4
@@ -30,7 +30,6 @@ FINALISTS, FINAL_REPEATS = 3, 10
 NEAR, QUARTER = 0.95, 0.25
 """The goal: at least this share of the best speed (or memory), in at most this share of the grid's time."""
 LINES_FILE = "exhaustive.jsonl"
-RESULTS = PROJECT / "results"
 
 
 @dataclass
@@ -117,7 +116,7 @@ def sentence(found: dict[str, Any], goal: str) -> str:
     )
 
 
-def write(advice: Advice, command: str, results: Path = RESULTS) -> Path:
+def write(advice: Advice, command: str, results: Path) -> Path:
     """Write the outcome to ``results/<machine>/advice/<recipe>.json``; for goal=memory it ends in ``-memory.json``.
 
     Raises:

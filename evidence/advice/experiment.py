@@ -47,7 +47,7 @@ def overrides_of(advice: Advice, candidate: Candidate | None = None) -> list[str
     return merged(kept, chosen.overrides, threads)
 
 
-def write(advice: Advice, sentence: str, folder: Path, conf: Path = CONF) -> Experiment:
+def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment:
     """Write ``experiment/advised_<recipe>_<machine>.yaml``, and return it with the command that runs it.
 
     The file is replaced by the next advice for the recipe on this machine. It holds what differs from the defaults, and

@@ -12,11 +12,13 @@ from evidence.advice.checkup import check, first_without_fault, quality
 from evidence.advice.rounds import Bench
 from evidence.advice.schema import MEASURED, Advice, Candidate, Entry
 from evidence.advice.text import sentence
+from trainer.config.compose import CONF
 from trainer.config.schema import Config
-from trainer.files import read_object, write_json
+from trainer.files import PROJECT, read_object, write_json
 from trainer.hardware import Hardware
 
 PICTURE, SENT = "advice.png", "mlflow.json"
+RESULTS = PROJECT / "results"
 
 
 class Grid(NamedTuple):
@@ -82,7 +84,7 @@ class Outputs:
         finally:
             bench.close()
         try:
-            self.say(f"outcome {exhaustive.write(self.advice, self.command)}")
+            self.say(f"outcome {exhaustive.write(self.advice, self.command, RESULTS)}")
         except OSError as error:
             self.notes.append(f"results/ cannot be written ({error.strerror}); the outcome is in {self.folder}")
 
@@ -90,7 +92,7 @@ class Outputs:
         """Write the files and send them to MLflow; return lines to print: how to take the advice, where things are."""
         said = sentence(self.advice)
         path = cache.write(self.advice, self.folder)
-        written = experiment.write(self.advice, said, self.folder)
+        written = experiment.write(self.advice, said, self.folder, CONF)
         lines = [f"  {written.command}", ""]
         if written.note:
             self.notes.append(written.note)

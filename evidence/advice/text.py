@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 
 from rich import box
@@ -10,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evidence.advice import exhaustive
 from evidence.advice.rounds import compiles
 from evidence.advice.schema import MEASURED, Advice, Entry
 from evidence.intervals import Interval
-from evidence.runs import merged
 from trainer.formats import duration, size
 
 _FEW = 3
@@ -46,10 +45,9 @@ def _others(advice: Advice) -> str:
 
 
 def _health(advice: Advice) -> str:
-    if not advice.health:
-        return ""
-    faults = advice.health.get("faults") or []
-    return f", {len(faults)} FAULT{'S' * (len(faults) > 1)} found by the doctor" if faults else ", numerics healthy"
+    if faults := advice.health.get("faults"):
+        return f", {len(faults)} FAULT{'S' * (len(faults) > 1)} found by the doctor"
+    return ", numerics healthy" if advice.health.get("healthy") else ""
 
 
 def _times(speed: Interval) -> str:
@@ -65,11 +63,22 @@ def _memory(entry: Entry, base: Entry) -> str:
     return f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory"
 
 
-def command(advice: Advice, label: str | None = None) -> str:
-    """Return the command that trains with the advised setting, or with that of another label."""
-    candidate = advice.entry(label or advice.winner).candidate
-    environment = "" if candidate.threads is None else f"OMP_NUM_THREADS={candidate.threads} "
-    return environment + shlex.join(["python", "scripts/train.py", *merged(advice.overrides, candidate.overrides)])
+def _quality(advice: Advice) -> str:
+    found = advice.quality
+    if not found:
+        return ""
+    if "difference" not in found:
+        return f"Quality: {found['verdict']} ({found['why']})."
+    test, why = found["difference"], f"; {found['why']}" if found["why"] else ""
+    shown = f"{test['mean']:+.2%} [{test['low']:+.2%}, {test['high']:+.2%}]"
+    return (
+        f"Quality: {found['verdict']} at a margin of {found['margin']:.1%}: the final validation loss differs by "
+        f"{shown} in {found['pairs']} pairs of {found['steps']} steps{why}."
+    )
+
+
+def _exhaustive(advice: Advice) -> str:
+    return f"Exhaustive: {exhaustive.sentence(advice.exhaustive, advice.goal)}." if advice.exhaustive else ""
 
 
 def print_advice(advice: Advice, console: Console, notes: list[str]) -> None:
@@ -85,7 +94,9 @@ def print_advice(advice: Advice, console: Console, notes: list[str]) -> None:
         console.print(f"Note: {escape(note)}.", highlight=False, soft_wrap=True)
     device = escape(advice.hardware["name"])
     console.print(f"Measured for {duration(advice.spent_s)} min on {device}: {_ENDED[advice.stopped]}.", soft_wrap=True)
-    console.print(f"\n  {escape(command(advice))}\n", highlight=False, soft_wrap=True)
+    for line in filter(None, (_quality(advice), _exhaustive(advice))):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+    console.print()
 
 
 _ENDED = {

@@ -185,6 +185,8 @@ class Subject:
     def __init__(self, overrides: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         config = compose(overrides)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         # No run is that long: the data and the schedule must not end while blocks are taken.
         self.trainer = Trainer.from_config(replace(config, steps=_FOREVER, epochs=None))
         self._take = steps_of(self.trainer)

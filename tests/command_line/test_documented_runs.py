@@ -40,6 +40,9 @@ ELSEWHERE = {
     "srun ": (HOSTS, "needs SLURM"),
     "torchrun --nnodes": (HOSTS, "needs several machines"),
     "torchrun --standalone": (RANKS, "starts several processes"),
+    "python scripts/advise.py": (
+        "tests/evidence/advice/test_advise.py::test_the_command_answers_writes_and_repeats_its_answer", "takes minutes",
+    ),
     "python scripts/bench.py": ("tests/evidence/test_bench.py::test_speedups_are_measured", "takes half an hour"),
     "python scripts/certify.py": (f"{HERE}/test_certify.py::test_a_healthy_job_is_bitwise", "kills many processes"),
     "python scripts/compare.py": (COMPARISON, "starts many processes"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evidence.advice import cache, exhaustive, experiment, outputs
+from evidence.advice import cache, outputs
 from evidence.advice.outputs import Grid, Outputs
 from evidence.advice.rounds import Log
 from evidence.advice.schema import Advice, Candidate
@@ -35,7 +35,6 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         config = compose([*TINY, "tracking=local"])
         return Outputs(of, config, CPU, tmp_path, "python scripts/advise.py", lambda line: None), examined
 
-    monkeypatch.setattr(experiment.write, "__defaults__", (tmp_path / "conf",))
     return make
 
 
@@ -88,10 +87,7 @@ def test_an_equivalence_test_without_time_is_tried_again(made: Any, monkeypatch:
     assert job.advice.quality == {"verdict": "EQUIVALENT", "pairs": 3}
 
 
-def test_the_comparison_with_all_is_made_once_and_its_processes_end(
-    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exhaustive.write, "__defaults__", (tmp_path / "results",))
+def test_the_comparison_with_all_is_made_once_and_its_processes_end(made: Any, tmp_path: Path) -> None:
     times = {"fp32": 1.0, "bf16": 0.4, "bf16 + compile": 0.3}
     machine = Machine(step_s=times.__getitem__)
     grids = []

@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written to the project's conf/ and results/."""
+    monkeypatch.setattr("evidence.advice.outputs.CONF", tmp_path / "conf")
+    monkeypatch.setattr("evidence.advice.outputs.RESULTS", tmp_path / "results")
