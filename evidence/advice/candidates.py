@@ -232,7 +232,7 @@ class _Builder:
 
     def threads(self) -> None:
         """One, half of the cores, all cores: on a CPU, unless the user or the environment says how many."""
-        if self.hardware.device.type != "cpu" or _given(self.overrides, "threads"):
+        if self.hardware.device.type != "cpu" or given(self.overrides, "threads"):
             return
         if number := os.environ.get("OMP_NUM_THREADS"):
             self._leave_out(Value("other numbers of threads"), f"OMP_NUM_THREADS={number} is set; unset it to try them")

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evidence.advice.mlflow import key_of
 from evidence.advice.plan import TIME_FOR_MEMORY
 from evidence.advice.rounds import Bench, Deadline, compiles, interval
 from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Candidate
@@ -142,7 +141,7 @@ def _measured(
     show: Callable[[str], None],
 ) -> dict[str, Line]:
     """Return the lines of all candidates, those that the file lacks measured now."""
-    path, key = folder / LINES_FILE, key_of(advice)
+    path, key = folder / LINES_FILE, advice.key
     labels = {candidate.label for candidate in candidates}
     known = {line["label"]: Line(**line) for line in _read(path, key) if line["label"] in labels}
     make_folder(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +82,13 @@ class Advice:
     """Of the measurement, in ISO format and UTC."""
     exhaustive: dict[str, Any] = field(default_factory=dict)
     """Of the comparison with the whole grid; empty without ``exhaustive=true``."""
+
+    @property
+    def key(self) -> str:
+        """What names the measurement, the same whatever is found out about the winner later."""
+        of = [self.recipe, self.goal, self.overrides, self.machine, self.versions, self.git, self.date]
+        times = sorted([entry.candidate.label, entry.step_s] for entry in self.entries)
+        return hashlib.sha256(json.dumps([*of, times]).encode()).hexdigest()[:32]
 
     def entry(self, label: str) -> Entry:
         """Return the entry of a candidate."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evidence.advice.mlflow import key_of, record
+from evidence.advice.outputs import record
 from tests.evidence.advice.made import TINY, advice, measured
 from trainer.config.compose import compose
 
@@ -67,9 +67,9 @@ def test_the_key_is_of_the_measurement() -> None:
     one, other = advice(), advice()
     other.health, other.quality = {"faults": []}, {"verdict": "WORSE"}
     other.entries.reverse()
-    assert key_of(one) == key_of(other)
+    assert one.key == other.key
     other.entries[-1].step_s = [1.0]
-    assert key_of(one) != key_of(other)
+    assert one.key != other.key
 
 
 def test_local_runs_are_not_sent_and_a_store_that_fails_is_named(
@@ -77,6 +77,6 @@ def test_local_runs_are_not_sent_and_a_store_that_fails_is_named(
 ) -> None:
     assert record(advice(), compose([*TINY, "tracking=local"]), "", []) == []
     assert database.execute("select count(*) from runs").fetchone() == (0,)
-    monkeypatch.setattr("evidence.advice.mlflow.connect", lambda uri: json.loads("no store"))
+    monkeypatch.setattr("evidence.advice.outputs.connect", lambda uri: json.loads("no store"))
     (line,) = record(advice(), compose(TINY), "", [])
     assert line.startswith("the advice is not in MLflow (")
