@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from typing import Protocol
 
@@ -104,8 +105,15 @@ def alternate(
     """
     hardware, repeats, folder = bench.hardware, bench.repeats, bench.folder
     last = (repeats + 1) * job.rounds * job.steps + 1  # so that evaluation and the end come after the last block
+    local = [] if find_spec("mlflow") else ["tracking=local"]  # a machine for measurements may lack it
     config = job.config(
-        *(*options, f"device={hardware.device}", f"output_dir={folder}", f"run_name={job.name.replace(' ', '-')}"),
+        *(
+            *options,
+            *local,
+            f"device={hardware.device}",
+            f"output_dir={folder}",
+            f"run_name={job.name.replace(' ', '-')}",
+        ),
         *(f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench"),
         *(f"steps={last}", f"eval_every={last}", "eval_samples=1"),
     )
@@ -132,7 +140,8 @@ def trainer_cost(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
     for job, unit, target in ((language, "%", 2.0), (tiny, "ms", 0.15)):
         found = alternate(bench, job, options)
         measured = f"{job.line(*options)}; {job.rounds} × {job.steps} steps a repeat"
-        how = f"{measured}; MLflow's threads used another {found.background_ms:.3f} ms of CPU per step"
+        threads_of = "MLflow's threads" if find_spec("mlflow") else "without MLflow; threads"
+        how = f"{measured}; {threads_of} used another {found.background_ms:.3f} ms of CPU per step"
         cost = overheads(found.times, "trainer", unit, found.steps)
         yield Row(f"{job.name}, Mantissa over a bare loop", unit, cost, how, target)
 

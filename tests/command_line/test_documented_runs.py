@@ -36,6 +36,9 @@ TRAIN = "python scripts/train.py"
 ELSEWHERE = {
     "make train": (".ci/run", "installs packages"),
     "make test": (".ci/run", "runs this test"),
+    "make bench-peers": (
+        "tests/evidence/test_peers.py::test_loops_of_the_same_job_are_side_by_side", "installs packages",
+    ),
     "source .venv/bin/activate": ("Makefile", "the environment that make train makes"),
     "srun ": (HOSTS, "needs SLURM"),
     "torchrun --nnodes": (HOSTS, "needs several machines"),

@@ -186,6 +186,16 @@ def test_the_overhead_of_the_trainer_is_measured(tmp_path: Path) -> None:
     assert (tmp_path / "tiny-MLP" / "mlflow.json").exists()
 
 
+def test_the_overhead_is_measured_where_mlflow_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead, "find_spec", lambda name: None)
+    tiny = replace(TINY_MLP, steps=2, rounds=1)
+    rows = list(overhead.trainer_cost(Bench(detect("cpu"), 1, tmp_path, modes=MODES), (tiny, tiny)))
+    assert all("without MLflow" in row.measured and len(row.values) == 1 for row in rows)
+    assert not (tmp_path / "mlflow.db").exists()
+
+
 def test_the_cost_of_averaged_weights_is_a_share_of_the_step(tmp_path: Path) -> None:
     (row,) = parts.ema_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
     assert (row.name, row.unit, row.target) == ("small, ema=default, over ema=none", "%", 2.0)
