@@ -19,7 +19,7 @@ from trainer.formats import duration
 from trainer.hardware import Hardware, detect
 from trainer.precision.modes import BASIC_MODES
 
-MINUTES = (1, 5)
+MINUTES = (1, 10)
 """What a measurement with five repeats takes on two idle cores, from the shortest to the longest."""
 
 

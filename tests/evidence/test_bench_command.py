@@ -49,7 +49,7 @@ def test_a_row_is_printed_before_the_next_is_computed(
 
     assert measure(slow=slow) == 0
     assert "the first row" in seen[0]
-    assert "\n1 measurement, roughly 1 to 5 minutes on two idle cores\n" in seen[0]
+    assert "\n1 measurement, roughly 1 to 10 minutes on two idle cores\n" in seen[0]
     rest = capsys.readouterr().out
     assert "the second row" in rest
     assert "computing" not in rest  # no terminal: nothing but rows
