@@ -16,6 +16,7 @@ from evidence.runs import NULL_SHIFT, Arm
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
+from trainer.precision.modes import family
 from trainer.profiling.rates import hopeless
 
 FOLDER = PROJECT / "evidence" / "claims" / "published"
@@ -155,7 +156,7 @@ class Claim:
         found = {}
         for name in self.arms_here(hardware):
             mode = self.mode(name)
-            if not {mode, mode.partition("_")[0]} & set(include) and (why := hopeless(mode, hardware)):
+            if not {mode, family(mode)} & set(include) and (why := hopeless(mode, hardware)):
                 found[name] = why
         return found
 

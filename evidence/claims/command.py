@@ -24,7 +24,7 @@ from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.files import make_folder, write_json
 from trainer.hardware import Hardware, detect
-from trainer.precision.modes import MODES
+from trainer.precision.modes import MODES, family
 
 
 @dataclass
@@ -93,15 +93,22 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
             shown_already.add(each)
             if not reproduction.reduced:
                 print(f"written to {save(done[each], results.RESULTS)}")
-                results.update()
+                if done[each]["verdict"] != NOT_HERE:  # of those there are many at once
+                    results.update()
 
     left = run_claims(wanted, reproduction, finished)
     new = shown_already - earlier
+    if new and not reproduction.reduced:
+        results.update()
     if budget:
         make_folder(reproduction.folder)
         write_json(reproduction.folder / LEFT_FILE, left)
-        names = ", ".join(f"{name} {done[name]['verdict']}" for name in wanted if name in new) or "no claim"
-        print(f"\nDone in {in_words(time.monotonic() - began)}: {names}. {rest_in_words(left)}")
+        tested = [
+            f"{name} {done[name]['verdict']}" for name in wanted if name in new and done[name]["verdict"] != NOT_HERE
+        ]
+        absent = f"; {len(new) - len(tested)} not testable here" if len(new) > len(tested) else ""
+        taken = in_words(time.monotonic() - began)
+        print(f"\nDone in {taken}: {', '.join(tested) or 'no claim'}{absent}. {rest_in_words(left)}")
     return int(any(done[name].get("failures") for name in new))
 
 
@@ -109,7 +116,7 @@ def _check_options(options: ReproduceOptions, wanted: list[str], given: list[str
     """Refuse what cannot be meant, before anything is run."""
     if options.budget:
         duration(options.budget)
-    formats = {mode.partition("_")[0] for mode in MODES}
+    formats = {family(mode) for mode in MODES}
     if unknown := [name for name in options.include if name not in {*MODES, *formats}]:
         near = nearest(unknown[0], MODES)
         raise UserError(f"include={unknown[0]} is not a precision{near}; set include=fp16, for example")
@@ -131,7 +138,7 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
     arms = list(claim.arms) if options.reduced else claim.to_run(hardware, options.include)
     if not arms and not claim.combines:
         name, why = next(iter(claim.too_slow(hardware, options.include).items()), ("", ""))
-        modes = claim.mode(name).partition("_")[0] if name else ""
+        modes = family(claim.mode(name)) if name else ""
         hint = f": {why}; run it all the same with include={modes}" if why else ": its arms need another machine"
         raise UserError(f"claim={claim.id} is {NOT_HERE}{hint}")
     for arm in claim.runs(arms, given, hardware.device.type, memory_ledger=False):
@@ -205,6 +212,10 @@ def _print(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
     print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
     if record.get("needs"):
         print(f"  needs {', '.join(record['needs'])}")
+    for why in dict.fromkeys(record.get("too_slow", {}).values()):
+        arms = [name for name, reason in record["too_slow"].items() if reason == why]
+        modes = ",".join(dict.fromkeys(family(claim.mode(name)) for name in arms))
+        print(f"  not run: {', '.join(arms)}, since {why}; include={modes} runs them all the same")
     for finding in record.get("findings", []):
         bounds = f"  criterion {finding['bounds']}" if finding["bounds"] else ""
         published = f"  published {finding['published']}" if finding["published"] else ""

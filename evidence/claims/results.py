@@ -153,7 +153,11 @@ def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
     if record is None:
         return ""
     if record["verdict"] == NOT_HERE:
-        why = [*record.get("needs", []), *record.get("too_slow", {}).values(), *record.get("left_out", {}).values()]
+        why = [
+            *(f"needs {need}" for need in record.get("needs", [])),
+            *record.get("too_slow", {}).values(),
+            *record.get("left_out", {}).values(),
+        ]
         why += record.get("why", [])
         return f"not testable: {why[0].rstrip('.')}" if why else "not testable"
     decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))

@@ -281,13 +281,19 @@ def test_arms_in_a_hopeless_format_run_only_where_the_user_names_it(
 
 
 def test_nothing_is_run_where_nothing_that_decides_is_left(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine, slow: dict[str, str]
+    tmp_path: Path,
+    files: Callable[..., None],
+    made_up: Machine,
+    slow: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     slow["bf16"] = "bf16 products take 95 times as long as fp32's here"
     files("mine")
     record = reproduction(tmp_path, made_up).test("mine")
     assert (record["verdict"], record["too_slow"]) == (NOT_HERE, {"bf16": slow["bf16"]})
     assert not made_up.started
+    reproduce_cli._print(record, claims.load("mine", tmp_path / "claim"), False)
+    assert f"  not run: bf16, since {slow['bf16']}; include=bf16 runs them all the same" in capsys.readouterr().out
     (line,) = results._outcome("here", record, claims.load("mine", tmp_path / "claim"))
     assert line == f"**{NOT_HERE}** on `here`. The arm bf16 was not run: {slow['bf16']}."
 

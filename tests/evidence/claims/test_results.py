@@ -46,7 +46,7 @@ def test_machines_stand_side_by_side_with_what_each_lacks() -> None:
     assert head == "| claim | as published | Intel Xeon, 2 cores, AMX | AMD EPYC 7B13, 2 cores |"
     assert two_x.startswith("| [two_x](results.md#two_x) | 2x or more speedup")
     assert f"| **{outcomes['two_x']['verdict']}** speed gpt2_bf16/gpt2_fp32: " in two_x
-    assert two_x.endswith(" | not testable: bf16 in hardware |")
+    assert two_x.endswith(" | not testable: needs bf16 in hardware |")
     assert scaler.endswith(" | not testable: fp16 products take 95 times as long as fp32's here |")
     assert "tf32_matmul" not in "".join([two_x, scaler])  # no machine could test it
 
