@@ -40,7 +40,7 @@ OPTIONS = [
     *(option for option in COMMON if option != "tracking=local"),
     *("tracking=mlflow", "tracking.flush_every_s=0.2", "tracking.system_metrics=false", "resume=auto"),
 ]
-CLOCKS = ("step_time_s", "memory_bytes", "checkpoint_stall_s", "final/")
+CLOCKS = ("step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s", "final/")
 PLAN = ("start", "set-up", "start", "training", "training", "saving", "closing", "delivery", "delivery", "training")
 LONGEST_S = 600
 

@@ -43,7 +43,7 @@ RECIPES = {
     ],
 }
 # Clocks and the process's memory; every other number has to be the same.
-MEASURED = {"time", "tokens_per_s", "images_per_s", "step_time_s", "memory_bytes", "checkpoint_stall_s"}
+MEASURED = {"time", "tokens_per_s", "images_per_s", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s"}
 
 AtStep = Callable[[int, Callable[[], None]], None]
 

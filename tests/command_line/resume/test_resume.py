@@ -33,7 +33,7 @@ RUN = [
 ]  # fmt: skip
 LOCAL = "tracking=local"
 NAME = "gpt2-fp32-s0"
-MEASURED = {"time", "step_time_s", "tokens_per_s", "memory_bytes", "checkpoint_stall_s"}
+MEASURED = {"time", "step_time_s", "mfu", "tokens_per_s", "memory_bytes", "checkpoint_stall_s"}
 
 
 def logged(run: Path) -> list[dict[str, float]]:

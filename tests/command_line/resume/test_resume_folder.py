@@ -20,7 +20,7 @@ RUN = [
     "schedule=wsd", "clip=value", "batch_size=4", "micro_batch_size=2", "eval_samples=4", "eval_every=2", "log_every=1",
     "steps=4", "seed=3", "deterministic=true", "tracking=local", "loader=plain", "checkpoint.keep=5", "run_name='1e3'",
 ]  # fmt: skip
-MEASURED = {"time", "step_time_s", "samples_per_s", "memory_bytes", "checkpoint_stall_s"}
+MEASURED = {"time", "step_time_s", "mfu", "samples_per_s", "memory_bytes", "checkpoint_stall_s"}
 
 
 def weights(run: Path, step: int) -> bytes:
