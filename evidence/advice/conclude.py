@@ -48,7 +48,7 @@ def conclude(plan: Plan, chosen: Setting, steps: int) -> Conclusion:
     notes = []
     winner = label
     eager = plan.eager(chosen)
-    if eager is not None:
+    if eager is not None and plan.log.ok(plan.label(eager)):
         pays = entries[label].pays_after_steps
         if pays is None or pays > steps:
             winner = plan.label(eager)

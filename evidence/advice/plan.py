@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from evidence.advice.candidates import Setting, Space
 from evidence.advice.rounds import TWIN, Log, compiles, interval
+from evidence.advice.schema import LEFT_OUT
 
 AHEAD = 1.02
 """One setting is ahead of another where the interval of their ratio lies above."""
@@ -158,8 +159,13 @@ class Plan:
         return max(ratios) / min(ratios) - 1 if ratios else 0.0
 
     def untried(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Return those that have not been started and are forecast to fit."""
+        """Return those that have not been started and are forecast to fit; none compiles where that took too long."""
         fresh = [setting for setting in settings if self.label(setting) not in self.log.records.keys() | self.late]
+        compiled = [label for label in self.log.records if compiles(label)]
+        if any(self.log.records[label].status == LEFT_OUT for label in compiled) and not any(
+            map(self.log.ok, compiled)
+        ):
+            fresh = [setting for setting in fresh if not compiles(self.label(setting))]
         return [setting for setting in fresh if self.space.refused(self.space.candidate(setting)) is None]
 
     def effect(self, factor: int, value: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from evidence.advice.schema import FAILED, HUNG, MEASURED, Candidate
+from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Candidate
 from evidence.advice.worker import Failed, Hung, Started
 from evidence.intervals import Interval, ratio_interval
 
@@ -191,9 +191,9 @@ class Bench:
             raise Deadline
         while self.alive and self.held and self.free_bytes() < 1.25 * max(self.held):
             self.alive.pop(next(iter(self.alive))).close()
-        runner = self.runner(candidate)
+        runner, limit_s = self.runner(candidate), self._limit(candidate, left)
         try:
-            started = runner.start(self._limit(candidate, left))
+            started = runner.start(limit_s)
             if record is None:
                 kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s)
                 kept.memory_bytes = runner.memory(_patience(sum(started.warm_up_s)))
@@ -201,6 +201,9 @@ class Bench:
         except (Failed, Hung) as error:
             runner.close()
             self.fail(label, error)
+            if isinstance(error, Hung) and compiles(label) and limit_s < FIRST_LIMIT_S:  # with more time it may end
+                why = f"compiling did not end within {limit_s:.0f} s, half of the time that was left"
+                self.log.records[label] = Record(LEFT_OUT, why)
             return False
         except BaseException:
             runner.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from evidence.advice.candidates import Setting
 from evidence.advice.plan import FIRST, REPEATS, Plan
 from evidence.advice.rounds import FINAL, LEAST_REPEATS, TWIN, Bench, Round, compiles, interval
-from evidence.advice.schema import Candidate
+from evidence.advice.schema import LEFT_OUT, Candidate
 from trainer.errors import RunError, UserError
 
 AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
@@ -34,6 +34,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.log = self.plan.log
+        for label in [label for label, record in self.log.records.items() if record.status == LEFT_OUT]:
+            del self.log.records[label]  # now there may be more time
         self.space = self.plan.space
         self._began = self.bench.clock() - self.log.spent_s
 
@@ -63,7 +65,8 @@ class Search:
             if following is None or over:
                 break
             self._round(*following)
-        over = over or self.plan.next(explore=True) is not None
+        dropped = any(record.status == LEFT_OUT for record in self.log.records.values())
+        over = over or dropped or bool(self.plan.late) or self.plan.next(explore=True) is not None
         if self.plan.reference is None:
             raise RunError(f"no candidate works; the first error: {self._first_error()}")
         while True:
@@ -71,7 +74,7 @@ class Search:
             self._final(chosen)
             if self.log.ok(self.plan.label(chosen)):
                 break
-        return chosen, BUDGET if over or self.plan.late else SEVERAL if len(self.plan.contenders()) > 1 else AHEAD
+        return chosen, BUDGET if over else SEVERAL if len(self.plan.contenders()) > 1 else AHEAD
 
     def _over(self) -> bool:
         return self.bench.clock() + 2 * self._reserve() > self.deadline

@@ -86,6 +86,8 @@ def print_advice(advice: Advice, console: Console, notes: list[str]) -> None:
     said = escape(sentence(advice))
     console.print(f"\n[bold]{said}[/]\n", highlight=False, soft_wrap=True)
     console.print(table(advice))
+    for line in _compiled(advice):
+        console.print(escape(line), style="dim", highlight=False, soft_wrap=True)
     for entry in advice.entries:
         if entry.status != MEASURED:
             line = f"{entry.status}: {entry.candidate.label} ({entry.reason})"
@@ -109,15 +111,13 @@ _ENDED = {
 def table(advice: Advice) -> Table:
     """Return the measured entries, the advised one first."""
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    shown.add_column("setting")
-    compiled = any(compiles(entry.candidate.label) for entry in advice.entries)
-    for name in ("speed", "step, ms", "memory", *(("compiling", "pays after") if compiled else ())):
+    shown.add_column("setting", min_width=24)
+    for name in ("speed", "step, ms", "memory"):
         shown.add_column(name, justify="right", no_wrap=True)
     for entry in advice.entries:
         if entry.status == MEASURED:
-            cells = _cells(entry, advice)[: None if compiled else 3]
             style = "bold" if entry.candidate.label == advice.winner else None
-            shown.add_row(_named(entry.candidate.label, advice), *cells, style=style)
+            shown.add_row(_named(entry.candidate.label, advice), *_cells(entry, advice), style=style)
     return shown
 
 
@@ -132,16 +132,21 @@ def _named(label: str, advice: Advice) -> str:
 
 
 def _cells(entry: Entry, advice: Advice) -> list[str]:
-    label = entry.candidate.label
-    speed = "1x" if label == advice.baseline else ""
+    speed = "1x" if entry.candidate.label == advice.baseline else ""
     if not speed and entry.speed is not None:
         speed = _times(entry.speed) if entry.speed.count >= _FEW else f"about {entry.speed.mean:.2g}x"
-    cells = [
+    return [
         speed,
         f"{1e3 * statistics.median(entry.step_s):.4g}" if entry.step_s else "",
         size(entry.memory_bytes) if entry.memory_bytes else "",
     ]
-    if not compiles(label):
-        return [*cells, "", ""]
-    pays = "never" if entry.pays_after_steps is None else f"{entry.pays_after_steps} steps"
-    return [*cells, f"{entry.compile_s:.1f} s", pays]
+
+
+def _compiled(advice: Advice) -> list[str]:
+    """Return a line for each compiled entry: how long it took, and when that pays."""
+    lines = []
+    for entry in advice.entries:
+        if entry.status == MEASURED and compiles(entry.candidate.label):
+            pays = "never pays" if entry.pays_after_steps is None else f"pays after {entry.pays_after_steps} steps"
+            lines.append(f"compiling took {entry.compile_s:.1f} s and {pays}: {entry.candidate.label}")
+    return lines

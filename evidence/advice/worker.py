@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from trainer.trainer import Trainer
 
 WARM_UP_S = 0.3
 """Steps of the warm-up, after the first, take so long together, or are two."""
-_FOREVER = 10**6
+END_S = 10.0
+"""For the end of a process that waits for a command; then it is killed."""
+_FOREVER = 10**9
 """Optimizer steps, more than any search takes."""
 
 
@@ -70,6 +73,8 @@ class Worker:
         self._process = context.Process(target=serve, args=(theirs, overrides, candidate.threads, str(folder)))
         self._process.start()
         theirs.close()
+        self._waits = False
+        """Whether it has answered the last command."""
 
     @property
     def process_id(self) -> int:
@@ -98,12 +103,14 @@ class Worker:
 
     def close(self) -> None:
         """End the process, whatever it does."""
+        self._connection.close()  # one that waits for a command ends by itself
+        self._process.join(END_S if self._waits else 0)
         self._process.kill()
         self._process.join()
         self._process.close()
-        self._connection.close()
 
     def _ask(self, command: tuple[Any, ...], limit_s: float) -> Any:
+        self._waits = False
         try:
             self._connection.send(command)
             if not self._connection.poll(limit_s):
@@ -114,6 +121,7 @@ class Worker:
             code = self._process.exitcode or 0
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise Failed(f"its process ended with {how}") from None
+        self._waits = True
         if error:
             raise Failed(error)
         return answer
@@ -125,6 +133,14 @@ def _server() -> Any:
     So a start takes a fraction of a second. The server computes nothing: neither CUDA nor OpenMP is used before a fork.
     """
     context = multiprocessing.get_context("forkserver")
+    before = os.environ.get("PYTHONWARNINGS")
+    # The tracker would warn of semaphores that a killed process has left; it removes them.
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        os.environ.pop("PYTHONWARNINGS")
+        os.environ |= {} if before is None else {"PYTHONWARNINGS": before}
     libraries = [name for name in sys.modules if name.startswith(("transformers.models.", "torchvision.models"))]
     context.set_forkserver_preload([__name__, "recipes", *libraries])
     return context
@@ -147,7 +163,6 @@ def serve(connection: Connection, overrides: Sequence[str], threads: int | None,
         os.dup2(log, stream)
     # Compiled anew, as on a machine that sees this setting for the first time; a second start of it here is quick.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "compiled")
-    os.environ["TORCH_LOGS"] = "-all"
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)

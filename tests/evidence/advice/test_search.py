@@ -101,15 +101,29 @@ def test_a_short_run_is_not_compiled() -> None:
 
 
 def test_what_fails_or_hangs_is_named_and_the_others_go_on() -> None:
-    broken = {"fp16": "RuntimeError: no such kernel", "bf16 + compile": "hangs", "bf16, micro=32": "later"}
+    broken = {"fp16": "RuntimeError: no such kernel", "bf16, attention=eager": "hangs", "bf16, micro=32": "later"}
     here = machine(broken=broken)
     found, _ = here.advise()
     entries = {entry.candidate.label: entry for entry in found.entries}
     assert (entries["fp16"].status, entries["fp16"].reason) == (FAILED, "RuntimeError: no such kernel")
-    assert entries["bf16 + compile"].status == HUNG
+    assert entries["bf16, attention=eager"].status == HUNG
     assert entries["bf16, micro=32"].status == FAILED
     assert found.winner.startswith("bf16")
     assert here.started.count("fp16") == 1
+
+
+def test_a_compilation_without_an_end_is_left_out_and_tried_again_with_a_larger_budget() -> None:
+    here = machine(broken={"bf16 + compile": "hangs"})
+    search = here.search(budget_s=60.0)
+    chosen, stopped = search.run()
+    found = conclude(search.plan, chosen, 10**6)
+    entry = next(entry for entry in found.entries if entry.candidate.label == "bf16 + compile")
+    assert entry.status == LEFT_OUT
+    assert "compiling did not end within" in entry.reason
+    assert stopped == BUDGET
+    assert not [label for label in here.started if "compile" in label and label != "bf16 + compile"]
+    found, _ = machine().advise(log=Log.from_dict(search.log.to_dict()))
+    assert found.winner == "bf16 + compile, micro=32"
 
 
 def test_a_default_that_fails_gives_its_place_to_the_first_that_works() -> None:
