@@ -34,7 +34,7 @@ def conclude(plan: Plan, chosen: Setting, steps: int) -> Conclusion:
 
     The chosen setting wins if the final round, which played no part in the choice, confirms it: the whole interval of
     its speed lies above the reference's (for goal=memory: it needs less memory, in at most ``TIME_FOR_MEMORY`` times
-    the time). Otherwise the reference does.
+    the time). Otherwise the reference does. On a busy machine it must also lie above the interval of the null pairs.
 
     Args:
         plan: with a log that has a final round.
@@ -54,13 +54,16 @@ def conclude(plan: Plan, chosen: Setting, steps: int) -> Conclusion:
             winner = plan.label(eager)
             late = f"after {pays} steps" if pays else "never"
             notes.append(f"compiling ({label}) pays {late}, and this run has {steps}, so the advice is without it")
-    if winner != base and (why := _unconfirmed(plan.goal, entries[winner], entries[base], noise)):
+    null = interval(plan.null_ratios) if noise > BUSY else None
+    if winner != base and (why := _unconfirmed(plan.goal, entries[winner], entries[base], null)):
         notes.append(f"{winner} was the best until the final round, which did not confirm it: {why}")
         winner = base
-    if noise > BUSY:
+    if null is not None:
         notes.append(
-            f"this machine is busy: pairs of the same setting differed by up to {noise:.0%}, so only ratios below "
-            f"{1 / (1 + noise):.2f}x or above {1 + noise:.2f}x say anything here"
+            f"this machine is busy: blocks of the same setting, in two processes, differed by up to {noise:.0%} "
+            f"({null.mean:.2f}x [{null.low:.2f}, {null.high:.2f}] on average), so only a setting whose whole interval "
+            f"lies above {max(1.0, null.high):.2f}x counts as faster; for small differences, repeat it with fresh=true "
+            "when nothing else runs"
         )
     contenders = [plan.label(setting) for setting in plan.contenders()]
     equal = [each for each in contenders if each != winner] if winner in contenders else []
@@ -108,8 +111,11 @@ def _pays(plan: Plan, setting: Setting, entry: Entry) -> int | None:
     return math.ceil(entry.compile_s / saved) if saved > 0 else None
 
 
-def _unconfirmed(goal: str, entry: Entry, base: Entry, noise: float) -> str:
-    """Return why the final round does not confirm that an entry is better than the baseline; empty: it does."""
+def _unconfirmed(goal: str, entry: Entry, base: Entry, null: Interval | None) -> str:
+    """Return why the final round does not confirm that an entry is better than the baseline; empty: it does.
+
+    ``null``: the interval of the null pairs, on a busy machine; what lies within it is no difference.
+    """
     if entry.speed is None:
         return "it failed there"
     shown = f"{entry.speed.mean:.2f}x [{entry.speed.low:.2f}, {entry.speed.high:.2f}] as fast as {base.candidate.label}"
@@ -117,9 +123,7 @@ def _unconfirmed(goal: str, entry: Entry, base: Entry, noise: float) -> str:
         slow = entry.speed.mean < 1 / TIME_FOR_MEMORY
         more = (entry.memory_bytes or 0) >= (base.memory_bytes or 0)
         return shown if slow else "it needs no less memory" if more else ""
-    if entry.speed.low <= 1 or (noise > BUSY and entry.speed.mean < 1 + noise):
-        return shown
-    return ""
+    return shown if entry.speed.low <= max(1.0, null.high if null else 1.0) else ""
 
 
 def _order(entry: Entry, winner: str, goal: str) -> tuple[float, ...]:

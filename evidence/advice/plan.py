@@ -25,12 +25,14 @@ HALVING = "halving"
 """Kinds of rounds."""
 REPEATS = 3
 """Blocks of each candidate in the first rounds; each round of the halving has twice as many as the one before."""
-EXPLORATIONS, HALVINGS = 4, 4
+EXPLORATIONS, HALVINGS = 6, 4
 """Rounds at most, of combinations and neighbours together, and of halving."""
 FEW = 6
 """Settings that are tried at once, beyond the single changes."""
 _HELPS = 0.01
 """Logarithm of the ratio from which on a change is combined with others."""
+_WORTH = 0.25
+"""Logarithm of the ratio that an untried change of the best may be expected to lose: together it may gain."""
 _NEAR = 0.15
 """Logarithm of the ratio to the best, up to which a setting is worth another look."""
 
@@ -149,13 +151,17 @@ class Plan:
         return HALVING, contenders[: max(2, most)], REPEATS * 2 ** (number + 1)
 
     @property
+    def null_ratios(self) -> list[float]:
+        """The ratios of the null pairs: the reference's second process over its first, in all rounds."""
+        if self.reference is None:
+            return []
+        label = self.label(self.reference)
+        return self.log.ratios(label + TWIN, label, {done.kind for done in self.log.rounds})
+
+    @property
     def noise(self) -> float:
         """The spread of the null pairs: the highest of their ratios over the lowest, minus 1."""
-        if self.reference is None:
-            return 0.0
-        label = self.label(self.reference)
-        kinds = {done.kind for done in self.log.rounds}
-        ratios = self.log.ratios(label + TWIN, label, kinds)
+        ratios = self.null_ratios
         return max(ratios) / min(ratios) - 1 if ratios else 0.0
 
     def untried(self, settings: Sequence[Setting]) -> list[Setting]:
@@ -208,7 +214,7 @@ class Plan:
         for setting in self.space.one_change(best):
             index = next(index for index, value in enumerate(setting) if value != best[index])
             loss = self.effect(index, best[index]) - self.effect(index, setting[index])
-            if loss < _NEAR:
+            if loss < _WORTH:
                 found.append((loss, setting))
         return self.untried([setting for _, setting in sorted(found)])[:FEW]
 

@@ -165,7 +165,7 @@ def test_what_there_was_no_time_for_is_listed() -> None:
 
 
 def test_on_a_busy_machine_only_large_ratios_count() -> None:
-    slightly, _ = machine({"bf16": 0.9}, noise=0.15, seed=1).advise()
+    slightly, _ = machine({"bf16": 0.97}, noise=0.15, seed=1).advise()
     assert slightly.noise > 0.2
     assert slightly.winner == "fp32"
     assert any("busy" in note for note in slightly.notes)
