@@ -349,6 +349,17 @@ def test_pinned_loader_pins_and_plain_does_not(workers: int) -> None:
             assert {tensor.is_pinned() for batch in step for tensor in batch.values()} == {pinned}
 
 
+def test_the_thread_that_prepares_batches_changes_none() -> None:
+    """It has the device of the training thread; batches and buffers that are used again stay those of their step."""
+    steps = {}
+    for loader in ("pinned", "plain"):
+        trainer = on_gpu(*BIGNET, f"loader={loader}", "loader.workers=0", "micro_batch_size=64", "steps=30")
+        copies = ([to_device(batch, trainer.device) for batch in step] for step in trainer.batches())
+        steps[loader] = [[{name: each.cpu() for name, each in batch.items()} for batch in step] for step in copies]
+    assert len(steps["plain"]) == 30
+    assert same_bits(steps["pinned"], steps["plain"])
+
+
 def test_memory_profiler_writes_the_allocators_history(tmp_path: Path) -> None:
     trainer = on_gpu(*BIGNET[:-1], "profiler=memory")
     session = trainer.config.profiler.start(tmp_path, trainer.model, trainer.optimizer, trainer.device)
