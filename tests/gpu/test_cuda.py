@@ -353,7 +353,9 @@ def test_the_thread_that_prepares_batches_changes_none() -> None:
     """It has the device of the training thread; batches and buffers that are used again stay those of their step."""
     steps = {}
     for loader in ("pinned", "plain"):
-        trainer = on_gpu(*BIGNET, f"loader={loader}", "loader.workers=0", "micro_batch_size=64", "steps=30")
+        trainer = on_gpu(
+            *BIGNET, f"loader={loader}", "loader.workers=0", "batch_size=512", "micro_batch_size=256", "steps=30"
+        )
         copies = ([to_device(batch, trainer.device) for batch in step] for step in trainer.batches())
         steps[loader] = [[{name: each.cpu() for name, each in batch.items()} for batch in step] for step in copies]
     assert len(steps["plain"]) == 30
