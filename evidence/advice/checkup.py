@@ -29,12 +29,15 @@ from trainer.files import PROJECT, make_folder, read_object, write_json
 from trainer.formats import duration
 from trainer.hardware import Hardware, detect
 
-SAMPLES = 4
+SAMPLES = 2
 """Of the step that is examined, at most: formats do not depend on their number, and batch norm needs two."""
 CHECKS = ("ladder", "manifest", "range", "pairs", "updates")
 """Of the doctor's, those that need few steps."""
-BUDGET_S, LIMIT_S = 30, 150.0
+BUDGET_S, LIMIT_S = 30, 180.0
 """For the doctor's checks; and for all of it, with the start of its process and the part that is running at the end."""
+
+NOT_EXAMINED = ("left out", "not examined")
+"""Begin the notes on what the doctor did not do."""
 
 Launch = Callable[[list[str], float], int]
 """Runs a command line for at most so many seconds and returns its exit code; a ``TimeoutExpired`` beyond that."""
@@ -76,7 +79,7 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: La
     if code not in EXIT_CODES.values() or "findings" not in found:
         return _unexamined(f"the doctor ended with exit code {code}; run it: {shlex.join(['python', *command[1:]])}")
     faults = [_in_words(finding) for finding in found["findings"]]
-    missing = [f"left out: {item}" for item in found.get("left_out", [])]
+    missing = [f"{NOT_EXAMINED[0]}: {item}" for item in found.get("left_out", [])]
     return {
         "faults": faults,
         "notes": [*found.get("notes", []), *missing],
@@ -86,7 +89,7 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: La
 
 
 def _unexamined(why: str) -> dict[str, Any]:
-    return {"faults": [], "notes": [f"not examined: {why}"], "healthy": False}
+    return {"faults": [], "notes": [f"{NOT_EXAMINED[1]}: {why}"], "healthy": False}
 
 
 def _in_words(finding: dict[str, Any]) -> str:

@@ -20,8 +20,9 @@ from trainer.formats import duration
 
 REPEATS = 4
 """Blocks of each candidate, each beside one of the advised setting."""
-HOPELESS = 2.0
-"""Times the advised setting's time in the first block, beyond which a candidate has no second one."""
+HOPELESS = (2.0, 1.25)
+"""Times the advised setting's time: beyond the first in its first block, or the second in both of its first two, a
+candidate has no more blocks."""
 LIMIT_S = 300.0
 """For the start of a candidate; to compile it may take half of that."""
 FINALISTS, FINAL_REPEATS = 3, 10
@@ -94,7 +95,7 @@ def compare(
     return found | {
         "candidates": len(lines),
         "measured": sum(line.status == MEASURED for line in lines.values()),
-        "stopped_after_one_block": sum(len(line.ratios) == 1 for line in lines.values()),
+        "stopped_early": sum(0 < len(line.ratios) < REPEATS for line in lines.values()),
         "compiling_does_not_pay": len(left_out),
         "grid_s": grid_s,
         "advice_s": advice.spent_s,
@@ -170,7 +171,7 @@ def _read(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def _one(winner: Candidate, candidate: Candidate, bench: Bench) -> Line:
-    """Measure one candidate beside the advised setting; a hopeless one has one block."""
+    """Measure one candidate beside the advised setting; a hopeless one has few blocks."""
     line, began = Line(candidate.label), bench.clock()
     try:
         started = bench.begin(candidate, began + LIMIT_S)
@@ -192,7 +193,7 @@ def _one(winner: Candidate, candidate: Candidate, bench: Bench) -> Line:
             }
             line.step_s.append(seconds[candidate.label])
             line.ratios.append(seconds[winner.label] / seconds[candidate.label])
-            if line.ratios[0] < 1 / HOPELESS:
+            if max(line.ratios) < 1 / HOPELESS[min(repeat, 1)]:
                 break
     except (Failed, Hung) as error:
         line.status, line.reason, line.ratios = HUNG if isinstance(error, Hung) else FAILED, str(error), []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evidence.advice import cache, exhaustive, experiment, plots
-from evidence.advice.checkup import check, first_without_fault, quality
+from evidence.advice.checkup import NOT_EXAMINED, check, first_without_fault, quality
 from evidence.advice.rounds import Bench
 from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Candidate, Entry
 from evidence.advice.text import sentence
@@ -70,8 +70,8 @@ class Outputs:
         chosen, found, rejected = first_without_fault(self._ranked(), health)
         for label, faults in rejected.items():
             self.notes.append(f"{label} is not advised, because the doctor found a fault in it: {'; '.join(faults)}")
-        if not found["healthy"] and found["notes"]:
-            self.notes.append(f"numerics of {chosen.candidate.label}: {'; '.join(found['notes'])}")
+        if missing := [note for note in found["notes"] if note.startswith(NOT_EXAMINED)]:
+            self.notes.append(f"check-up of {chosen.candidate.label}: {'; '.join(missing)}")
         if chosen.candidate.label != self.advice.winner:
             self.advice.winner = chosen.candidate.label
             self.advice.equal = []

@@ -28,7 +28,7 @@ def in_this_process(command: list[str], limit_s: float) -> int:
 def test_a_healthy_setting_is_examined_by_the_doctor_with_few_samples(tmp_path: Path) -> None:
     given = [*BIGNET, "batch_size=64", "micro_batch_size=32", "precision=bf16", "tracking=local"]
     found = check(given, CPU, tmp_path, in_this_process)
-    assert (found["faults"], found["healthy"], found["samples"]) == ([], True, 4)
+    assert (found["faults"], found["healthy"], found["samples"]) == ([], True, 2)
     (report,) = tmp_path.glob("doctor/*/verdict.json")
     verdict = json.loads(report.read_text())
     assert verdict["precision"] == "bf16"

@@ -53,6 +53,16 @@ def test_a_winner_with_a_fault_is_not_advised_and_the_next_best_is_examined(made
     assert len(examined) == 2
 
 
+def test_what_the_doctor_left_out_is_said(made: Any) -> None:
+    given = advice()
+    job, _ = made(given)
+    found = {**HEALTHY, "notes": ["left out: pairs (no time left of budget_s=30)", "range: no scale is needed"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "check", lambda *_: found)
+        job.check_up()
+    assert job.notes == ["check-up of bf16 + compile: left out: pairs (no time left of budget_s=30)"]
+
+
 def test_where_all_have_faults_the_baseline_is_advised(made: Any) -> None:
     given = advice()
     job, _ = made(given, {"precision=bf16 compile=default": ["one"], "precision=bf16": ["two"]})
