@@ -173,8 +173,10 @@ class Bench:
         step = record.step_s() if record and record.warm_up_s else statistics.median(steps or [0.0])
         return max(self.block_s, step)
 
-    def begin(self, candidate: Candidate, deadline: float) -> bool:
+    def begin(self, candidate: Candidate, deadline: float, others_s: float = math.inf) -> bool:
         """Make sure that a candidate runs; return False where it cannot.
+
+        ``others_s``: what others still need until then. A compilation may use the rest, or half of the time.
 
         Raises:
             Deadline: there is not enough time for it.
@@ -191,7 +193,7 @@ class Bench:
             raise Deadline
         while self.alive and self.held and self.free_bytes() < 1.25 * max(self.held):
             self.alive.pop(next(iter(self.alive))).close()
-        runner, limit_s = self.runner(candidate), self._limit(candidate, left)
+        runner, limit_s = self.runner(candidate), self._limit(candidate, left, others_s)
         try:
             started = runner.start(limit_s)
             if record is None:
@@ -202,7 +204,7 @@ class Bench:
             runner.close()
             self.fail(label, error)
             if isinstance(error, Hung) and compiles(label) and limit_s < FIRST_LIMIT_S:  # with more time it may end
-                why = f"compiling did not end within {limit_s:.0f} s, half of the time that was left"
+                why = f"compiling did not end within {limit_s:.0f} s, which is all the budget had for it"
                 self.log.records[label] = Record(LEFT_OUT, why)
             return False
         except BaseException:
@@ -212,14 +214,15 @@ class Bench:
         self.alive[label] = runner
         return True
 
-    def _limit(self, candidate: Candidate, left: float) -> float:
-        """Return how long a start may take: a compilation half of the time that is left, so that others have some."""
+    def _limit(self, candidate: Candidate, left: float, others_s: float) -> float:
+        """Return how long a start may take."""
         starts = [
             record.start_s for label, record in self.log.records.items() if record.start_s and not compiles(label)
         ]
         if not starts:  # the first of all
             return FIRST_LIMIT_S
-        limit = left / 2 if compiles(candidate.label) else min(left, _patience(max(starts)))
+        compiling = compiles(candidate.label)
+        limit = max(left / 2, left - others_s) if compiling else min(left, _patience(max(starts)))
         return min(max(limit, 1.0), FIRST_LIMIT_S)
 
     def fail(self, label: str, error: Failed | Hung) -> None:
@@ -261,9 +264,11 @@ class Bench:
             enough: asked after each repeat from the second on, whether the round can end.
         """
         running, late = list(candidates), []
-        for candidate in candidates:
+        blocks_s = LEAST_REPEATS * sum(self.expected_block_s(each.label) for each in candidates)
+        for number, candidate in enumerate(candidates, 1):
+            others_s = blocks_s + sum(map(self.expected_start_s, candidates[number:]))
             try:
-                if not self.begin(candidate, deadline):
+                if not self.begin(candidate, deadline, others_s):
                     running.remove(candidate)
             except Deadline:
                 running.remove(candidate)

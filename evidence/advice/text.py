@@ -104,7 +104,7 @@ def print_advice(advice: Advice, console: Console, notes: list[str]) -> None:
 _ENDED = {
     "one is ahead": "one setting is ahead",
     "several are equal": "the best settings are equal",
-    "budget": "the budget is spent, and a larger budget_minutes continues from here",
+    "budget": "there was no time for all of it; a larger budget_minutes continues from here",
 }
 
 
