@@ -73,12 +73,15 @@ class Plan:
         return [self._settings[label] for label in self.log.records if label in self._settings]
 
     def speed(self, setting: Setting) -> float:
-        """Return the logarithm of its throughput over the reference's; minus infinity where it was not measured."""
+        """Return the logarithm of its throughput over the reference's; minus infinity where it was not measured.
+
+        It is the median of all pairs, on which a single block that another program has slowed down has little effect.
+        """
         reference = self.reference
         if reference is None or not self.log.ok(self.label(setting)):
             return -math.inf
         ratios = self.log.ratios(self.label(setting), self.label(reference))
-        return statistics.fmean(map(math.log, ratios)) if ratios else -math.inf
+        return statistics.median(map(math.log, ratios)) if ratios else -math.inf
 
     def merit(self, setting: Setting) -> float:
         """Return how much better than the reference it is, as a logarithm; minus infinity where it is no candidate."""

@@ -54,9 +54,12 @@ class Record:
     start_s: float = 0.0
     memory_bytes: int | None = None
 
+    fastest_s: float = 0.0
+    """Of a step, in any block or in the warm-up after its first step."""
+
     def step_s(self) -> float:
-        """Return the seconds of a step after the warm-up's first."""
-        return self.warm_up_s[-1]
+        """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
+        return self.fastest_s or min(self.warm_up_s[1:] or self.warm_up_s)
 
 
 @dataclass
@@ -237,9 +240,12 @@ class Bench:
             Failed: see ``Worker``. (So for the others.)
             Hung: no answer.
         """
-        step = self.log.records[candidate.label].step_s()
+        record = self.log.records[candidate.label]
+        step = record.step_s()
         steps = max(1, round(self.block_s / step)) if step else 1
-        return self.alive[candidate.label].block(steps, _patience(steps * step)) / steps
+        seconds = self.alive[candidate.label].block(steps, _patience(steps * step)) / steps
+        record.fastest_s = min(step, seconds)
+        return seconds
 
     def round(
         self,
@@ -292,7 +298,8 @@ class Bench:
                 continue
             means = {each.label: statistics.geometric_mean(done.times[each.label]) for each in running}
             slow = CLEARLY_SLOWER * min(means.values(), default=0.0)
-            running = [each for each in running if means[each.label] <= slow or each.label in kept]
+            # One block may have been slowed down by another program: the fastest decides.
+            running = [each for each in running if min(done.times[each.label]) <= slow or each.label in kept]
             if enough(done):
                 break
         return late

@@ -44,6 +44,8 @@ class Machine:
     start_s: float = 1.0
     noise: float = 0.002
     """Standard deviation of a block, relative."""
+    spikes: float = 0.0
+    """Share of the blocks that another program slows down ten times."""
     memory: Callable[[str], int] = lambda label: 1000
     room: int = 10**9
     """Bytes for processes, each of which takes 1000."""
@@ -102,6 +104,8 @@ class Fake:
         if self.machine.broken.get(self.label) == "later" and self.blocks == 3:
             raise Failed("it broke later")
         seconds = steps * self._step() * max(0.1, self.machine.random.gauss(1, self.machine.noise))
+        if self.machine.random.random() < self.machine.spikes:
+            seconds *= 10
         self.machine.now += seconds
         return seconds
 
