@@ -177,7 +177,6 @@ def test_on_a_busy_machine_only_large_ratios_count() -> None:
 def test_single_blocks_that_another_program_slows_down_decide_nothing(seed: int) -> None:
     found, _ = machine(spikes=0.07, seed=seed).advise()
     assert found.winner == "bf16 + compile, micro=32"
-    assert any("busy" in note for note in found.notes)
 
 
 def test_what_is_forecast_not_to_fit_is_never_started() -> None:
