@@ -17,6 +17,9 @@ from trainer.errors import Interrupted
 OUTSIDE = "interrupted before or after training; saved files are unchanged"
 """The message after a signal that did not arrive during training."""
 
+_LAUNCHERS = {"LOCAL_RANK", "SLURM_JOB_ID"}
+"""Variables that torchrun and SLURM set."""
+
 _QUIET = ("-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 """Options that print something to be read by itself, or by a program."""
 
@@ -44,7 +47,9 @@ def _speaks() -> bool:
 class Signals:
     """While entered: in training, the first SIGINT or SIGTERM requests a stop, and a second one ends the run at once.
 
-    Before training there is nothing to save, so the first one ends the run. Others, such as USR1, request a checkpoint.
+    Under torchrun and SLURM further SIGTERMs are ignored: both send one to every process, and SIGKILL where that takes
+    too long. Before training there is nothing to save, so the first one ends the run. Others, such as USR1, request a
+    checkpoint.
     """
 
     def __init__(self, save_on: Sequence[str] = ()) -> None:
@@ -71,6 +76,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _receive_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stop is not None and number == signal.SIGTERM and _LAUNCHERS & os.environ.keys():
+            return
         if not self.training:
             raise Interrupted(OUTSIDE, number)
         if self.stop is not None:

@@ -17,3 +17,30 @@ def test_a_signal_is_not_lost_in_a_library_that_catches_every_exception(number: 
             signal.raise_signal(number)
         pytest.fail("the signal was lost")
     assert raised.value.exit_code == 128 + number
+
+
+@pytest.mark.parametrize("launcher", ["LOCAL_RANK", "SLURM_JOB_ID"])
+def test_a_launcher_that_repeats_itself_does_not_keep_the_run_from_saving(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM signals torchrun and its ranks, and torchrun passes its own signal on."""
+    monkeypatch.setenv(launcher, "7")
+    with Signals() as signals:
+        signals.training = True
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.stop == signal.SIGTERM
+        signals.training = False  # the loop has ended, and saves
+        signal.raise_signal(signal.SIGTERM)
+        signals.training = True
+        with pytest.raises(Interrupted, match="second signal"):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_sigterm_of_a_user_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launcher in ("LOCAL_RANK", "SLURM_JOB_ID"):
+        monkeypatch.delenv(launcher, raising=False)
+    with Signals() as signals, pytest.raises(Interrupted, match="second signal"):  # noqa: PT012
+        signals.training = True
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
