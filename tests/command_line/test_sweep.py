@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import sqlite3
@@ -10,12 +12,13 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 
 from trainer.run import run as run_module
 from trainer.trainer import Trainer
@@ -278,3 +281,40 @@ def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen
     assert " -m " not in err
     assert f"resume=outputs/{NAMES[2]}" in err
     assert outputs(folder) == [NAMES[2]]
+
+
+def in_processes(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Start every job in a process of its own, as a cluster's launcher does; the second one is lost."""
+
+    def launched(self: BasicLauncher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        for number, overrides in enumerate(job_overrides):
+            pid = os.fork()
+            if not pid:
+                with contextlib.suppress(BaseException):
+                    if number != 1:
+                        launch(self, [overrides], initial_job_idx + number)
+                os._exit(0)
+            os.waitpid(pid, 0)
+        raise ValueError("submitted, then:\na job was lost")
+
+    return launched
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork")
+def test_a_sweep_of_jobs_elsewhere_ends_with_their_results(
+    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.run.command.jobs_folder", lambda arguments: folder / "outputs" / ".jobs")
+    monkeypatch.setattr(BasicLauncher, "launch", in_processes(BasicLauncher.launch))
+    options = [*BIGNET, "steps=2", "profiler=none", "tracking=local", "clip=norm"]
+    done = train("-m", *options, "seed=0,1,2")
+    assert done.code == 1
+    assert "error: the launcher failed: ValueError: a job was lost\n" in done.err
+    assert outputs(folder) == [".jobs", "bignet-fp32-s0", "bignet-fp32-s2"]
+    table = [line.split() for line in done.out.splitlines()]
+    statuses = {line[1]: line[-1] for line in table if line[-1:] in (["finished"], ["failed"])}
+    assert statuses == {"0": "finished", "1": "failed", "2": "finished"}
+    (jobs,) = (folder / "outputs" / ".jobs").iterdir()
+    assert done.out.endswith(f"\nwhat the jobs printed: {jobs}\n")
+    again = train("-m", *options, "seed=0,2")
+    assert "2 of 2 runs are complete, 0 to run" in again.out

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import textwrap
 import time
 import traceback
@@ -37,7 +36,7 @@ from trainer.run.resume import complete
 from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
 from trainer.run.start import train
-from trainer.run.sweep import Sweep, swept_keys
+from trainer.run.sweep import Sweep, jobs_folder, swept_keys
 
 _USAGE = """\
 python scripts/train.py [key=value ...]     --cfg job shows every key, --help this page
@@ -64,12 +63,13 @@ def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
     codes: list[int] = []
     try:
         sys.argv[1:] = without_source(complete(checked_arguments(sys.argv[1:])))
-        sweep = Sweep(swept_keys(sys.argv[1:]))
+        sweep = Sweep(swept_keys(sys.argv[1:]), jobs_folder(sys.argv[1:]))
         if os.environ.get("RANK", "0") == "0" and (outlook := sweep.outlook(sys.argv[1:])):
             print(outlook, flush=True)
-        with tempfile.TemporaryDirectory(prefix="mantissa-") as scratch:
+        with sweep.scratch() as scratch:
             os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
-            _task(codes, on_shortage, run_class, sweep)()
+            task = _task(codes, on_shortage, run_class, sweep)
+            task() if sweep.jobs is None else codes.extend(_elsewhere(task, sweep))
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
@@ -78,9 +78,24 @@ def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
         print(f"\n{table}", flush=True)
         if sweep.stopped:
             print("\nrun the same command again to continue the sweep", flush=True)
+        if sweep.jobs is not None:
+            print(f"\nwhat the jobs printed: {sweep.jobs}", flush=True)
     if dist.is_initialized() and not any(codes):  # after a failure the other ranks may have exited
         dist.destroy_process_group()
     return max(codes, default=0)
+
+
+def _elsewhere(task: Callable[[], None], sweep: Sweep) -> list[int]:
+    """Run a sweep whose launcher starts jobs on other machines; return the exit codes of its runs."""
+    failed = []
+    try:
+        task()
+    except (UserError, HydraException, OmegaConfBaseException):
+        raise
+    except Exception as error:  # of the launcher; the other jobs may have ended well
+        last = str(error).strip().rpartition("\n")[2]
+        failed.append(_report(RunError(f"the launcher failed: {type(error).__name__}: {last}")))
+    return [*sweep.collect(sys.argv[1:]), *failed]
 
 
 def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep: Sweep) -> Callable[[], None]:
@@ -129,6 +144,8 @@ def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep
             if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
                 overrides.append(f"micro_batch_size={shortage.micro_batch_size}")
             codes.append(_report(on_shortage(shortage, overrides)))
+        if sweep.jobs is not None:
+            sweep.leave(HydraConfig.get().job.num, codes[-1])
 
     run: Callable[[], None] = task
     return run

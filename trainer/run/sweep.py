@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from trainer.config.compose import CONF, combinations, compose
+from trainer.config.options import unquoted
 from trainer.config.schema import Config
 from trainer.errors import RunError
 from trainer.formats import columns, loss, quantity, size
@@ -36,7 +40,19 @@ def swept_keys(arguments: Sequence[str]) -> list[str]:
     if not {"-m", "--multirun"} & set(arguments):
         return []
     parsed = OverridesParser.create().parse_overrides([each for each in arguments if not each.startswith("-")])
-    return [override.get_key_element().lstrip("+") for override in parsed if override.is_sweep_override()]
+    keys = (override.get_key_element().lstrip("+") for override in parsed if override.is_sweep_override())
+    return list(dict.fromkeys(keys))
+
+
+def jobs_folder(arguments: Sequence[str]) -> Path | None:
+    """Return where a sweep keeps what its jobs write, where Hydra's launcher starts them on other machines.
+
+    None: the runs are in this process.
+    """
+    typed = dict(each.partition("=")[::2] for each in arguments)
+    if typed.get("hydra/launcher", "basic") == "basic":
+        return None
+    return Path(unquoted(typed.get("output_dir", "outputs"))).expanduser().absolute() / ".jobs"
 
 
 def swept_values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:
@@ -66,6 +82,12 @@ def name_of(config: Config, values: dict[str, str]) -> str:
     return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{zlib.crc32(name.encode()):08x}"
 
 
+def _overrides(arguments: Sequence[str]) -> list[str]:
+    """Return those of the training; if a key is given twice, the last one counts."""
+    typed = [each for each in arguments if not each.startswith(("-", "hydra"))]
+    return list({each.lstrip("+").partition("=")[0]: each for each in typed}.values())
+
+
 @dataclass
 class _Row:
     name: str
@@ -87,9 +109,22 @@ class Sweep:
 
     keys: list[str]
     """What is swept, see ``swept_keys``."""
+    jobs: Path | None = None
+    """See ``jobs_folder``; from ``scratch`` on, the folder in it that is this sweep's own."""
     rows: list[_Row] = field(default_factory=list)
     stopped: bool = False
     """Whether a signal ended the sweep."""
+
+    @contextmanager
+    def scratch(self) -> Iterator[str]:
+        """Make the folder for what Hydra and its launcher write, and remove it; that of jobs stays, for their logs."""
+        if self.jobs is None:
+            with tempfile.TemporaryDirectory(prefix="mantissa-") as path:
+                yield path
+            return
+        self.jobs.mkdir(parents=True, exist_ok=True)
+        self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=self.jobs))
+        yield str(self.jobs)
 
     def named(self, config: Config, overrides: Sequence[str]) -> Config:
         """Return the config as the sweep trains it: with a name of its own, and continuing an earlier run.
@@ -117,6 +152,38 @@ class Sweep:
         if self.rows:
             self.rows[-1].ended = "stopped"
 
+    def leave(self, number: int, code: int) -> None:
+        """Write down how this job ended, where it is not in the process that began the sweep.
+
+        Args:
+            number: of the job, from 0.
+            code: exit code.
+        """
+        if self.jobs is not None and self.rows:
+            content = {"row": asdict(self.rows[-1]), "code": code, "stopped": self.stopped}
+            (self.jobs / f"{number}.json").write_text(json.dumps(content))
+
+    def collect(self, arguments: Sequence[str]) -> list[int]:
+        """Take over what the jobs of this command line left, and return their exit codes; 1 for one that left nothing.
+
+        Empty where the runs were in this process.
+        """
+        if self.jobs is None:
+            return []
+        left = {int(path.stem): json.loads(path.read_text()) for path in self.jobs.glob("*.json")}
+        try:
+            runs = list(combinations(_overrides(arguments)).values())
+        except HydraException:  # as in ``outlook``
+            runs = [[]] * len(left)
+        codes = []
+        for number, overrides in enumerate(runs):
+            values = swept_values(self.keys, overrides)
+            found = left.get(number, {"row": {"name": " ".join(values.values()), "values": values}, "code": 1})
+            self.rows.append(_Row(**found["row"]))
+            self.stopped = self.stopped or found.get("stopped", False)
+            codes.append(found["code"])
+        return codes
+
     def outlook(self, arguments: Sequence[str]) -> str:
         """Return what is left to do of this command line, such as ``3 of 4 runs are complete, 1 to run``.
 
@@ -125,7 +192,7 @@ class Sweep:
         if not self.keys:
             return ""
         try:
-            runs = combinations([each for each in arguments if not each.startswith(("-", "hydra"))])
+            runs = combinations(_overrides(arguments))
         except HydraException:  # glob(…) needs Hydra's own search for choices
             return ""
         states: Counter[str | None] = Counter()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import compose
 from trainer.formats import loss
-from trainer.run.sweep import Sweep, name_of, swept_keys
+from trainer.run.sweep import Sweep, jobs_folder, name_of, swept_keys
 
 
 def test_the_swept_keys_are_those_of_the_command_line() -> None:
@@ -16,6 +18,7 @@ def test_the_swept_keys_are_those_of_the_command_line() -> None:
     assert swept_keys(line) == ["optimizer", "optimizer.lr"]
     assert swept_keys(["--multirun", "+seed=range(0,3)"]) == ["seed"]
     assert swept_keys(line[1:]) == []
+    assert swept_keys(["-m", "seed=0,1", "seed=2,3"]) == ["seed"]
 
 
 @pytest.mark.parametrize(
@@ -85,3 +88,35 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
 )  # fmt: skip
 def test_small_losses_keep_their_digits(value: float | None, text: str) -> None:
     assert loss(value) == text
+
+
+def test_only_a_launcher_of_jobs_needs_a_folder(tmp_path: Path) -> None:
+    jobs = ["-m", "hydra/launcher=submitit_slurm", "seed=0,1"]
+    assert jobs_folder(["-m", "seed=0,1"]) is jobs_folder([*jobs, "hydra/launcher=basic"]) is None
+    assert jobs_folder(jobs) == Path.cwd() / "outputs" / ".jobs"
+    assert jobs_folder([*jobs, f"output_dir='{tmp_path}/my runs'"]) == tmp_path / "my runs" / ".jobs"
+
+
+def test_what_jobs_leave_is_in_the_table_of_the_command(tmp_path: Path) -> None:
+    arguments = ["-m", "hydra/launcher=submitit_slurm", "recipe=bignet", "seed=0,1,2", "seed=3,4,5"]
+    sweep = Sweep(swept_keys(arguments), tmp_path / ".jobs")
+    with sweep.scratch() as scratch:
+        pass
+    assert sweep.jobs == Path(scratch)
+    for number, seed in enumerate("34"):  # the last one's job is lost
+        job = pickle.loads(pickle.dumps(sweep))
+        job.begin(compose("recipe=bignet", f"seed={seed}"), [f"seed={seed}"])
+        if seed == "3":
+            job.end({"status": "FINISHED", "best": {"step": 2.0, "value": 0.5}})
+        else:
+            job.stop()
+        job.leave(number, 0 if seed == "3" else 143)
+    assert not sweep.rows
+    assert sweep.collect(arguments) == [0, 143, 1]
+    lines = [line.split() for line in sweep.table().splitlines()]
+    assert [(line[0], line[1], line[-1]) for line in lines[1:3]] == [
+        ("bignet-fp32-s3", "3", "finished"), ("bignet-fp32-s4", "4", "stopped"),
+    ]  # fmt: skip
+    assert lines[3] == ["5", "5", "failed"]
+    assert sweep.stopped
+    assert Sweep(["seed"]).collect(arguments) == []
