@@ -21,7 +21,7 @@ FILES = [
     PROJECT / "trainer/run/command.py",
 ]
 COMMAND = re.compile(
-    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:(?:python|bash) scripts/|torchrun |make |srun |pip |docker |source )[^`]*)"
+    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:(?:python|bash) scripts/|torchrun |make |sbatch |pip |docker |source )[^`]*)"
 )
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.")
 KEY_VALUE = re.compile(r"^[\w./+~-]+=\[")

@@ -40,7 +40,7 @@ ELSEWHERE = {
         "tests/evidence/test_peers.py::test_loops_of_the_same_job_are_side_by_side", "installs packages",
     ),
     "source .venv/bin/activate": ("Makefile", "the environment that make train makes"),
-    "srun ": (HOSTS, "needs SLURM"),
+    "sbatch ": ("tests/parallel/test_slurm.py::test_the_job_starts_torchrun_with_its_arguments", "needs SLURM"),
     "torchrun --nnodes": (HOSTS, "needs several machines"),
     "torchrun --standalone": (RANKS, "starts several processes"),
     "python scripts/advise.py": (
@@ -134,8 +134,7 @@ def documented() -> dict[str, str]:
     """Every command of the pages, and the page that has it first."""
     found: dict[str, str] = {}
     for page in PAGES:
-        text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
-        for command in [*commands(page), *re.findall(r"^    (srun .*)", text, re.MULTILINE)]:
+        for command in commands(page):
             found.setdefault(command, page.name)
     return found
 
@@ -222,7 +221,7 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_what_looks_like_a_command_is_found_as_one(page: Path) -> None:
-    found = [command.split()[0] for command in commands(page)] + ["srun"]
+    found = [command.split()[0] for command in commands(page)]
     for line in page.read_text(encoding="utf-8").splitlines():
         if line.startswith("    ") and (word := line.split()[:1]) and word[0] in PROGRAMS:
             assert word[0] in found, line
@@ -244,7 +243,9 @@ def test_what_is_not_run_here_has_options_that_exist(command: str) -> None:
     words = shlex.split(command)
     if words[0] == "make":
         assert f"\n{words[1]}:" in (PROJECT / "Makefile").read_text(encoding="utf-8")
-    if words[0] in ("srun", "torchrun"):
+    if words[0] == "sbatch":
+        words = ["python", "scripts/train.py", *words[words.index("scripts/slurm/train.sbatch") + 1 :]]
+    if words[0] == "torchrun":
         where = words.index("scripts/train.py")
         torchrun.get_args_parser().parse_args(words[words.index("torchrun") + 1 : where + 1])
         words = ["python", *words[where:]]
