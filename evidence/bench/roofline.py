@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from evidence.bench.jobs import Job, gpt2_job, resnet_job, steps_of
@@ -78,6 +79,10 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
 def _flops(trainer: Trainer) -> dict[str, int]:
     """Return the FLOP of a step's products and of its attention, forward and backward, by torch's formulas."""
     counter = FlopCounterMode(display=False)
+    flash = "_scaled_dot_product_flash_attention"
+    for place in ("", "_backward"):  # torch 2.11 has the formula of the GPU's kernel only
+        formula = counter.flop_registry[getattr(torch.ops.aten, flash + place)]
+        counter.flop_registry.setdefault(getattr(torch.ops.aten, f"{flash}_for_cpu{place}"), formula)
     with counter:
         steps_of(trainer)(1)
     totals = {ATTENTION: 0, PRODUCTS_GROUP: 0}
