@@ -19,6 +19,7 @@ export SLURM_CONF=$folder/slurm.conf PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} 
 
 stop() {
     scancel --user=root 2>/dev/null || true
+    timeout 60 sh -c 'while squeue -h | grep -q .; do sleep 1; done' 2>/dev/null || true
     for file in "$folder"/slurmd-*.pid "$folder"/slurmctld.pid "$folder"/munged.pid; do
         [ ! -s "$file" ] || kill "$(cat "$file")" 2>/dev/null || true
     done
