@@ -178,9 +178,9 @@ class Plan:
         return [setting for setting in fresh if self.space.refused(self.space.candidate(setting)) is None]
 
     def effect(self, factor: int, value: int) -> float:
-        """Return what a change adds to the merit: the best that was measured, of the two that differ in nothing else.
+        """Return the most that a change added to the merit of a measured setting; 0 where that is not known.
 
-        Where it was never measured: nothing, but for a further value of a factor of which another value helps, its.
+        A pair of settings that differ in nothing else measures it.
         """
         tried = {setting: self.merit(setting) for setting in self.ranked()}
         pairs = ((setting, self.space.changed(setting, factor, 0)) for setting in tried if setting[factor] == value)
@@ -222,7 +222,7 @@ class Plan:
         return self.untried([setting for _, setting in sorted(found)])[:FEW]
 
     def contenders(self) -> list[Setting]:
-        """Return the best setting and those that cannot be told from it, or lie near."""
+        """Return the best setting, and those that are not clearly slower (or, for memory, larger) than it."""
         ranked = self.ranked()
         if self.goal == "memory":
             near = math.log(LEAST_MEMORY)

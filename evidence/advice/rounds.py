@@ -259,7 +259,7 @@ class Bench:
         """Take blocks in turn, in reverse order every second repeat; return those for which there was no time.
 
         A candidate that fails is named and left out. One that is clearly slower leaves the round after two repeats.
-        The round is added to the log as it goes on.
+        The round is in the log from its beginning; each block is added when it has ended.
 
         Args:
             kind: of the round.

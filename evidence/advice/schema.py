@@ -68,7 +68,7 @@ class Advice:
     winner: str
     """The label of the advised candidate."""
     equal: list[str]
-    """Labels of others whose speed (or memory) cannot be told from the winner's."""
+    """Labels of other candidates that are not clearly slower (or larger) than the winner."""
     noise: float
     """Spread of the null pairs, in which the baseline runs against itself: highest over lowest ratio, minus 1."""
     spent_s: float
