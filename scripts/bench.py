@@ -5,7 +5,7 @@
                           memory, loader, generation, evaluation, startup, saving, parallel
   repeats=5               repeats; the median is shown
   device=auto             as for train.py
-  modes=fp16              precisions to measure although their matrix products are hopelessly slow here
+  modes=fp16              precisions to measure although their matrix products are too slow here
   text=FILE               text for nanogpt and roofline, such as tinyshakespeare's; else Python's library
   json=FILE               also write all measurements to FILE
   table=FILE              also write them as a page of Markdown to FILE

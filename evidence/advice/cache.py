@@ -1,4 +1,4 @@
-"""The folder of an advice: what was measured, to continue from, and the answer, to give again."""
+"""The folder of the advice: what was measured, to continue from, and the answer, to give again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an advice tries: the options that change speed or memory and nothing else, and their values on this hardware."""
+"""What is tried: the options that change speed or memory and nothing else, and their values on this hardware."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOWER = 1.2
 """Times as long as in fp32 that products of a format may take for goal=speed: a little more than 1, since 16 bits also
 move less memory."""
 AROUND = 8
-"""Times the automatic microbatch, or one over that, which others are at most."""
+"""Microbatches from 1/AROUND to AROUND times the default's are tried."""
 
 Setting = tuple[int, ...]
 """For each factor the index of its value; all zeros is the baseline."""

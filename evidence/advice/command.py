@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
         before, log, more = cache.load(folder)
         if options.fresh or cache.changed(of, before):
             if before and not options.fresh:
-                console.print(f"measured again: {', '.join(cache.changed(of, before))} changed since the last time")
+                console.print(f"measured again: {', '.join(cache.changed(of, before))} changed since the earlier call")
             log, more = Log(), {}
         elif (known := cache.read(folder)) and not _continues(known, options, more):
             console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
@@ -97,9 +97,11 @@ def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key in ("resume", "debug"):
-            raise UserError(f"{override} has no effect: nothing is trained but blocks of steps; leave it out")
+            raise UserError(f"{override} has no effect: advise.py only times blocks of steps; leave it out")
     if len(combinations(overrides)) > 1:
-        raise UserError("an option has several values: advise tries values itself; give one, or leave the option out")
+        raise UserError(
+            "an option has several values, but advise.py chooses what it tries; set one value, or leave it out"
+        )
     config = compose(overrides)
     if config.parallel.kind != "single":
         raise UserError(f"candidates run in one process each; leave out parallel={config.parallel.kind}")
@@ -161,7 +163,7 @@ class _Job:
         return advice, notes
 
     def finish(self, advice: Advice, notes: list[str]) -> None:
-        """Do what follows from an advice and was not done, and print it."""
+        """Do what follows from the advice and was not done, and print it."""
         outputs = Outputs(
             advice, self.config, self.hardware, self.folder, _command(self.overrides, self.options), self._say
         )

@@ -1,4 +1,4 @@
-"""From measurements to an advice: the winner, what is equal to it, and when compiling pays."""
+"""From measurements to the advice: the winner, what is equal to it, and when compiling pays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUSY = 0.20
 
 @dataclass
 class Conclusion:
-    """The part of an advice that follows from the log."""
+    """The part of the advice that follows from the log."""
 
     baseline: str
     winner: str

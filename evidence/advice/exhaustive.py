@@ -21,8 +21,8 @@ from trainer.formats import duration
 REPEATS = 4
 """Blocks of each candidate, each beside one of the advised setting."""
 HOPELESS = (2.0, 1.25)
-"""Times the advised setting's time: beyond the first in its first block, or the second in both of its first two, a
-candidate has no more blocks."""
+"""Times the advised setting's time: a candidate whose first block takes longer than the first,
+or whose first two both take longer than the second, has no more blocks."""
 LIMIT_S = 300.0
 """For the start of a candidate; to compile it may take half of that."""
 FINALISTS, FINAL_REPEATS = 3, 10
@@ -107,12 +107,13 @@ def compare(
 def sentence(found: dict[str, Any], goal: str) -> str:
     """Return the comparison in words."""
     share = found["share_of_the_best"]
-    times = f"{share['mean']:.3g}x [{share['low']:.3g}, {share['high']:.3g}] as fast as"
+    times = f"is {share['mean']:.3g}x [{share['low']:.3g}, {share['high']:.3g}] as fast as"
     if goal == "memory":
-        times = f"in need of {1 / share['mean']:.3g}x the memory of"
+        times = f"needs {1 / share['mean']:.3g}x the memory of"
     return (
-        f"of {found['candidates']} combinations the best other one is {found['best_other']}; the advice is {times} it, "
-        f"and took {found['share_of_the_time']:.0%} of the time of measuring all of them ({duration(found['grid_s'])})"
+        f"of {found['candidates']} combinations the best other one is {found['best_other']}; the advised setting "
+        f"{times} it, and the search took {found['share_of_the_time']:.0%} of the time of measuring all of them "
+        f"({duration(found['grid_s'])})"
     )
 
 

@@ -1,4 +1,4 @@
-"""What follows from an advice: its check-up, tests on request, the picture, the experiment, and MLflow."""
+"""What follows from the advice: its check-up, tests on request, the picture, the experiment, and MLflow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Grid(NamedTuple):
 
 @dataclass
 class Outputs:
-    """Adds to an advice what it lacks, and writes its files; for one that is complete, nothing is done again."""
+    """Adds to the advice what it lacks, and writes its files; for one that is complete, nothing is done again."""
 
     advice: Advice
     config: Config
@@ -140,7 +140,7 @@ _LONGEST = 500
 
 
 def record(advice: Advice, config: Config, sentence: str, files: list[Path]) -> list[str]:
-    """Send what MLflow lacks of an advice; nothing is sent twice, and with ``tracking=local`` nothing at all.
+    """Send what MLflow lacks of the advice; nothing is sent twice, and with ``tracking=local`` nothing at all.
 
     Args:
         advice: to send; it is known again by its measurements, so a check-up or a comparison may be added later.

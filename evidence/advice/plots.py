@@ -1,4 +1,4 @@
-"""The picture of an advice: speed against memory, and which candidates no other one beats in both."""
+"""The picture of the advice: speed against memory, and which candidates no other one beats in both."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _key(number: int, entry: Entry) -> list[str]:
 
 
 def _legend(figure: Any, axes: Any, numbered: bool, others: bool) -> None:
-    kinds = [("D", WINNER, "winner"), ("s", BASELINE, "baseline")]
+    kinds = [("D", WINNER, "advised"), ("s", BASELINE, "default")]
     kinds += [("o", FRONT, "Pareto front")] * numbered + [("o", NOISE, "others")] * others
     for marker, color, name in kinds:
         axes.plot([], [], marker, color=color, label=name)

@@ -24,7 +24,7 @@ PATIENCE = 20.0
 
 
 FIRST_LIMIT_S = 1800.0
-"""What any start may take at most: the baseline's, whose time is not known."""
+"""Seconds that any start may take at most. It is the limit of the first start, whose time is not known."""
 
 
 class Runner(Protocol):
@@ -72,7 +72,7 @@ class Round:
 
 @dataclass
 class Log:
-    """Everything measured for an advice. As JSON it is what an interrupted advice continues from."""
+    """Everything measured for the advice. As JSON it is what an interrupted advice continues from."""
 
     records: dict[str, Record] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)

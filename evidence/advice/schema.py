@@ -1,4 +1,4 @@
-"""What an advice consists of: the candidates, what was measured of each, and the conclusion."""
+"""What the advice consists of: the candidates, what was measured of each, and the conclusion."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Entry:
     reason: str = ""
     """Why it was not measured, in words."""
     rounds: int = 0
-    """Rounds of the successive halving in which it was timed."""
+    """Rounds of any kind in which it was timed, with the final one."""
     step_s: list[float] = field(default_factory=list)
     """Seconds of one optimizer step in each repeat of its last round."""
     speed: Interval | None = None
     """Throughput over the baseline's: geometric mean and 95 % interval of ratios of alternating blocks."""
     memory_bytes: int | None = None
-    """Peak of a step: allocated on a GPU; on a CPU, what the process holds beyond what it held before the model."""
+    """Peak of a step: allocated on a GPU; elsewhere the tensors that training keeps and the most that a step adds."""
     compile_s: float = 0.0
     """Seconds that the first steps took longer than later ones; compilation, where the candidate compiles."""
     pays_after_steps: int | None = None
@@ -62,7 +62,8 @@ class Advice:
     versions: dict[str, str]
     git: dict[str, str]
     baseline: str
-    """The label of the candidate that is train.py's default in fp32, which ratios are over."""
+    """The label of the candidate that ratios are over: train.py's default with the user's options; where that
+    fails, the first that works."""
     entries: list[Entry]
     """All candidates, the best first."""
     winner: str

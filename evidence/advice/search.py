@@ -97,7 +97,7 @@ class Search:
         need = start + record.start_s + LEAST_REPEATS * 2 * block
         if need > self.budget_s:
             raise UserError(
-                f"budget_minutes={self.budget_s / 60:g} is too short for one pair: the baseline and one candidate need "
+                f"budget_minutes={self.budget_s / 60:g} is too short for one pair: the default and one candidate need "
                 f"{need:.1f} s here (a start {start:.1f} s, a step {step:.2f} s, {LEAST_REPEATS} blocks each); "
                 f"set budget_minutes={max(0.1, math.ceil(10 * 5 * need / 60) / 10):g}"
             )

@@ -1,4 +1,4 @@
-"""An advice in words: one sentence, a table, and the command that takes it."""
+"""The advice in words: one sentence, a table, and the command that takes it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def sentence(advice: Advice) -> str:
     health = _health(advice)
     if advice.winner == base:
         better = "no setting needs less memory" if advice.goal == "memory" else "no setting is faster"
-        scope = f", as far as {duration(advice.spent_s)} min showed" if advice.stopped == "budget" else ""
-        return f"{base}, train.py's default: {better} here{scope}{health}{_others(advice)}"
+        scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == "budget" else ""
+        return f"{base}{_default(advice)}: {better} here{scope}{health}{_others(advice)}"
     assert winner.speed is not None
     facts = [f"{_times(winner.speed)} as fast as {base}", _memory(winner, advice.entry(base))]
     if advice.goal == "memory":
@@ -37,11 +37,16 @@ def sentence(advice: Advice) -> str:
     return said + _others(advice)
 
 
+def _default(advice: Advice) -> str:
+    candidate = advice.entry(advice.baseline).candidate
+    return "" if candidate.overrides or candidate.threads else ", train.py's default"
+
+
 def _others(advice: Advice) -> str:
     if not advice.equal:
         return ""
     names = ", ".join(advice.equal[:3])
-    return f"; no clear difference to {names}" + f" and {len(advice.equal) - 3} more" * (len(advice.equal) > 3)
+    return f"; no clear difference from {names}" + f" and {len(advice.equal) - 3} more" * (len(advice.equal) > 3)
 
 
 def _health(advice: Advice) -> str:
@@ -124,7 +129,7 @@ def table(advice: Advice) -> Table:
 def _named(label: str, advice: Advice) -> str:
     roles = {
         "advised": label == advice.winner,
-        "default": label == advice.baseline,
+        "default": label == advice.baseline and bool(_default(advice)),
         "no clear difference": label in advice.equal,
     }
     said = ", ".join(role for role, has in roles.items() if has)

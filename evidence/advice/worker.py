@@ -28,7 +28,7 @@ from trainer.profiling.ledger import tensors
 from trainer.trainer import Trainer
 
 WARM_UP_S = 0.3
-"""Steps of the warm-up, after the first, take so long together, or are two."""
+"""Seconds that the steps of the warm-up after the first take together, or they are two."""
 END_S = 10.0
 """For the end of a process that waits for a command; then it is killed."""
 _FOREVER = 10**9

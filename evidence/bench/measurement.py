@@ -61,7 +61,7 @@ class Bench:
         return f"failed: {self.failures[what]}"
 
     def left_out(self, mode: str) -> str | None:
-        """Return why a precision is not measured, where its products are hopelessly slow here; None: it is."""
+        """Return why a precision is not measured, where its products are too slow here; None: it is."""
         return None if mode in self.modes else hopeless(mode, self.hardware)
 
     @property

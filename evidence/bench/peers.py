@@ -23,6 +23,7 @@ from evidence.bench.turns import Block
 from trainer.formats import columns, size
 from trainer.hardware import NATIVE, Hardware
 from trainer.precision.modes import BASIC_MODES
+from trainer.run.provenance import git_facts
 
 ALIKE = 0.01
 """Loops train alike where their weights differ by less than this share of the distance that they went."""
@@ -99,11 +100,11 @@ class SideBySide:
         notes = []
         if alike:
             names, most = ", ".join(peer.name for peer in alike), max(peer.drift for peer in alike)
-            same = f"{PEAK_STEP} steps lead to the bare loop's weights (apart by at most {most:.2%} of the way)"
-            notes.append(f"the same training: {same}: {names}")
+            same = f"after {PEAK_STEP} steps they differ by at most {most:.2%} of the distance that the weights moved"
+            notes.append(f"the same weights as the bare loop's ({same}): {names}")
         for peer in self.peers[1:]:
             if peer.drift >= ALIKE:
-                apart = f"its weights are apart from the bare loop's by {peer.drift:.0%} of the way"
+                apart = f"its weights differ from the bare loop's by {peer.drift:.0%} of the distance that those moved"
                 notes.append(f"{peer.name}: NOT the same training; after {PEAK_STEP} steps {apart}")
             notes += [f"{peer.name}: {each}" for each in (peer.error, peer.note if not peer.error else "") if each]
         return notes
@@ -202,6 +203,12 @@ class FirstSteps(PeakWatch):
         )
 
 
+def _commit() -> str:
+    """Return the commit of this project: releases are rarer than changes of the step."""
+    facts = git_facts()
+    return f"commit {facts['commit'][:7]}" if facts else ""
+
+
 def _side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> SideBySide:
     mode, device = peers_mode(bench), bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
@@ -214,7 +221,7 @@ def _side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> Si
     way = baseline.distance(workload.weights)
     rows = [
         Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.bytes, drift=0.0),
-        Peer(MANTISSA, version("mantissa"), peak_bytes=ours.bytes, drift=ours.distance(baseline.weights) / way),
+        Peer(MANTISSA, _commit(), peak_bytes=ours.bytes, drift=ours.distance(baseline.weights) / way),
     ]
     tried: list[tuple[Peer, Framework]] = []
     for framework in frameworks:

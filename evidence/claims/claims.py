@@ -147,7 +147,7 @@ class Claim:
         return next((word.removeprefix(_PRECISION) for word in reversed(words) if word.startswith(_PRECISION)), "fp32")
 
     def too_slow(self, hardware: Hardware, include: Sequence[str]) -> dict[str, str]:
-        """Return why arms that this machine could run are not run: matrix products in their format are hopelessly slow.
+        """Return why arms that this machine could run are not run: matrix products in their format are too slow.
 
         Args:
             hardware: this machine.

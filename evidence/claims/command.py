@@ -124,8 +124,8 @@ def _check_options(options: ReproduceOptions, wanted: list[str], given: list[str
     if others := [override for override in given if override.partition("=")[0] not in asked]:
         near = nearest(others[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)
         raise UserError(
-            f"{others[0]} is not an option{near}: a claim's file sets what is run "
-            f"({'to be set: ' + ', '.join(sorted(asked)) if asked else 'these claims have nothing to set'})"
+            f"{others[0]} is not an option{near}: a claim's file fixes all other options "
+            f"({'you can set: ' + ', '.join(sorted(asked)) if asked else 'these claims have no option to set'})"
         )
 
 
@@ -139,7 +139,7 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
     if not arms and not claim.combines:
         name, why = next(iter(claim.too_slow(hardware, options.include).items()), ("", ""))
         modes = family(claim.mode(name)) if name else ""
-        hint = f": {why}; run it all the same with include={modes}" if why else ": its arms need another machine"
+        hint = f": {why}; set include={modes} to run it" if why else ": its arms need another machine"
         raise UserError(f"claim={claim.id} is {NOT_HERE}{hint}")
     for arm in claim.runs(arms, given, hardware.device.type, memory_ledger=False):
         if arm.script == TRAIN:
@@ -215,7 +215,7 @@ def _print(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
     for why in dict.fromkeys(record.get("too_slow", {}).values()):
         arms = [name for name, reason in record["too_slow"].items() if reason == why]
         modes = ",".join(dict.fromkeys(family(claim.mode(name)) for name in arms))
-        print(f"  not run: {', '.join(arms)}, since {why}; include={modes} runs them all the same")
+        print(f"  not run: {', '.join(arms)}, since {why}; set include={modes} to run them")
     for finding in record.get("findings", []):
         bounds = f"  criterion {finding['bounds']}" if finding["bounds"] else ""
         published = f"  published {finding['published']}" if finding["published"] else ""

@@ -96,8 +96,9 @@ def rest_in_words(left: Left) -> str:
         return "Nothing is left to test here."
     each = ", ".join(f"{name} ({in_words(seconds)})" for name, seconds in left.items())
     known = [seconds for seconds in left.values() if seconds is not None]
-    more = " and those of unknown length" if len(known) < len(left) else ""
-    return f"Left: {each}; together {in_words(sum(known))}{more}. The same command continues."
+    more = ", and those of unknown length" if len(known) < len(left) else ""
+    together = f" About {in_words(sum(known))} in all{more}." if known else ""
+    return f"Left: {each}.{together} The same command continues."
 
 
 def _on_gpu(outcomes: dict[str, dict[str, Any]]) -> bool:

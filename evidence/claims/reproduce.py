@@ -42,7 +42,7 @@ class Reproduction:
     launch: Callable[[list[str], Path], int] | None = None
     """See ``Runner``."""
     include: Sequence[str] = ()
-    """Precisions or formats to run although their products are hopelessly slow here."""
+    """Precisions or formats to run although their products are too slow here."""
     budget: Budget | None = None
     """Of time; it launches the runs then."""
     elsewhere: dict[str, Seconds] = field(default_factory=dict)

@@ -47,7 +47,8 @@ def fitting(
         needed, auto = (each.plan.batching.micro_batch_size for each in (fitted, resolved))
         pinned = [f"micro_batch_size={needed}"] * (needed != auto)
         changed = [*more, *pinned]
-        return merged(overrides, changed), [f"all with {' '.join(changed)}, or it would not fit"] * bool(changed)
+        why = f"every candidate has {' '.join(changed)}, because train.py's default does not fit into the memory"
+        return merged(overrides, changed), [why] * bool(changed)
     assert first is not None
     raise first
 

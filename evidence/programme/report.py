@@ -32,7 +32,7 @@ class Goal:
         """Return a line of the table of goals."""
         if self.measured is None:
             return f"| {self.text} | {self.shown(self.least)} | not measured yet | |"
-        verdict = "reached" if self.measured >= self.least else f"short of it: see {self.explained_by}"
+        verdict = "reached" if self.measured >= self.least else f"not reached: see {self.explained_by}"
         return f"| {self.text} | {self.shown(self.least)} | {self.shown(self.measured)} | {verdict} |"
 
 

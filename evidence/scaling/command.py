@@ -52,6 +52,8 @@ class ScaleOptions:
         Raises:
             UserError: a number that is not positive.
         """
+        if self.gpus_per_node < 1:
+            raise UserError(f"gpus_per_node={self.gpus_per_node} must be at least 1; set gpus_per_node=8, for example")
         for name in ("rate", "link", "network", "link_latency", "network_latency"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name}={getattr(self, name)} must be above 0; leave it out for its default")
@@ -71,11 +73,13 @@ class ScaleOptions:
             UserError: one that is no number of whole nodes, or of GPUs in one.
         """
         for text in self.gpus or [""]:
-            least = f"gpus={text}: write numbers of GPUs from 2 on, such as gpus=8,64,512"
+            least = f"gpus={text} is not a number of GPUs from 2 on; set gpus=8,64,512, for example"
             if not (text.isascii() and text.isdigit()) or int(text) < 2:
                 raise UserError(least)
             if int(text) > self.gpus_per_node and int(text) % self.gpus_per_node:
-                raise UserError(f"gpus={text} are no whole nodes of {self.gpus_per_node}; set gpus_per_node too")
+                raise UserError(
+                    f"gpus={text} is not a multiple of gpus_per_node={self.gpus_per_node}; set gpus_per_node too"
+                )
         return [int(text) for text in self.gpus]
 
 
@@ -107,7 +111,7 @@ def scale(arguments: list[str]) -> int:
     print("GPUs up to which a step takes at most 10 % more than computing:")
     for name, mode in modes.items():
         largest = largest_hidden(job, mode, cluster, accumulation, reduced)
-        print(f"  {name}: {'not one node' if largest is None else f'{largest:,}'}")
+        print(f"  {name}: {'less than one node' if largest is None else f'{largest:,}'}")
     return 0
 
 
@@ -117,7 +121,8 @@ def _heading(job: Job, config: Config, unit: str, options: ScaleOptions) -> str:
     return (
         f"{config.recipe.name}: {quantity(parameters)} parameters, {flop / job.units:.3g} FLOP per {unit.rstrip('s')}. "
         f"Microbatch: {config.micro_batch_size} samples, {quantity(job.units)} {unit}, {flop:.3g} FLOP;\n"
-        f"{accumulation} a step and GPU; global batch on N GPUs: {quantity(accumulation * job.units)} N.\n"
+        f"{accumulation} of them a step on each GPU; global batch on N GPUs: "
+        f"N × {quantity(accumulation * job.units)} {unit}.\n"
         f"GPUs of {options.rate:g} TFLOP/s; {options.gpus_per_node} a node, with {options.link:g} GB/s between two of "
         f"them, and {options.network:g} GB/s between nodes.\n"
     )

@@ -13,8 +13,8 @@ for program in munged slurmctld slurmd sbatch torchrun python unshare; do
     command -v "$program" >/dev/null || { echo "error: no $program; apt install slurm-wlm munge, and activate .venv"; exit 2; }
 done
 mkdir -m 755 "$1" || { echo "error: give a folder that does not exist yet"; exit 2; }
-cd "$(dirname "$0")/../.."
 folder=$(realpath "$1")
+cd "$(dirname "$0")/../.."
 export SLURM_CONF=$folder/slurm.conf PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 MLFLOW_TRACKING_URI=sqlite:///$folder/mlflow.db
 
 stop() {

@@ -91,9 +91,9 @@ def test_loops_of_the_same_job_are_side_by_side(measured: tuple[SideBySide, dict
 
 def test_a_loop_that_trains_otherwise_is_found_out(measured: tuple[SideBySide, dict[str, str], list[str]]) -> None:
     notes = "\n".join(measured[0].notes())
-    assert "other rate: NOT the same training; after 3 steps its weights are apart from the bare loop's" in notes
+    assert "other rate: NOT the same training; after 3 steps its weights differ from the bare loop's" in notes
     assert "other rate: differs in fp32" in notes
-    assert "apart by at most 0.00% of the way): Mantissa, everything on, whole" in notes
+    assert "differ by at most 0.00% of the distance that the weights moved): Mantissa, everything on, whole" in notes
 
 
 def test_a_framework_that_fails_is_named_and_the_others_are_measured(

@@ -167,9 +167,10 @@ def test_the_command_prints_a_row_for_each_number_and_mode(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("gpus=1", "gpus=1: write numbers of GPUs from 2 on, such as gpus=8,64,512"),
-        ("gpus=many", "gpus=many: write numbers"),
-        ("gpus=12", "gpus=12 are no whole nodes of 8; set gpus_per_node too"),
+        ("gpus=1", "gpus=1 is not a number of GPUs from 2 on; set gpus=8,64,512, for example"),
+        ("gpus=many", "gpus=many is not a number of GPUs"),
+        ("gpus=12", "gpus=12 is not a multiple of gpus_per_node=8; set gpus_per_node too"),
+        ("gpus_per_node=0", "gpus_per_node=0 must be at least 1; set gpus_per_node=8, for example"),
         ("rate=0", "rate=0.0 must be above 0; leave it out for its default"),
         ("network=nan", "network=nan must be above 0"),
         ("acumulation=2", "did you mean 'accumulation'?"),

@@ -160,7 +160,8 @@ def test_every_claim_has_a_place_and_a_reason() -> None:
 def test_what_is_left_is_said_with_its_time() -> None:
     assert rest_in_words({}) == "Nothing is left to test here."
     assert rest_in_words({"a": 120.0, "b": None}) == (
-        "Left: a (2 min), b (not known yet); together 2 min and those of unknown length. The same command continues."
+        "Left: a (2 min), b (not known yet). About 2 min in all, and those of unknown length. "
+        "The same command continues."
     )
 
 

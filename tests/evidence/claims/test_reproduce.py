@@ -166,7 +166,10 @@ def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[...,
         (["claim=two_xx"], "claim=two_xx is not a claim; did you mean 'two_x'?"),
         (["claim=gpt2_ladder", "device=cpu"], "claim=gpt2_ladder is NOT TESTABLE HERE: it needs an NVIDIA GPU"),
         (["claim=shakespeare_cpu", "device=cpu"], "it needs data.path=… (the text https://"),
-        (["claim=bignet_memory", "steps=3"], "a claim's file sets what is run (these claims have nothing to set)"),
+        (
+            ["claim=bignet_memory", "steps=3"],
+            "a claim's file fixes all other options (these claims have no option to set)",
+        ),
         (["claim=bignet_memory", "reduce=true"], "did you mean 'reduced'?"),
         (["all=yes"], "all=yes must be true or false"),
         (["claim=bignet_memory", "all=true"], "exclude each other"),
@@ -293,7 +296,7 @@ def test_nothing_is_run_where_nothing_that_decides_is_left(
     assert (record["verdict"], record["too_slow"]) == (NOT_HERE, {"bf16": slow["bf16"]})
     assert not made_up.started
     reproduce_cli._print(record, claims.load("mine", tmp_path / "claim"), False)
-    assert f"  not run: bf16, since {slow['bf16']}; include=bf16 runs them all the same" in capsys.readouterr().out
+    assert f"  not run: bf16, since {slow['bf16']}; set include=bf16 to run them" in capsys.readouterr().out
     (line,) = results._outcome("here", record, claims.load("mine", tmp_path / "claim"))
     assert line == f"**{NOT_HERE}** on `here`. The arm bf16 was not run: {slow['bf16']}."
 
@@ -317,7 +320,7 @@ def test_a_claim_that_is_too_slow_here_is_refused_by_name_with_the_option(
     slow["fp16"] = "fp16 products take 95 times as long as fp32's here"
     monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
     assert run(reproduce_cli.main, None, ["claim=scaler_needed", "device=cpu"]) == 2
-    assert f"NOT TESTABLE HERE: {slow['fp16']}; run it all the same with include=fp16" in capsys.readouterr().err
+    assert f"NOT TESTABLE HERE: {slow['fp16']}; set include=fp16 to run it" in capsys.readouterr().err
 
 
 def test_an_outcome_without_an_arm_that_is_now_asked_for_is_not_kept(slow: dict[str, str]) -> None:
