@@ -12,6 +12,10 @@ from typing import Any
 from evidence.advice.rounds import Log
 from evidence.advice.schema import Advice, Candidate, Entry
 from evidence.intervals import Interval
+from trainer.config.compose import compose
+from trainer.config.registration import flatten
+from trainer.config.schema import Config
+from trainer.data.loader import fingerprint
 from trainer.files import PROJECT, read_object, write_json
 from trainer.hardware import Hardware
 from trainer.run.provenance import versions
@@ -23,11 +27,18 @@ _ELSEWHERE = ("output_dir", "tracking", "run_name")
 
 
 def identity(overrides: Sequence[str], goal: str, quality: bool, hardware: Hardware) -> dict[str, Any]:
-    """Return everything that an answer depends on; where it differs, all is measured again."""
+    """Return everything that an answer depends on; where it differs, all is measured again.
+
+    Raises:
+        UserError: train.py would refuse the overrides, or their data.
+    """
+    config = compose(overrides)
     return {
         "overrides": sorted(each for each in overrides if each.partition("=")[0].partition(".")[0] not in _ELSEWHERE),
         "goal": goal,
         "quality": quality,
+        "config": hashlib.sha256(repr(_options(config)).encode()).hexdigest()[:16],
+        "data": fingerprint(config.resolve(hardware).config.open_datasets()),
         "code": _digest(),
         "hardware": hardware.facts(),
         "versions": versions(),
@@ -38,6 +49,11 @@ def folder_name(recipe: str, of: dict[str, Any]) -> str:
     """Return the name of the folder, which the options of the command decide alone."""
     options = {key: of[key] for key in ("overrides", "goal", "quality")}
     return f"{recipe}-{hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Return all options, also those that a file of the user's own sets."""
+    return {key: value for key, value in flatten(config).items() if key.partition(".")[0] not in _ELSEWHERE}
 
 
 def _digest() -> str:
@@ -52,7 +68,13 @@ def _digest() -> str:
 
 def changed(of: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Return in words what differs between two identities."""
-    names = {"code": "the code", "hardware": "the hardware", "versions": "installed versions"}
+    names = {
+        "config": "the options of a file in conf/",
+        "data": "the data",
+        "code": "the code",
+        "hardware": "the hardware",
+        "versions": "installed versions",
+    }
     of = json.loads(json.dumps(of))
     return [names.get(key, key) for key in of if of[key] != before.get(key)]
 

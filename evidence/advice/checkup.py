@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.advice.experiment import overrides_of
-from evidence.advice.schema import Advice, Entry
+from evidence.advice.schema import Advice
 from evidence.comparison.compare import Comparison, check_arms, compare
 from evidence.comparison.report import write_report
 from evidence.doctor.diagnosis import EXIT_CODES
@@ -104,24 +104,6 @@ def _run(command: list[str], limit_s: float) -> int:
     return subprocess.run(command, timeout=limit_s, check=False, **quiet).returncode  # type: ignore[call-overload]
 
 
-def first_without_fault(
-    ranked: Sequence[Entry], checked: Callable[[Entry], dict[str, Any]]
-) -> tuple[Entry, dict[str, Any], dict[str, list[str]]]:
-    """Return the best entry in which the doctor finds no fault, its health, and the faults of those before it.
-
-    Args:
-        ranked: measured entries, the best first; the last one is returned if all have faults.
-        checked: returns the health of an entry, see ``check``.
-    """
-    rejected: dict[str, list[str]] = {}
-    for entry in ranked:
-        health = checked(entry)
-        if not health["faults"]:
-            break
-        rejected[entry.candidate.label] = health["faults"]
-    return entry, health, rejected
-
-
 BASELINE, ADVISED = "baseline", "advised"
 """The arms of the equivalence test."""
 MARGIN = 0.003
@@ -201,7 +183,7 @@ def _tested(
     candidates = {BASELINE: advice.entry(advice.baseline).candidate, ADVISED: advice.entry(advice.winner).candidate}
     size, plan = _size(advice, folder, deadline - time.monotonic())
     given = [*_GIVEN, f"steps={size.steps}", f"eval_every={size.steps}"]
-    arms = [Arm(name, tuple(merged(overrides_of(advice, each), given))) for name, each in candidates.items()]
+    arms = [Arm(name, tuple(merged(overrides_of(advice.overrides, each), given))) for name, each in candidates.items()]
     comparison = Comparison(arms, BASELINE, [0, 1], margin, list(_ADDED), folder, plan.stem)
     configs = check_arms(comparison)
     show(f"quality: up to {size.pairs} pairs of {size.steps} steps, about {duration(size.seconds)}")
@@ -243,7 +225,7 @@ def _size(advice: Advice, folder: Path, left_s: float) -> tuple[Size, Path]:
     plan = folder / f"quality-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:10]}.json"
     if known := read_object(plan):
         return Size(**known), plan
-    config = compose(overrides_of(advice, advice.entry(advice.baseline).candidate))
+    config = compose(overrides_of(advice.overrides, advice.entry(advice.baseline).candidate))
     size = fitting(advice, left_s, config.resolve(detect(config.device)).plan.steps)
     make_folder(folder)
     write_json(plan, asdict(size))

@@ -15,15 +15,17 @@ from typing import Any
 from rich.console import Console
 
 from evidence.advice import cache
-from evidence.advice.candidates import GOALS, space_of
-from evidence.advice.conclude import Conclusion, conclude
+from evidence.advice.candidates import GOALS, Setting, space_of
+from evidence.advice.checkup import NOT_EXAMINED, check
+from evidence.advice.conclude import Conclusion, conclude, objections
+from evidence.advice.experiment import overrides_of
 from evidence.advice.outputs import Grid, Outputs
 from evidence.advice.plan import Plan
 from evidence.advice.rounds import Bench, Log
-from evidence.advice.schema import Advice
+from evidence.advice.schema import Advice, Candidate
 from evidence.advice.search import BUDGET, Search
 from evidence.advice.text import print_advice
-from evidence.advice.worker import Worker, prepare
+from evidence.advice.worker import COMPILED, Worker, prepare
 from evidence.claims.reproduce import machine_name
 from trainer.config.compose import combinations, compose
 from trainer.config.options import parse
@@ -35,6 +37,8 @@ from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
+GRID = "grid"
+"""The folder below the advice's for the processes of ``exhaustive=true``."""
 BLOCKS = 600
 """Blocks that fit into a budget, about: a twentieth of a second to a second each."""
 
@@ -149,14 +153,28 @@ class _Job:
         prepare()
         self.log.spent_s = time.monotonic() - self.began
         search = Search(plan, bench, budget_s, lambda: cache.save(self.folder, self.of, self.log, more), self._say)
+        steps, health = compose(common).resolve(self.hardware).plan.steps, {}
+
+        def check_up(candidate: Candidate) -> dict[str, Any]:
+            bench.close()  # the doctor has the memory for itself
+            self._say(f"check-up by the doctor: {candidate.label}")
+            return check(overrides_of(common, candidate), self.hardware, self.folder)
+
+        def objecting(chosen: Setting) -> dict[str, str]:
+            nonlocal health
+            against, health = objections(plan, chosen, steps, check_up)
+            return against
+
         try:
-            chosen, stopped = search.run()
+            chosen, stopped = search.run(objecting)
         finally:
             bench.close()
-            shutil.rmtree(self.folder / "compiled", ignore_errors=True)
-        steps = compose(common).resolve(self.hardware).plan.steps
-        found = conclude(plan, chosen, steps)
+            shutil.rmtree(self.folder / COMPILED, ignore_errors=True)
+        found = conclude(plan, chosen)
+        if missing := [note for note in health.get("notes", []) if note.startswith(NOT_EXAMINED)]:
+            notes.append(f"check-up of {found.winner}: {'; '.join(missing)}")
         advice = self._advice(found, stopped, common)
+        advice.health = health
         notes += found.notes
         cache.save(self.folder, self.of, self.log, more)
         cache.write(advice, self.folder)
@@ -168,11 +186,13 @@ class _Job:
             advice, self.config, self.hardware, self.folder, _command(self.overrides, self.options), self._say
         )
         before = asdict(advice)
-        outputs.check_up()
         if self.options.quality:
             outputs.test_quality(60 * self.options.budget_minutes - (time.monotonic() - self.began))
         if self.options.exhaustive:
-            outputs.compare_with_all(self._grid)
+            try:
+                outputs.compare_with_all(self._grid)
+            finally:
+                shutil.rmtree(self.folder / GRID / COMPILED, ignore_errors=True)
         lines = outputs.known() if asdict(advice) == before else []
         lines = lines or outputs.write()
         print_advice(advice, self.console, [*notes, *outputs.notes])
@@ -182,7 +202,7 @@ class _Job:
     def _grid(self) -> Grid:
         """Return every combination that fits."""
         space, common = space_of(self.overrides, self.hardware, self.options.goal, self.options.quality)
-        folder = self.folder / "grid"
+        folder = self.folder / GRID
         make_folder(folder)
         bench = self._bench(common, Log(), folder)
         prepare()

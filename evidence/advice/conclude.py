@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from evidence.advice.candidates import Setting
 from evidence.advice.plan import TIME_FOR_MEMORY, Plan
-from evidence.advice.rounds import FINAL, interval
-from evidence.advice.schema import LEFT_OUT, MEASURED, Entry
+from evidence.advice.rounds import FINAL, compiles, interval
+from evidence.advice.schema import LEFT_OUT, MEASURED, Candidate, Entry
 from evidence.intervals import Interval
 
 BUSY = 0.20
@@ -29,7 +31,37 @@ class Conclusion:
     """What else the user should know, in sentences."""
 
 
-def conclude(plan: Plan, chosen: Setting, steps: int) -> Conclusion:
+def objections(
+    plan: Plan, chosen: Setting, steps: int, check_up: Callable[[Candidate], dict[str, Any]]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Say what speaks against advising the setting that the final round has timed.
+
+    Args:
+        plan: with a log that has a final round.
+        chosen: what it timed.
+        steps: optimizer steps of the user's run.
+        check_up: of a candidate by the doctor, see ``evidence.advice.checkup.check``.
+
+    Returns:
+        Labels that are not to be advised, with the reasons; and the health of the chosen setting, if it was examined.
+    """
+    found = conclude(plan, chosen)
+    entry = found.entries[0]
+    label, pays = entry.candidate.label, entry.pays_after_steps
+    if label == found.baseline:
+        return {}, {}
+    if plan.goal == "speed" and (entry.never_pays or (pays or 0) > steps):
+        late = "never" if entry.never_pays else f"after {pays} steps"
+        why = f"compiling ({label}) pays {late}, and this run has {steps}, so the advice is without it"
+        compiled = [name for name in plan.log.records if compiles(name) and name != found.baseline]
+        return dict.fromkeys(compiled, why), {}
+    health = check_up(entry.candidate)
+    if faults := health["faults"]:
+        return {label: f"{label} is not advised, because the doctor found a fault in it: {'; '.join(faults)}"}, {}
+    return {}, health
+
+
+def conclude(plan: Plan, chosen: Setting) -> Conclusion:
     """Return what the measurements say.
 
     The chosen setting wins if the final round, which played no part in the choice, confirms it: the whole interval of
@@ -39,21 +71,12 @@ def conclude(plan: Plan, chosen: Setting, steps: int) -> Conclusion:
     Args:
         plan: with a log that has a final round.
         chosen: what the final round timed.
-        steps: optimizer steps of the user's run.
     """
     reference = plan.reference
     assert reference is not None
-    base, label, noise = plan.label(reference), plan.label(chosen), plan.noise
-    entries = {entry.candidate.label: entry for entry in _entries(plan, base, label)}
-    notes = []
-    winner = label
-    eager = plan.eager(chosen)
-    if eager is not None and plan.log.ok(plan.label(eager)):
-        pays = entries[label].pays_after_steps
-        if pays is None or pays > steps:
-            winner = plan.label(eager)
-            late = f"after {pays} steps" if pays else "never"
-            notes.append(f"compiling ({label}) pays {late}, and this run has {steps}, so the advice is without it")
+    base, winner, noise = plan.label(reference), plan.label(chosen), plan.noise
+    entries = {entry.candidate.label: entry for entry in _entries(plan, base)}
+    notes = list(dict.fromkeys(plan.excluded.values()))
     null = interval(plan.null_ratios) if noise > BUSY else None
     if winner != base and (why := _unconfirmed(plan.goal, entries[winner], entries[base], null)):
         notes.append(f"{winner} was the best until the final round, which did not confirm it: {why}")
@@ -71,17 +94,15 @@ def conclude(plan: Plan, chosen: Setting, steps: int) -> Conclusion:
     return Conclusion(base, winner, [*order, *plan.space.left_out], equal, noise, notes)
 
 
-def _entries(plan: Plan, base: str, chosen: str) -> list[Entry]:
+def _entries(plan: Plan, base: str) -> list[Entry]:
     """Return an entry of every setting that was started, or for which there was no time."""
     log, found = plan.log, []
-    final = next((done for done in log.rounds if done.kind == FINAL), None)
     for setting in plan.known():
         candidate, record = plan.space.candidate(setting), log.records[plan.label(setting)]
         entry = Entry(candidate, record.status, record.reason, memory_bytes=record.memory_bytes)
         entry.rounds = sum(bool(done.times.get(candidate.label)) for done in log.rounds)
         entry.step_s = log.times(candidate.label)
-        in_final = final is not None and bool(final.times.get(candidate.label))
-        kinds = [FINAL] if in_final else None
+        kinds = [FINAL] if any(done.kind == FINAL and done.times.get(candidate.label) for done in log.rounds) else None
         if candidate.label == base:
             entry.speed = Interval(1.0, 1.0, 1.0, 0.95, len(entry.step_s))
         elif entry.status == MEASURED:
@@ -89,7 +110,7 @@ def _entries(plan: Plan, base: str, chosen: str) -> list[Entry]:
         if entry.step_s and record.warm_up_s:
             later = statistics.median(entry.step_s)
             entry.compile_s = max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * later)
-            entry.pays_after_steps = _pays(plan, setting, entry)
+            _pays(plan, setting, entry)
         found.append(entry)
     for label in sorted(plan.late - log.records.keys()):
         late = plan.setting(label)
@@ -98,17 +119,18 @@ def _entries(plan: Plan, base: str, chosen: str) -> list[Entry]:
     return found
 
 
-def _pays(plan: Plan, setting: Setting, entry: Entry) -> int | None:
-    """Return after how many steps compiling has saved the time it took."""
+def _pays(plan: Plan, setting: Setting, entry: Entry) -> None:
+    """Add after how many steps compiling has saved the time it took."""
     eager = plan.eager(setting)
     if eager is None:
-        return None
+        return
     log, names = plan.log, (plan.label(setting), plan.label(eager))
     ratios = log.ratios(*names, [FINAL]) or log.ratios(*names)
     if not ratios:
-        return None
-    saved = statistics.fmean(entry.step_s) * (statistics.geometric_mean(ratios) - 1)
-    return math.ceil(entry.compile_s / saved) if saved > 0 else None
+        return
+    saved = statistics.median(entry.step_s) * (statistics.median(ratios) - 1)
+    entry.never_pays = saved <= 0
+    entry.pays_after_steps = None if entry.never_pays else math.ceil(entry.compile_s / saved)
 
 
 def _unconfirmed(goal: str, entry: Entry, base: Entry, null: Interval | None) -> str:

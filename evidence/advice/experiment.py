@@ -39,12 +39,11 @@ class Experiment(NamedTuple):
     """Why the file is not below conf/, or why there is none."""
 
 
-def overrides_of(advice: Advice, candidate: Candidate | None = None) -> list[str]:
-    """Return the overrides of train.py that make up a candidate (default: the winner), the user's own before it."""
-    chosen = candidate or advice.entry(advice.winner).candidate
-    threads = [] if chosen.threads is None else [f"threads={chosen.threads}"]
-    kept = [text for text in advice.overrides if _key(text).partition(".")[0] not in NOT_ADVISED]
-    return merged(kept, chosen.overrides, threads)
+def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
+    """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
+    threads = [] if candidate.threads is None else [f"threads={candidate.threads}"]
+    kept = [text for text in given if _key(text).partition(".")[0] not in NOT_ADVISED]
+    return merged(kept, candidate.overrides, threads)
 
 
 def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment:
@@ -59,7 +58,7 @@ def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment
         folder: of the advice; the file goes to ``folder/conf`` where ``conf`` cannot be written.
         conf: the folder of the project's YAMLs.
     """
-    overrides = overrides_of(advice)
+    overrides = overrides_of(advice.overrides, advice.entry(advice.winner).candidate)
     name = f"{PREFIX}{_plain(advice.recipe)}_{_plain(advice.machine)}"
     plain = shlex.join(["python", "scripts/train.py", *overrides])
     if removed := [text for text in overrides if text.startswith("~")]:

@@ -1,4 +1,4 @@
-"""What follows from the advice: its check-up, tests on request, the picture, the experiment, and MLflow."""
+"""What follows from the advice: tests on request, the picture, the experiment, and MLflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evidence.advice import cache, exhaustive, experiment, plots
-from evidence.advice.checkup import NOT_EXAMINED, check, first_without_fault, quality
+from evidence.advice.checkup import quality
 from evidence.advice.rounds import Bench
 from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Candidate, Entry
 from evidence.advice.text import sentence
@@ -56,29 +56,6 @@ class Outputs:
     notes: list[str] = field(default_factory=list)
     """For the user, in sentences; more are added here."""
 
-    def check_up(self) -> None:
-        """Let the doctor examine the winner; one with a fault is not advised, and the next best is examined."""
-        if self.advice.health or self.advice.winner == self.advice.baseline:
-            return
-
-        def health(entry: Entry) -> dict[str, object]:
-            if entry.candidate.label == self.advice.baseline:
-                return {"faults": [], "notes": [], "healthy": False}
-            self.say(f"check-up by the doctor: {entry.candidate.label}")
-            return check(experiment.overrides_of(self.advice, entry.candidate), self.hardware, self.folder)
-
-        chosen, found, rejected = first_without_fault(self._ranked(), health)
-        for label, faults in rejected.items():
-            self.notes.append(f"{label} is not advised, because the doctor found a fault in it: {'; '.join(faults)}")
-        if missing := [note for note in found["notes"] if note.startswith(NOT_EXAMINED)]:
-            self.notes.append(f"check-up of {chosen.candidate.label}: {'; '.join(missing)}")
-        if chosen.candidate.label != self.advice.winner:
-            self.advice.winner = chosen.candidate.label
-            self.advice.equal = []
-            self.advice.entries.sort(key=lambda entry: entry is not chosen)  # stable
-            self.advice.quality, self.advice.exhaustive = {}, {}
-        self.advice.health = found | {"rejected": rejected}
-
     def test_quality(self, left_s: float) -> None:
         """Test the winner's equivalence, unless that was done."""
         if "pairs" not in self.advice.quality:
@@ -118,18 +95,6 @@ class Outputs:
         """Return the lines of an earlier ``write`` of this advice; none: it has to be done, or done again."""
         found = read_object(self.folder / SENT)
         return list(found["lines"]) if found.get("key") == self.advice.key else []
-
-    def _ranked(self) -> list[Entry]:
-        """Return the winner, the entries that are better than the baseline, and the baseline."""
-        base = self.advice.entry(self.advice.baseline)
-        found = [self.advice.entry(self.advice.winner)]
-        for entry in self.advice.entries:
-            if entry in (*found, base) or entry.status != MEASURED or entry.speed is None:
-                continue
-            smaller = (entry.memory_bytes or 0) < (base.memory_bytes or 0)
-            if smaller if self.advice.goal == "memory" else entry.speed.low > 1:
-                found.append(entry)
-        return [*found, base]
 
 
 EXPERIMENT = "-advice"
@@ -180,7 +145,6 @@ def _parent(client: MlflowClient, advice: Advice, uri: str, experiment: str, sen
         "winner": advice.winner,
         "equal": ", ".join(advice.equal),
         "stopped": advice.stopped,
-        "faults": "; ".join(advice.health.get("faults", [])),
         "quality": str(advice.quality.get("verdict", "")),
         "mlflow.note.content": sentence,
     }

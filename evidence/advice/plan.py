@@ -46,6 +46,8 @@ class Plan:
     goal: str
     late: set[str] = field(default_factory=set)
     """Labels of candidates for which there was no time."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Labels that are not to be advised, each with the reason as a sentence for the user."""
 
     def __post_init__(self) -> None:
         every = itertools.product(*(range(len(factor.values)) for factor in self.space.factors))
@@ -106,7 +108,8 @@ class Plan:
 
     def ranked(self) -> list[Setting]:
         """Return the settings that were measured and are candidates, the best first."""
-        found = [setting for setting in self.known() if self.merit(setting) > -math.inf]
+        known = (setting for setting in self.known() if self.label(setting) not in self.excluded)
+        found = [setting for setting in known if self.merit(setting) > -math.inf]
         return sorted(found, key=self.merit, reverse=True)
 
     def first(self) -> list[Setting]:

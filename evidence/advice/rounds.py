@@ -52,6 +52,8 @@ class Record:
     warm_up_s: list[float] = field(default_factory=list)
     """Seconds of each step of its first start's warm-up."""
     start_s: float = 0.0
+    untimed: int = 0
+    """Optimizer steps before each block that are not timed."""
     memory_bytes: int | None = None
 
     fastest_s: float = 0.0
@@ -174,7 +176,7 @@ class Bench:
         steps = [record.step_s() for record in self.log.records.values() if record.warm_up_s]
         record = self.log.records.get(label)
         step = record.step_s() if record and record.warm_up_s else statistics.median(steps or [0.0])
-        return max(self.block_s, step)
+        return max(self.block_s, step) + step * (record.untimed if record else 0)
 
     def begin(self, candidate: Candidate, deadline: float, others_s: float = math.inf) -> bool:
         """Make sure that a candidate runs; return False where it cannot.
@@ -196,18 +198,20 @@ class Bench:
             raise Deadline
         while self.alive and self.held and self.free_bytes() < 1.25 * max(self.held):
             self.alive.pop(next(iter(self.alive))).close()
-        runner, limit_s = self.runner(candidate), self._limit(candidate, left, others_s)
+        limit_s, patient = self._limit(candidate, left, others_s)
+        runner = self.runner(candidate)
         try:
             started = runner.start(limit_s)
             if record is None:
-                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s)
+                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s, untimed=started.untimed)
                 kept.memory_bytes = runner.memory(_patience(sum(started.warm_up_s)))
                 self.log.records[label] = kept
         except (Failed, Hung) as error:
             runner.close()
             self.fail(label, error)
-            if isinstance(error, Hung) and compiles(label) and limit_s < FIRST_LIMIT_S:  # with more time it may end
-                why = f"compiling did not end within {limit_s:.0f} s, which is all the budget had for it"
+            if isinstance(error, Hung) and not patient:  # with more time it may end
+                what = "compiling" if compiles(label) else "its start"
+                why = f"{what} did not end within {limit_s:.0f} s, which is all the budget had for it"
                 self.log.records[label] = Record(LEFT_OUT, why)
             return False
         except BaseException:
@@ -217,16 +221,16 @@ class Bench:
         self.alive[label] = runner
         return True
 
-    def _limit(self, candidate: Candidate, left: float, others_s: float) -> float:
-        """Return how long a start may take."""
+    def _limit(self, candidate: Candidate, left: float, others_s: float) -> tuple[float, bool]:
+        """Return how long a start may take, and whether one that takes longer counts as hung."""
         starts = [
             record.start_s for label, record in self.log.records.items() if record.start_s and not compiles(label)
         ]
         if not starts:  # the first of all
-            return FIRST_LIMIT_S
-        compiling = compiles(candidate.label)
-        limit = max(left / 2, left - others_s) if compiling else min(left, _patience(max(starts)))
-        return min(max(limit, 1.0), FIRST_LIMIT_S)
+            return FIRST_LIMIT_S, True
+        patience = FIRST_LIMIT_S if compiles(candidate.label) else min(_patience(max(starts)), FIRST_LIMIT_S)
+        given = max(left / 2, left - others_s) if compiles(candidate.label) else left
+        return min(max(given, 1.0), patience), given >= patience
 
     def fail(self, label: str, error: Failed | Hung) -> None:
         """Leave a candidate out from now on, and name the reason."""
@@ -243,7 +247,7 @@ class Bench:
         record = self.log.records[candidate.label]
         step = record.step_s()
         steps = max(1, round(self.block_s / step)) if step else 1
-        seconds = self.alive[candidate.label].block(steps, _patience(steps * step)) / steps
+        seconds = self.alive[candidate.label].block(steps, _patience((record.untimed + steps) * step)) / steps
         record.fastest_s = min(step, seconds)
         return seconds
 
@@ -279,11 +283,11 @@ class Bench:
             except Deadline:
                 running.remove(candidate)
                 late.append(candidate)
+        late += self._fewer(running, deadline)
         done = Round(kind, {candidate.label: [] for candidate in running})
         self.log.rounds.append(done)
         for repeat in range(repeats):
-            cost = sum(self.expected_block_s(candidate.label) for candidate in running)
-            if repeat >= LEAST_REPEATS and self.clock() + cost > deadline:
+            if repeat >= LEAST_REPEATS and self.clock() + self._repeat_s(running) > deadline:
                 break
             for candidate in running[:: -1 if repeat % 2 else 1]:
                 try:
@@ -303,6 +307,38 @@ class Bench:
             if enough(done):
                 break
         return late
+
+    def need_s(self, candidates: Sequence[Candidate], repeats: int) -> float:
+        """Return what the starts and so many repeats of a round are expected to take, if the memory holds them all."""
+        blocks_s = sum(self.expected_block_s(each.label) for each in candidates)
+        return sum(map(self._start_again_s, candidates)) + repeats * blocks_s
+
+    def _start_again_s(self, candidate: Candidate) -> float:
+        return 0.0 if candidate.label in self.alive else self.expected_start_s(candidate)
+
+    def _repeat_s(self, running: Sequence[Candidate]) -> float:
+        """Return what a repeat is expected to take, with the starts of processes that the memory does not hold."""
+        return sum(self.expected_block_s(each.label) + self._start_again_s(each) for each in running)
+
+    def _fewer(self, running: list[Candidate], deadline: float) -> list[Candidate]:
+        """Take the last candidates out of a round where the memory does not hold all, and their starts take too long.
+
+        Returns:
+            Those that were taken out.
+        """
+        ended = [each for each in running if each.label not in self.alive]
+        if not ended or self.clock() + LEAST_REPEATS * self._repeat_s(running) <= deadline:
+            return []
+        fit = max(2, len(running) - len(ended))
+        dropped = running[fit:]
+        del running[fit:]
+        for each in dropped:
+            if each.label in self.alive:
+                self.alive.pop(each.label).close()
+            if not self.log.times(each.label):
+                why = f"the memory holds {fit} processes at a time, and the budget had no time to start more in turn"
+                self.log.records[each.label] = Record(LEFT_OUT, why)
+        return dropped
 
 
 def compiles(label: str) -> bool:

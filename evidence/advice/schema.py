@@ -44,7 +44,9 @@ class Entry:
     compile_s: float = 0.0
     """Seconds that the first steps took longer than later ones; compilation, where the candidate compiles."""
     pays_after_steps: int | None = None
-    """Optimizer steps after which compiling has saved more time than it took; None: not compiled, or never."""
+    """Optimizer steps after which compiling has saved the time it took; None: not compiled, never, or not known."""
+    never_pays: bool = False
+    """Whether compiling makes no step faster."""
 
 
 @dataclass

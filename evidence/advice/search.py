@@ -13,12 +13,17 @@ from evidence.advice.schema import LEFT_OUT, Candidate
 from trainer.errors import RunError, UserError
 
 AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
-FINAL_REPEATS = 12
-"""At most, in the final round."""
+FINAL_REPEATS, FINAL_LEAST = 12, 8
+"""Repeats of the final round, at most; and at least, before an exact interval ends it. Ending it sooner, whenever the
+interval happens to be narrow, would make the intervals too narrow."""
 EXPLORE = 0.6
 """The part of the budget after which no new settings are tried."""
 _EXACT = 0.015
 """Half the width of the final interval, relative, with which the final round ends early."""
+
+
+Objections = Callable[[Setting], dict[str, str]]
+"""Is given the setting that the final round has timed; returns labels that are not to be advised, with reasons."""
 
 
 @dataclass
@@ -44,8 +49,11 @@ class Search:
         """When the time is over, by the bench's clock."""
         return self._began + self.budget_s
 
-    def run(self) -> tuple[Setting, str]:
+    def run(self, objections: Objections = lambda chosen: {}) -> tuple[Setting, str]:
         """Measure until one setting is ahead, several are equal, or the budget is spent.
+
+        Args:
+            objections: to the chosen setting; while there are some, the next best has a final round of its own.
 
         Returns:
             What was chosen, and why it ended.
@@ -70,10 +78,14 @@ class Search:
         if self.plan.reference is None:
             raise RunError(f"no candidate works; the first error: {self._first_error()}")
         while True:
+            if self.plan.reference is None:
+                raise RunError(f"no candidate works any more; the first error: {self._first_error()}")
             chosen = self.plan.choose(self.plan.contenders())
-            self._final(chosen)
-            if self.log.ok(self.plan.label(chosen)):
+            if not self._final(chosen):
+                continue
+            if not (found := objections(chosen)):
                 break
+            self.plan.excluded |= found
         return chosen, BUDGET if over else SEVERAL if len(self.plan.contenders()) > 1 else AHEAD
 
     def _over(self) -> bool:
@@ -83,7 +95,10 @@ class Search:
         """Return the seconds that the final round needs at least, or a part of the budget."""
         block = max((self.bench.expected_block_s(label) for label in self.log.records), default=0.0)
         start = max((record.start_s for label, record in self.log.records.items() if not compiles(label)), default=0.0)
-        return min((REPEATS + 1) * 4 * block + start, 0.3 * self.budget_s)
+        starts = (
+            2 * LEAST_REPEATS if self.log.rounds and len(self.bench.alive) < 2 else 1
+        )  # the memory holds one process
+        return min((REPEATS + 1) * 4 * block + starts * start, 0.3 * self.budget_s)
 
     def _affordable(self, base: Candidate) -> None:
         """Start the baseline, and refuse a budget in which not even it and one more candidate can be timed."""
@@ -123,29 +138,39 @@ class Search:
         self.log.spent_s = self.bench.clock() - self._began
         self.save()
 
-    def _final(self, chosen: Setting) -> None:
-        """Time the chosen setting against the reference with new blocks, which played no part in the choice."""
+    def _final(self, chosen: Setting) -> bool:
+        """Time the chosen setting against the reference with new blocks, which played no part in the choice.
+
+        Returns:
+            Whether both were timed; if not, one of them has failed, or the chosen one is excluded now.
+        """
         reference = self.plan.reference
         assert reference is not None
         base, winner = self.space.candidate(reference), self.space.candidate(chosen)
-        candidates = [base, self._twin(base)]
-        if chosen != reference:
-            candidates.append(winner)
-        if (eager := self.plan.eager(chosen)) not in (None, chosen, reference):
-            assert eager is not None
+        candidates = [base, *([winner] if chosen != reference else []), self._twin(base)]
+        eager = self.plan.eager(chosen)
+        if eager is not None and eager != reference and self.space.refused(self.space.candidate(eager)) is None:
             candidates.append(self.space.candidate(eager))
         self.show(f"final round: {', '.join(each.label for each in candidates)}")
 
         def enough(done: Round) -> bool:
             found = interval(self.log.ratios(winner.label, base.label, [FINAL]))
             exact = found is not None and found.high / found.mean - 1 < _EXACT
-            return len(done.times[base.label]) > REPEATS and exact
+            return len(done.times.get(base.label, [])) >= FINAL_LEAST and exact
 
         labels = [each.label for each in candidates]
         # Room for the least number of blocks, whatever the other rounds took.
-        deadline = max(self.deadline, self.bench.clock() + self._reserve())
+        need = max(1.5 * self.bench.need_s(candidates[:2], LEAST_REPEATS), self.bench.need_s(candidates, REPEATS + 1))
+        deadline = max(self.deadline, self.bench.clock() + need)
         self.bench.round(FINAL, candidates, FINAL_REPEATS, deadline, labels, enough)
         self._save()
+        if chosen == reference:
+            return self.log.ok(base.label)
+        if interval(self.log.ratios(winner.label, base.label, [FINAL])) is not None:
+            return True
+        if self.log.ok(winner.label) and self.log.ok(base.label):
+            self.plan.excluded[winner.label] = f"{winner.label} is not advised, because its final round had no time"
+        return False
 
     def _first_error(self) -> str:
         failed = (f"{label}: {record.reason}" for label, record in self.log.records.items() if record.reason)

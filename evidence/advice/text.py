@@ -50,8 +50,6 @@ def _others(advice: Advice) -> str:
 
 
 def _health(advice: Advice) -> str:
-    if faults := advice.health.get("faults"):
-        return f", {len(faults)} FAULT{'S' * (len(faults) > 1)} found by the doctor"
     return ", numerics healthy" if advice.health.get("healthy") else ""
 
 
@@ -152,6 +150,11 @@ def _compiled(advice: Advice) -> list[str]:
     lines = []
     for entry in advice.entries:
         if entry.status == MEASURED and compiles(entry.candidate.label):
-            pays = "never pays" if entry.pays_after_steps is None else f"pays after {entry.pays_after_steps} steps"
-            lines.append(f"compiling took {entry.compile_s:.1f} s and {pays}: {entry.candidate.label}")
+            lines.append(f"compiling took {entry.compile_s:.1f} s{_pays(entry)}: {entry.candidate.label}")
     return lines
+
+
+def _pays(entry: Entry) -> str:
+    if entry.never_pays:
+        return " and never pays"
+    return f" and pays after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""

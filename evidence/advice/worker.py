@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import multiprocessing
 import os
 import signal
@@ -31,6 +33,8 @@ WARM_UP_S = 0.3
 """Seconds that the steps of the warm-up after the first take together, or they are two."""
 END_S = 10.0
 """For the end of a process that waits for a command; then it is killed."""
+COMPILED = "compiled"
+"""The folder below the advice's for what torch.compile keeps."""
 _FOREVER = 10**9
 """Optimizer steps, more than any search takes."""
 
@@ -53,6 +57,8 @@ class Started:
     """Of each step of the warm-up; the first ones compile."""
     held_bytes: int
     """Of the device's memory, by the whole process."""
+    untimed: int = 0
+    """Optimizer steps before each block, see ``Subject.untimed``."""
 
 
 class Worker:
@@ -70,7 +76,10 @@ class Worker:
         context = _server()
         self._connection, theirs = context.Pipe()
         overrides = merged(common, candidate.overrides)
-        self._process = context.Process(target=serve, args=(theirs, overrides, candidate.threads, str(folder)))
+        # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
+        kept = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
+        folders = (str(folder), str(kept))
+        self._process = context.Process(target=serve, args=(theirs, overrides, candidate.threads, *folders))
         self._process.start()
         theirs.close()
         self._waits = False
@@ -90,8 +99,8 @@ class Worker:
             Hung: no answer within the limit.
         """
         began = time.monotonic()
-        steps, held = self._ask(("start",), limit_s)
-        return Started(time.monotonic() - began, steps, held)
+        steps, held, untimed = self._ask(("start",), limit_s)
+        return Started(time.monotonic() - began, steps, held, untimed)
 
     def block(self, steps: int, limit_s: float) -> float:
         """Return the seconds of so many optimizer steps, the device's work included."""
@@ -154,15 +163,14 @@ def prepare() -> None:
     process.close()
 
 
-def serve(connection: Connection, overrides: Sequence[str], threads: int | None, folder: str) -> None:
+def serve(connection: Connection, overrides: Sequence[str], threads: int | None, folder: str, compiled: str) -> None:
     """Answer the parent's commands with (result, error) until it closes the pipe. Runs in the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     log = os.open(os.path.join(folder, "workers.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    # Compiled anew, as on a machine that sees this setting for the first time; a second start of it here is quick.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "compiled")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
@@ -175,7 +183,7 @@ def serve(connection: Connection, overrides: Sequence[str], threads: int | None,
         try:
             if command == "start":
                 subject = Subject(overrides)
-                connection.send(((subject.warm_up(), subject.held()), ""))
+                connection.send(((subject.warm_up(), subject.held(), subject.untimed), ""))
             else:
                 assert subject is not None
                 connection.send((getattr(subject, command)(*arguments), ""))
@@ -205,10 +213,15 @@ class Subject:
         # No run is that long: the data and the schedule must not end while blocks are taken.
         self.trainer = Trainer.from_config(replace(config, steps=_FOREVER, epochs=None))
         self._take = steps_of(self.trainer)
+        loader, batching = self.trainer.config.loader, self.trainer.plan.batching
+        microbatches = int(loader.workers) * getattr(loader, "prefetch", 2)
+        self.untimed = math.ceil(microbatches / batching.accumulation)
+        """Optimizer steps that use up what loading processes have prepared while other candidates had their turn."""
 
     def block(self, steps: int) -> float:
-        """Return the seconds of so many steps, the device's work included."""
+        """Return the seconds of so many steps, the device's work included, at the pace of the loading processes."""
         device = self.trainer.device
+        self._take(self.untimed)
         synchronise(device)
         began = self.clock()
         self._take(steps)

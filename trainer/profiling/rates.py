@@ -41,8 +41,9 @@ def product_rates(hardware: Hardware, formats: Sequence[str] | None = None) -> d
 
     Measured are the three products of a linear layer in training, of square matrices: forward, the gradient of the
     input, the gradient of the weight. They differ in which factor is transposed, which matters where a format is
-    emulated. On a CPU all of torch's threads work on them. The shortest of several times counts. This takes some 0.1 to
-    0.5 s for a format, once for each device, number of threads and torch.
+    emulated. On a CPU the higher of two rates counts: of one thread by its CPU time, and of all of torch's threads. The
+    shortest of several times counts. This takes some 0.1 to 0.5 s for a format, once for each device, number of threads
+    and torch.
 
     Args:
         hardware: the device.
@@ -57,16 +58,27 @@ def product_rates(hardware: Hardware, formats: Sequence[str] | None = None) -> d
 
 
 def slowdown(mode: str, hardware: Hardware) -> float:
-    """Return the time of a product in the format of a precision mode over fp32's.
+    """Return the time of a product in the format of a precision mode over fp32's; on a CPU by one thread's CPU time.
+
+    (With all threads, one of the two could have been measured while other programs ran, and the other not.)
 
     Raises:
         UserError: this device does not have the format.
     """
     name = family(mode)
-    rates = product_rates(hardware, ("fp32", name))
-    if name not in rates:
+    if hardware.support(name) == UNAVAILABLE:
         raise UserError(f"precision={mode} is not available on {hardware.name}; use precision=fp32")
-    return 1.0 if name == "fp32" else rates["fp32"] / rates[name]
+    if name == "fp32":
+        return 1.0
+    if hardware.device.type != "cpu":
+        rates = product_rates(hardware, ("fp32", name))
+    else:
+        of = _of(hardware) | {"threads": 1, "by": "CPU time"}
+        rates = {
+            each: remembered("products", of | {"format": each}, partial(measure, each, hardware.device, alone=True))
+            for each in ("fp32", name)
+        }
+    return rates["fp32"] / rates[name]
 
 
 def hopeless(mode: str, hardware: Hardware) -> str | None:
@@ -77,8 +89,11 @@ def hopeless(mode: str, hardware: Hardware) -> str | None:
     return f"{family(mode)} products take {about(times)} times as long as fp32's here" if times >= HOPELESS else None
 
 
-def measure(name: str, device: torch.device) -> float:
-    """Measure the rate of products in one format, in 10^12 FLOP/s; see ``product_rates``."""
+def measure(name: str, device: torch.device, alone: bool = False) -> float:
+    """Measure the rate of products in one format, in 10^12 FLOP/s; see ``product_rates``.
+
+    ``alone``: on a CPU, of one thread.
+    """
     threads = torch.get_num_threads()
     with unset_fake_temporarily(), torch.no_grad(), torch.autocast(device.type, enabled=False):
         if device.type != "cpu":
@@ -88,12 +103,12 @@ def measure(name: str, device: torch.device) -> float:
             # each other. On a busy machine it is the better figure, although of one thread only.
             try:
                 torch.set_num_threads(1)
-                alone = _Products(name, device, time.thread_time)
-                rate = alone.rate()
+                own = _Products(name, device, time.thread_time)
+                rate = own.rate()
             finally:
                 torch.set_num_threads(threads)
-            if threads > 1:
-                rate = max(rate, _Products(name, device, time.perf_counter, alone.size).rate())
+            if threads > 1 and not alone:
+                rate = max(rate, _Products(name, device, time.perf_counter, own.size).rate())
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the run's own allocations begin afresh
     return rate

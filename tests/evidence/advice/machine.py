@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from evidence.advice.candidates import Factor, Setting, Space, Value
-from evidence.advice.conclude import Conclusion, conclude
+from evidence.advice.conclude import Conclusion, conclude, objections
 from evidence.advice.plan import Plan
 from evidence.advice.rounds import TWIN, Bench, Log
 from evidence.advice.schema import Candidate
@@ -55,6 +56,8 @@ class Machine:
     now: float = 0.0
     started: list[str] = field(default_factory=list)
     alive: list[str] = field(default_factory=list)
+    examined: list[str] = field(default_factory=list)
+    """By the doctor."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -73,10 +76,17 @@ class Machine:
         assert callable(save)
         return Search(plan, self.bench(plan.log), budget_s, save, lambda line: None)
 
-    def advise(self, steps: int = 10**6, **options: object) -> tuple[Conclusion, str]:
+    def advise(
+        self, steps: int = 10**6, faults: dict[str, list[str]] | None = None, **options: object
+    ) -> tuple[Conclusion, str]:
         search = self.search(**options)  # type: ignore[arg-type]
-        chosen, stopped = search.run()
-        return conclude(search.plan, chosen, steps), stopped
+
+        def check_up(candidate: Candidate) -> dict[str, Any]:
+            self.examined.append(candidate.label)
+            return {"faults": (faults or {}).get(candidate.label, []), "notes": [], "healthy": True}
+
+        chosen, stopped = search.run(lambda chosen: objections(search.plan, chosen, steps, check_up)[0])
+        return conclude(search.plan, chosen), stopped
 
 
 @dataclass

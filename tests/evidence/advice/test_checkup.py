@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from evidence.advice import checkup
-from evidence.advice.checkup import check, first_without_fault, fitting, quality
+from evidence.advice.checkup import check, fitting, quality
 from evidence.advice.schema import Advice
 from evidence.doctor.command import main as doctor
-from tests.evidence.advice.made import TINY, advice, measured
+from tests.evidence.advice.made import TINY, advice
 from tests.helpers import CPU
 from trainer.errors import UserError
 
@@ -53,15 +53,6 @@ def test_a_doctor_that_does_not_end_or_is_refused_says_so(tmp_path: Path) -> Non
         found = check(overrides, CPU, tmp_path, hangs)
         assert (found["faults"], found["healthy"]) == ([], False)
         assert words in found["notes"][0]
-
-
-def test_the_best_without_a_fault_is_next() -> None:
-    entries = [measured(name, 1, 1) for name in "abc"]
-    faults = {"a": ["overflow"], "b": [], "c": []}
-    chosen, health, rejected = first_without_fault(entries, lambda entry: {"faults": faults[entry.candidate.label]})
-    assert (chosen.candidate.label, health, rejected) == ("b", {"faults": []}, {"a": ["overflow"]})
-    last, health, _ = first_without_fault(entries[:1], lambda entry: {"faults": ["always"]})
-    assert (last.candidate.label, health) == ("a", {"faults": ["always"]})
 
 
 def timed(baseline_s: float, winner_s: float, **changed: Any) -> Advice:

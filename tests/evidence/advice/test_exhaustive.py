@@ -130,4 +130,4 @@ def test_the_outcome_is_written_where_claims_do_not_look(tmp_path: Path) -> None
     assert (record["winner"], record["exhaustive"]["best"]) == ("bf16 + compile", "bf16, 1 thread")
     assert read(tmp_path / "results") == {}
     said = sentence(given.exhaustive, "speed")
-    assert said.startswith("of 6 combinations the best other one is bf16, 1 thread; the advice is 0.96")
+    assert said.startswith("of 6 combinations the best other one is bf16, 1 thread; the advised setting is 0.96")

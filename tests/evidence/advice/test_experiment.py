@@ -76,7 +76,9 @@ def test_a_conf_that_cannot_be_written_is_replaced_by_the_advices_folder(tmp_pat
     assert composed(written.command)["compile.mode"] == "default"
     nowhere = write(advice(), SENTENCE, tmp_path / "file", tmp_path / "file" / "conf")
     assert nowhere.path is None
-    assert nowhere.command == shlex.join(["python", "scripts/train.py", *overrides_of(advice())])
+    given = advice()
+    winner = given.entry(given.winner).candidate
+    assert nowhere.command == shlex.join(["python", "scripts/train.py", *overrides_of(given.overrides, winner)])
 
 
 def test_what_an_experiment_cannot_say_is_a_command_line(tmp_path: Path) -> None:

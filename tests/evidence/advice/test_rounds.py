@@ -64,7 +64,7 @@ def test_the_reported_ratio_is_of_blocks_that_played_no_part_in_the_choice() -> 
     here = machine(noise=0.05)
     search = here.search()
     chosen, _ = search.run()
-    found = conclude(search.plan, chosen, 10**6)
+    found = conclude(search.plan, chosen)
     final = search.log.rounds[-1]
     assert final.kind == FINAL
     own = [base / step for step, base in zip(final.times[found.winner], final.times["fp32"], strict=True)]
@@ -116,7 +116,7 @@ def test_a_compilation_without_an_end_is_left_out_and_tried_again_with_a_larger_
     here = machine(broken={"bf16 + compile": "hangs"})
     search = here.search(budget_s=60.0)
     chosen, stopped = search.run()
-    found = conclude(search.plan, chosen, 10**6)
+    found = conclude(search.plan, chosen)
     entry = next(entry for entry in found.entries if entry.candidate.label == "bf16 + compile")
     assert entry.status == LEFT_OUT
     assert "compiling did not end within" in entry.reason
@@ -194,7 +194,7 @@ def test_processes_that_do_not_fit_together_take_turns() -> None:
     runner = search.bench.runner
     search.bench.runner = lambda candidate: (highest.append(len(here.alive)), runner(candidate))[1]
     chosen, _ = search.run()
-    assert conclude(search.plan, chosen, 10**6).winner == "bf16 + compile, micro=32"
+    assert conclude(search.plan, chosen).winner == "bf16 + compile, micro=32"
     assert max(highest) <= 2
     assert here.started.count("fp32") > 1
 

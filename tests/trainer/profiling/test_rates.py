@@ -28,8 +28,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
     """What is measured, instead of measuring it."""
     calls: list[str] = []
 
-    def measure(name: str, device: torch.device) -> float:
-        calls.append(name)
+    def measure(name: str, device: torch.device, alone: bool = False) -> float:
+        calls.append(name + " alone" * alone)
         return {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}[name]
 
     monkeypatch.setattr(rates, "measure", measure)
@@ -98,6 +98,7 @@ def test_what_is_hopeless_is_ten_times_slower_than_fp32(measured: list[str]) -> 
     assert rates.slowdown("fp32", PLAIN_CPU) == 1
     assert rates.hopeless("fp16_pure", PLAIN_CPU) == "fp16 products take 100 times as long as fp32's here"
     assert rates.hopeless("bf16", PLAIN_CPU) is None  # 9.9 times
+    assert measured == ["fp32 alone", "fp16 alone", "bf16 alone"]  # not with all threads, which other programs hold up
     assert rates.hopeless("fp32", PLAIN_CPU) is None
     assert rates.hopeless("fp8", PLAIN_CPU) is None  # it is not available, which is another matter
     with pytest.raises(UserError, match=r"precision=fp8 is not available on an old CPU; use precision=fp32"):
