@@ -173,6 +173,8 @@ def weights_of(model: nn.Module, blocks: list[nn.Module]) -> list[Weight]:
 def job_of(config: Config) -> tuple[Job, Config, str]:
     """Take a step of one microbatch with tensors that have no storage, and count.
 
+    The FLOP are those of the forward and the backward pass; what the optimizer computes is not among them.
+
     Returns:
         The job of one GPU, the resolved config, and the unit of ``Job.units``.
 
@@ -189,7 +191,8 @@ def job_of(config: Config) -> tuple[Job, Config, str]:
         weights = weights_of(trainer.model, trainer.recipe.blocks(trainer.model))
         batch = trainer.microbatch()
         with FlopCounterMode(display=False) as both:
-            trainer.train_step([batch])
+            correction = trainer.gradients([batch]).correction
+        trainer.update.step(trainer.step, correction)  # not counted: the products of Muon are not of the backward pass
         with FlopCounterMode(display=False) as forward, config.precision.autocast(trainer.device):
             trainer.recipe.loss(trainer.model, batch)
         with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:

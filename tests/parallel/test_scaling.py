@@ -143,6 +143,13 @@ def test_a_job_is_counted_from_the_real_model() -> None:
     assert job.backward_flop < again.backward_flop <= job.backward_flop + linear
 
 
+def test_what_the_optimizer_computes_is_no_part_of_the_backward_pass() -> None:
+    small = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "micro_batch_size=1")
+    jobs = {name: job_of(compose(*small, "device=cpu", f"optimizer={name}"))[0] for name in ("adamw", "muon")}
+    assert jobs["muon"].backward_flop == jobs["adamw"].backward_flop
+    assert jobs["muon"].state_bytes != jobs["adamw"].state_bytes  # each has its state
+
+
 def test_modes_are_those_that_fit_the_precision() -> None:
     three = ["ddp", "fsdp", "fsdp kept"]
     assert [*modes_of(compose("precision=bf16"))] == [*three, "fsdp bf16"]
