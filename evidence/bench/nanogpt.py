@@ -84,12 +84,17 @@ class Contestant:
     evaluation_s: float = 0.0
     """Seconds of one of its own evaluations."""
 
-    def to(self, goal: float, evaluated: bool) -> float | None:
-        """Return the seconds to a loss of ``goal``, with its own evaluations or without; None: not reached."""
-        for point in self.curve:
-            if point.loss <= goal:
-                return point.seconds + (point.step // EVERY * self.evaluation_s if evaluated else 0.0)
-        return None
+    def reached(self, goal: float) -> Point | None:
+        """Return where it first had a loss of ``goal`` or less; None: nowhere."""
+        return next((point for point in self.curve if point.loss <= goal), None)
+
+    def to(self, goal: float, evaluated: bool) -> float:
+        """Return the seconds to a loss of ``goal``, with its own evaluations or without.
+
+        Where it was not reached, they are those of the whole run: a lower bound.
+        """
+        point = self.reached(goal) or self.curve[-1]
+        return point.seconds + (point.step // EVERY * self.evaluation_s if evaluated else 0.0)
 
 
 def shakespeare(text: str = "") -> Job:
@@ -171,7 +176,8 @@ def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False
 def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     """Measure the time to a loss of ``GOAL``, or to the best that nanoGPT's loop reaches where that is higher.
 
-    One repeat is a whole run of each, with a seed of its own; more than ``RACES`` are not worth their time.
+    One repeat is a whole run of each, with a seed of its own; more than ``RACES`` are not worth their time. A run
+    that does not reach the loss counts with its whole time; the figure is then a lower bound.
     """
     job, hardware = contest.job, bench.hardware
     amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags
@@ -179,30 +185,29 @@ def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     options = {name: (*given, *fastest) if given else () for name, given in contest.ours.items()}
     found: dict[tuple[str, bool], list[float]] = {(name, full): [] for name in options for full in (False, True)}
     said: dict[str, list[str]] = {name: [] for name in options}
+    failed: set[str] = set()
     for seed in range(min(bench.repeats, RACES)):
         racers = {name: _ours(contest, given, seed, hardware) for name, given in options.items()}
         racers[PLAIN] = plain = _baseline(contest, seed, hardware)
         race(racers, contest, lambda doing: bench.report(f"{job.name}: {doing}"))
         goal = max(GOAL, min(point.loss for point in plain.curve))
         for name in options:
-            last = racers[name].curve[-1]
-            ends = f"; at the end {last.loss:.3f}" if racers[name].to(goal, False) is None else ""
-            said[name].append(f"{_reached(racers[name], goal)} against {_reached(plain, goal)}{ends}")
+            said[name].append(f"{_end(racers[name], goal)} against {_end(plain, goal)}")
+            if racers[name].reached(goal) is None:
+                failed.add(name)
             for full in (False, True):
-                own, other = racers[name].to(goal, full), plain.to(goal, full)
-                if own is not None and other is not None:
-                    found[name, full].append(own / other)
+                found[name, full].append(racers[name].to(goal, full) / plain.to(goal, full))
     for (name, full), values in found.items():
         title = f"{job.name}, time to the loss, {name} / {PLAIN}{', evaluations included' if full else ''}"
         target = None if name == DEFAULT else AMX_TARGET if amx else RACE_TARGET
-        yield Row(title, "x", values, f"{job.line(*options[name])}; {'; '.join(said[name])}", target)
+        how = f"{job.line(*options[name])}; {'; '.join(said[name])}"
+        yield Row(title, "x", values, how, target, lower_bound=name in failed)
 
 
-def _reached(one: Contestant, goal: float) -> str:
-    for point in one.curve:
-        if point.loss <= goal:
-            return f"{point.loss:.3f} after {point.step} steps and {point.seconds:.1f} s"
-    return "not reached"
+def _end(one: Contestant, goal: float) -> str:
+    reached = one.reached(goal)
+    point = reached or one.curve[-1]
+    return f"{point.loss:.3f}{'' if reached else ' (not reached)'} after {point.step} steps and {point.seconds:.1f} s"
 
 
 def race(racers: Mapping[str, Contestant], contest: Contest, report: Callable[[str], object]) -> None:

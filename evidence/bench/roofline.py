@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from evidence.bench.jobs import Job, gpt2_job, resnet_job, steps_of
 from evidence.bench.measurement import Bench
 from evidence.bench.nanogpt import shakespeare, unworthy
@@ -15,6 +12,7 @@ from evidence.bench.turns import Row, synchronise
 from evidence.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
 from trainer.hardware import UNAVAILABLE
 from trainer.precision.modes import BASIC_MODES, family
+from trainer.profiling.flops import step_counter
 from trainer.profiling.profiler import new_profile, operator_times
 from trainer.profiling.rates import product_rates
 from trainer.trainer import Trainer
@@ -78,12 +76,7 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
 
 def _flops(trainer: Trainer) -> dict[str, int]:
     """Return the FLOP of a step's products and of its attention, forward and backward, by torch's formulas."""
-    counter = FlopCounterMode(display=False)
-    flash = "_scaled_dot_product_flash_attention"
-    for place in ("", "_backward"):  # torch 2.11 has the formula of the GPU's kernel only
-        formula = counter.flop_registry[getattr(torch.ops.aten, flash + place)]
-        counter.flop_registry.setdefault(getattr(torch.ops.aten, f"{flash}_for_cpu{place}"), formula)
-    with counter:
+    with step_counter() as counter:
         steps_of(trainer)(1)
     totals = {ATTENTION: 0, PRODUCTS_GROUP: 0}
     for operator, count in counter.get_flop_counts()["Global"].items():

@@ -56,6 +56,8 @@ class Row:
     target: float | None = None
     at_most: bool = True
     """Whether the target is an upper limit of the median."""
+    lower_bound: bool = False
+    """Whether values are lower bounds, and so is the median; an upper limit is then missed."""
 
     @property
     def median(self) -> float:
@@ -67,7 +69,9 @@ class Row:
         """Whether the median reaches the target; None without a target or a measurement."""
         if self.target is None or not self.values:
             return None
-        return self.median <= self.target if self.at_most else self.median >= self.target
+        if self.at_most:
+            return self.median <= self.target and not self.lower_bound
+        return self.median >= self.target
 
     def text(self) -> str:
         """Return two lines: the figure with its range and verdict, and below it what was measured."""
@@ -87,6 +91,7 @@ class Row:
             "unit": self.unit,
             "median": self.median if self.values else None,
             "values": self.values,
+            "lower_bound": self.lower_bound,
             "target": self.target,
             "target_is": "at most" if self.at_most else "at least",
             "met": self.met,
@@ -101,7 +106,8 @@ class Row:
         if not self.values:
             return "–", "", target
         low, high = self._number(min(self.values)), self._number(max(self.values))
-        return f"{self._number(self.median)} {self.unit}".replace(" x", "x"), f"({low} to {high})", target
+        figure = f"{'at least ' if self.lower_bound else ''}{self._number(self.median)} {self.unit}"
+        return figure.replace(" x", "x"), f"({low} to {high})", target
 
     def _number(self, value: float) -> str:
         return f"{value:.{ {'x': 3, '%': 2, 'ms': 3, 's': 2, 'images/s': 1}[self.unit] }f}"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from evidence.scaling.arithmetic import (
     Cluster,
@@ -29,6 +28,7 @@ from trainer.hardware import detect
 from trainer.optim.masters import accumulation_dtype
 from trainer.parallel.compile import Compile
 from trainer.parallel.wrap import DDP, FSDP, Parallel
+from trainer.profiling.flops import step_counter
 from trainer.profiling.ledger import STEADY, MemoryLedger
 from trainer.run.memory.forecast import FakeTrainer
 
@@ -173,6 +173,8 @@ def weights_of(model: nn.Module, blocks: list[nn.Module]) -> list[Weight]:
 def job_of(config: Config) -> tuple[Job, Config, str]:
     """Take a step of one microbatch with tensors that have no storage, and count.
 
+    The FLOP are those of the forward and the backward pass; what the optimizer computes is not among them.
+
     Returns:
         The job of one GPU, the resolved config, and the unit of ``Job.units``.
 
@@ -188,9 +190,10 @@ def job_of(config: Config) -> tuple[Job, Config, str]:
         trainer = FakeTrainer(config, plan, hardware)
         weights = weights_of(trainer.model, trainer.recipe.blocks(trainer.model))
         batch = trainer.microbatch()
-        with FlopCounterMode(display=False) as both:
-            trainer.train_step([batch])
-        with FlopCounterMode(display=False) as forward, config.precision.autocast(trainer.device):
+        with step_counter() as both:
+            correction = trainer.gradients([batch]).correction
+        trainer.update.step(trainer.step, correction)  # not counted: the products of Muon are not of the backward pass
+        with step_counter() as forward, config.precision.autocast(trainer.device):
             trainer.recipe.loss(trainer.model, batch)
         with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
             trainer.train_step([trainer.microbatch()])

@@ -128,6 +128,9 @@ def test_a_row_quotes_the_median_and_judges_it() -> None:
     assert replace(cost, values=[0.1]).met is True
     assert "0.200 ms" in cost.text()
     assert "target ≤ 0.15 ms: MISSED" in cost.text()
+    bound = replace(cost, values=[0.1], lower_bound=True)
+    assert (bound.met, bound.to_dict()["lower_bound"]) == (False, True)
+    assert "| at least 0.100 ms (0.100 to 0.100) |" in bound.markdown()
     assert Row("cost", "ms", [0.1], "a command").met is None
     nothing = Row("cost", "ms", [], "not measured: accelerate is not installed", target=0.15)
     assert nothing.met is None

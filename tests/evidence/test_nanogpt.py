@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from evidence.bench import nanogpt as module
 from evidence.bench.jobs import Job
 from evidence.bench.measurement import Bench
 from evidence.bench.nanogpt import (
@@ -23,6 +24,7 @@ from evidence.bench.nanogpt import (
     shakespeare,
 )
 from evidence.bench.nanogpt_loop import PlainLoop, PlainShape
+from evidence.bench.turns import Row
 from recipes.gpt2_model import SHAPES
 from trainer.hardware import detect
 from trainer.trainer import Trainer
@@ -127,7 +129,9 @@ def test_each_takes_its_share_of_its_steps_in_every_round(contest: Contest) -> N
     assert racers["b"].curve == [Point(500, 250, 2.0), Point(750, 375, 1.95), Point(1000, 500, 1.89)]
     assert (racers["a"].to(1.89, False), racers["b"].to(1.89, False)) == (750, 1000)
     assert (racers["a"].to(1.89, True), racers["b"].to(1.89, True)) == (750 + 3 * 10, 1000 + 2 * 10)
-    assert racers["b"].to(1.5, False) is None
+    assert racers["b"].reached(1.89) == Point(1000, 500, 1.89)
+    assert racers["b"].reached(1.5) is None
+    assert (racers["b"].to(1.5, False), racers["b"].to(1.5, True)) == (1000, 1000 + 2 * 10)  # its whole time
     assert said[:3] == ["b, round 1 of 4", "a, round 1 of 4", "a, round 2 of 4"]
 
 
@@ -164,9 +168,42 @@ def test_without_a_text_the_standard_library_is_read() -> None:
     assert Job("shakespeare", shakespeare().overrides).config().data.kind == "python_docs"
 
 
-def test_a_loss_that_ours_does_not_reach_is_no_figure(contest: Contest, tmp_path: Path) -> None:
+def raced(contest: Contest, folder: Path, monkeypatch: pytest.MonkeyPatch, *last: float) -> tuple[Row, Row]:
+    """The rows of a contestant whose loss at the end is one of ``last``, with each seed the next one."""
+    settings = {"ours with fewer steps": ("steps=400",)}
+    ends = list(last)
+    monkeypatch.setattr(module, "_ours", lambda *_: _row(400, [2.5, 2.0, ends.pop(0)], 1.0))
+    monkeypatch.setattr(module, "_baseline", lambda *_: _row(1000, [2.5, 1.8, 1.7], 1.0))
+    hardware = replace(detect("cpu"), cpu_flags=frozenset())
+    row, full = race_rows(Bench(hardware, len(last), folder), replace(contest, ours=settings))
+    return row, full
+
+
+def test_a_run_that_does_not_reach_the_loss_counts_with_its_whole_time(
+    contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, full = raced(contest, tmp_path, monkeypatch, 1.8, 1.95, 1.8)
+    assert row.values == [400 / 750] * 3
+    assert full.values == [(400 + 10) / (750 + 3 * 10)] * 3
+    assert (row.median <= 0.7, row.met, full.met) == (True, False, False)
+    assert "at least 0.533x" in row.text()
+    assert row.text().count("1.950 (not reached) after 400 steps and 400.0 s against 1.800 after 750 steps") == 1
+    assert "MISSED" in row.text()
+
+
+@pytest.mark.parametrize(("last", "met"), [((1.8, 1.8), True), ((1.95, 1.95), False)])
+def test_the_loss_is_met_where_all_seeds_reach_it(
+    last: tuple[float, ...], met: bool, contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for row in raced(contest, tmp_path, monkeypatch, *last):
+        assert len(row.values) == 2
+        assert row.met is met
+        assert ("at least" not in row.text()) is met
+
+
+def test_a_real_run_that_learns_nothing_is_a_lower_bound(contest: Contest, tmp_path: Path) -> None:
     never = {DEFAULT: ("optimizer.lr=1e-12",)}
     small = replace(contest, ours=never, shape=replace(SHAPE, lr=1e-2, steps=60))
     row = next(iter(race_rows(Bench(detect("cpu"), 1, tmp_path), small)))
-    assert row.values == []
-    assert "not reached" in row.measured
+    assert (len(row.values), row.lower_bound) == (1, True)
+    assert "(not reached)" in row.measured

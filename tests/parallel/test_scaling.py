@@ -6,7 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from evidence.scaling.arithmetic import (
     Cluster,
@@ -141,6 +143,27 @@ def test_a_job_is_counted_from_the_real_model() -> None:
     assert {weight.block for weight in job.weights} == {*range(len(blocks))}
     again, *_ = job_of(compose(*JOB_OF_BIGNET, "activation_checkpointing=blocks"))
     assert job.backward_flop < again.backward_flop <= job.backward_flop + linear
+
+
+def test_what_the_optimizer_computes_is_no_part_of_the_backward_pass() -> None:
+    small = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "micro_batch_size=1")
+    jobs = {name: job_of(compose(*small, "device=cpu", f"optimizer={name}"))[0] for name in ("adamw", "muon")}
+    assert jobs["muon"].backward_flop == jobs["adamw"].backward_flop
+    assert jobs["muon"].state_bytes != jobs["adamw"].state_bytes  # each has its state
+
+
+def test_attention_counts_with_queries_in_groups_and_without_torchs_own_formula(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for place in ("", "_backward"):  # torch 2.11 has none for the CPU's kernel
+        kernel = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{place}")
+        monkeypatch.delitem(flop_registry, kernel, raising=False)
+    shape = ("recipe.layers=2", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2", "recipe.context=16")
+    small = ("recipe=llama", *shape, "data=synthetic", "micro_batch_size=3", "device=cpu")
+    fused, eager = (job_of(compose(*small, f"recipe.attention={form}"))[0] for form in ("sdpa", "eager"))
+    scores_again = 2 * 2 * 3 * 16 * 16 * 32
+    assert fused.forward_flop == eager.forward_flop
+    assert fused.backward_flop == eager.backward_flop + scores_again
 
 
 def test_modes_are_those_that_fit_the_precision() -> None:

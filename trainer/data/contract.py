@@ -22,7 +22,11 @@ class SampleId(NamedTuple):
 
 
 class Dataset(Protocol):
-    """Map-style data, fetched one microbatch at a time, so that arrays need no Python loop over samples."""
+    """Map-style data, fetched one microbatch at a time, so that arrays need no Python loop over samples.
+
+    Where ``batch`` uses torch's global generator, the dataset has an attribute ``uses_global_generator`` that is true:
+    no thread beside the training then calls it.
+    """
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch."""

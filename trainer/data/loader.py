@@ -198,13 +198,16 @@ class Loader:
     ) -> Iterable[Batch]:
         """Return one microbatch per list of samples; ``workers`` is a number by now.
 
-        ``in_a_step``: how many are needed at once; with a GPU, a thread keeps ``STEPS_AHEAD`` times as many ready.
+        ``in_a_step``: how many are needed at once; with a GPU, a thread keeps ``STEPS_AHEAD`` times as many ready,
+        unless the dataset uses torch's global generator.
         """
         options = self._options(hardware)
         if not self.workers:
             # A GPU computes meanwhile; on a CPU a thread would take the cores that compute: there, use workers.
             pins = bool(options.get("pin_memory"))
-            return Batches(dataset, samples, hardware.device, pins, STEPS_AHEAD * in_a_step if pins else 0)
+            # The training thread uses torch's global generator, whose state a checkpoint holds.
+            alone = not pins or getattr(dataset, "uses_global_generator", False)
+            return Batches(dataset, samples, hardware.device, pins, 0 if alone else STEPS_AHEAD * in_a_step)
         return _FromWorkers(
             DataLoader(
                 _Fetch(dataset),

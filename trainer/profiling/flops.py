@@ -1,4 +1,4 @@
-"""The floating-point operations of a model's training step, counted by torch's formulas in one forward pass."""
+"""The floating-point operations of a model's training step, counted by torch's formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer.profiling.ledger import tensors
@@ -17,6 +17,8 @@ from trainer.profiling.ledger import tensors
 aten = torch.ops.aten
 
 _ATTENTION = "_scaled_dot_product_"
+_KERNELS = [f"{_ATTENTION}{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")]
+_KERNELS += [f"{_KERNELS[0]}_for_cpu"]
 _LOSS_IN_CHUNKS = "_linear_cross_entropy_batch_chunked"
 _FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2)}
 """The places of a product's two factors among an operator's arguments, where they are not the first two."""
@@ -128,6 +130,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOP of attention's backward pass: the scores again, and two products for each product of forward."""
+    return 2 * prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
 _OWN: dict[str, Callable[..., int]] = {
     "linear": _linear,
     "mv": _product_with_vector,
@@ -140,6 +147,19 @@ _PRODUCTS = {
     *("convolution_overrideable", "_slow_conv2d_forward", *_OWN),
 }
 """Operators whose factors may need a gradient or not."""
+
+
+def step_counter() -> FlopCounterMode:
+    """Return torch's counter of the FLOP that are computed in its context; those that are recomputed count again.
+
+    Of attention it has the formulas of this module (as if not causal), because torch 2.11 has none for the CPU's kernel
+    and refuses groups of queries. Other operators without a formula count nothing: a loss in chunks counts in part.
+    """
+    counter = FlopCounterMode(display=False)
+    for kernel in _KERNELS:
+        counter.flop_registry[getattr(aten, kernel)] = _attention
+        counter.flop_registry[getattr(aten, f"{kernel}_backward")] = _attention_backward
+    return counter
 
 
 def _formula(packet: Any, name: str) -> Callable[..., int] | None:

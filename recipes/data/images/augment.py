@@ -48,6 +48,8 @@ class Augment(SetOnce):
     """
 
     kind: ClassVar[str] = "none"
+    uses_global_generator: ClassVar[bool] = False
+    """Whether the policy of its views draws from torch's global generator."""
     mixup: float = field(default=0.0, kw_only=True)
     """Blend pairs of images and their labels (Zhang et al. 2018) by a share from Beta(mixup, mixup); 0: off."""
     cutmix: float = field(default=0.0, kw_only=True)
@@ -206,6 +208,7 @@ class RandAugment(ImageNet):
     """
 
     kind: ClassVar[str] = "randaugment"
+    uses_global_generator: ClassVar[bool] = True
     operations: int = 2
     """Changes of an image, one after the other."""
     magnitude: int = 9
@@ -234,6 +237,7 @@ class TrivialAugment(ImageNet):
     """
 
     kind: ClassVar[str] = "trivialaugment"
+    uses_global_generator: ClassVar[bool] = True
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a crop and a flip, and let the same seed draw the change."""

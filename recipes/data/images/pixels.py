@@ -82,6 +82,11 @@ class ArrayImages:
     def __len__(self) -> int:
         return self.length
 
+    @property
+    def uses_global_generator(self) -> bool:
+        """Whether ``batch`` uses torch's global generator, so that no thread beside the training may call it."""
+        return self.augment.uses_global_generator
+
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s."""
         rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
@@ -122,6 +127,11 @@ class DecodedImages:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def uses_global_generator(self) -> bool:
+        """Whether ``batch`` uses torch's global generator, so that no thread beside the training may call it."""
+        return self.augment.uses_global_generator
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s.

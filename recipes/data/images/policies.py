@@ -44,7 +44,7 @@ def _trivial_augment() -> Callable[[Any], Any]:
 def _changed(transform: Callable[[Any], Any], seed: int, pixels: np.ndarray) -> np.ndarray:
     from PIL import Image
 
-    # torchvision draws from torch's global generator, which belongs to the training.
+    # torchvision draws from torch's global generator, which belongs to the training: see ``uses_global_generator``.
     generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(seed)

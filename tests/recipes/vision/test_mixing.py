@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,8 +16,8 @@ from torch.nn import functional as F
 
 from recipes.data.images import mixing
 from recipes.data.images.arrays import Digits
-from recipes.data.images.augment import Augment, AutomaticAugment, ImageNet, Light, RandAugment, TrivialAugment
-from recipes.data.images.pixels import square
+from recipes.data.images.augment import CHOICES, Augment, AutomaticAugment, ImageNet, Light, RandAugment, TrivialAugment
+from recipes.data.images.pixels import DecodedImages, square
 from recipes.vision import objective
 from tests.helpers import CPU, compose, fit, same_bits, trainer_of
 from trainer.data.contract import Batch, SampleId
@@ -157,6 +160,28 @@ def test_a_policy_changes_the_crop_and_depends_on_the_samples_seed_alone(augment
     assert changed >= 10  # one of the operations is to change nothing
     assert np.array_equal(cut(augment, None), cut(cropped, None))
     assert (first[0].shape, first[0].dtype) == ((3, 24, 24), np.uint8)
+
+
+class OneImage(DecodedImages):
+    labels, image_size = torch.tensor([0]), 16
+
+    @contextmanager
+    def open(self, index: int) -> Iterator[Image.Image]:
+        yield Image.new("RGB", (20, 20))
+
+
+@pytest.mark.parametrize("augment", [cls() for cls in CHOICES.values() if cls is not AutomaticAugment])
+def test_a_dataset_says_whether_its_batches_use_the_global_generator(
+    augment: Augment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = OneImage()
+    decoded.augment = augment
+    for dataset in (decoded, replace(Digits(), augment=augment).images(16).train):
+        generator = Mock(wraps=torch.default_generator)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "default_generator", generator)
+            dataset.batch([SampleId(0, 1)])
+        assert dataset.uses_global_generator is generator.manual_seed.called
 
 
 def test_a_larger_magnitude_changes_more_and_more_operations_do_too() -> None:

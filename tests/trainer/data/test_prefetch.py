@@ -22,6 +22,7 @@ from trainer.data.loader import STEPS_AHEAD, Batches, Batching, DataOrder, Loade
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
+from trainer.profiling.debug import Overfit
 from trainer.run.run import Run
 from trainer.run.start import train
 from trainer.trainer import StepRecord
@@ -59,6 +60,17 @@ def test_a_thread_works_two_steps_ahead_for_a_gpu_without_workers(
 ) -> None:
     batches = loader.batches(Echo(), [], hardware, in_a_step=3)
     assert (batches.ahead if isinstance(batches, Batches) else 0) == ahead
+
+
+@pytest.mark.parametrize(
+    ("augment", "ahead"), [("none", 2), ("light", 2), ("imagenet", 2), ("randaugment", 0), ("trivialaugment", 0)]
+)
+def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) -> None:
+    datasets = compose("recipe=resnet", "data=digits", f"augment={augment}").resolve(CPU).config.open_datasets()
+    for dataset in (datasets.train, Overfit().datasets(datasets, 4).train):
+        batches = PinnedLoader(0).batches(dataset, [], GPU)
+        assert isinstance(batches, Batches)
+        assert (batches.pins, batches.ahead) == (True, ahead)
 
 
 @pytest.mark.parametrize("batching", [Batching(4, 4), Batching(8, 2), Batching(6, 1)])
