@@ -153,7 +153,8 @@ class _Job:
         prepare()
         self.log.spent_s = time.monotonic() - self.began
         search = Search(plan, bench, budget_s, lambda: cache.save(self.folder, self.of, self.log, more), self._say)
-        steps, health = compose(common).resolve(self.hardware).plan.steps, {}
+        steps = compose(common).resolve(self.hardware).plan.steps
+        health: dict[str, Any] = {}
 
         def check_up(candidate: Candidate) -> dict[str, Any]:
             bench.close()  # the doctor has the memory for itself

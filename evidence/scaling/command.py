@@ -52,8 +52,6 @@ class ScaleOptions:
         Raises:
             UserError: a number that is not positive.
         """
-        if self.gpus_per_node < 1:
-            raise UserError(f"gpus_per_node={self.gpus_per_node} must be at least 1; set gpus_per_node=8, for example")
         for name in ("rate", "link", "network", "link_latency", "network_latency"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name}={getattr(self, name)} must be above 0; leave it out for its default")

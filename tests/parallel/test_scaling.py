@@ -183,7 +183,7 @@ def test_the_command_prints_a_row_for_each_number_and_mode(capsys: pytest.Captur
     modes = ["ddp", "fsdp", "fsdp kept", "fsdp bf16"]
     assert found == [(count, mode) for count in ("2", "16") for mode in modes]
     assert "Microbatch: 4 samples, 4 samples, " in text
-    assert "2 a step and GPU; global batch on N GPUs: 8 N" in text
+    assert "2 of them a step on each GPU; global batch on N GPUs: N × 8 " in text
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -193,7 +193,6 @@ def test_the_command_prints_a_row_for_each_number_and_mode(capsys: pytest.Captur
         ("gpus=1", "gpus=1 is not a number of GPUs from 2 on; set gpus=8,64,512, for example"),
         ("gpus=many", "gpus=many is not a number of GPUs"),
         ("gpus=12", "gpus=12 is not a multiple of gpus_per_node=8; set gpus_per_node too"),
-        ("gpus_per_node=0", "gpus_per_node=0 must be at least 1; set gpus_per_node=8, for example"),
         ("rate=0", "rate=0.0 must be above 0; leave it out for its default"),
         ("network=nan", "network=nan must be above 0"),
         ("acumulation=2", "did you mean 'accumulation'?"),

@@ -128,7 +128,7 @@ def test_a_worker_that_stops_or_dies_is_noticed(folder: Path) -> None:
 def test_the_command_answers_writes_and_repeats_its_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evidence.advice.outputs.check", lambda *_: {"faults": [], "notes": [], "healthy": True})
+    monkeypatch.setattr("evidence.advice.command.check", lambda *_: {"faults": [], "notes": [], "healthy": True})
     # Hydra would find the file of an advice that was asked for on this machine first.
     monkeypatch.setattr(command, "machine_name", lambda hardware: "of-the-test")
     monkeypatch.setattr(command, "BLOCKS", 10**6)  # as short as they can be
