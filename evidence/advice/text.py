@@ -45,8 +45,10 @@ def _default(advice: Advice) -> str:
 def _others(advice: Advice) -> str:
     if not advice.equal:
         return ""
-    names = ", ".join(advice.equal[:3])
-    return f"; no clear difference from {names}" + f" and {len(advice.equal) - 3} more" * (len(advice.equal) > 3)
+    worse = "larger" if advice.goal == "memory" else "slower"
+    if len(advice.equal) == 1:
+        return f"; {advice.equal[0]} is not clearly {worse}"
+    return f"; {len(advice.equal)} other settings are not clearly {worse}"  # the table marks them
 
 
 def _health(advice: Advice) -> str:
@@ -128,7 +130,7 @@ def _named(label: str, advice: Advice) -> str:
     roles = {
         "advised": label == advice.winner,
         "default": label == advice.baseline and bool(_default(advice)),
-        "no clear difference": label in advice.equal,
+        f"not clearly {'larger' if advice.goal == 'memory' else 'slower'}": label in advice.equal,
     }
     said = ", ".join(role for role, has in roles.items() if has)
     return escape(label + f" ({said})" * bool(said))

@@ -21,10 +21,10 @@ from evidence.scaling.arithmetic import (
 )
 from trainer.config.compose import compose
 from trainer.config.options import parse
-from trainer.config.schema import Config
+from trainer.config.schema import Config, Plan
 from trainer.errors import UserError
 from trainer.formats import columns, quantity
-from trainer.hardware import detect
+from trainer.hardware import Hardware, detect
 from trainer.optim.masters import accumulation_dtype
 from trainer.parallel.compile import Compile
 from trainer.parallel.wrap import DDP, FSDP, Parallel
@@ -185,14 +185,10 @@ def job_of(config: Config) -> tuple[Job, Config, str]:
         config = replace(config, batch_size=config.micro_batch_size)
     config, plan, *_ = config.resolve(hardware)
     with FakeTensorMode(allow_non_fake_inputs=True):
+        forward, backward = _flop(config, plan, hardware)
         trainer = FakeTrainer(config, plan, hardware)
         weights = weights_of(trainer.model, trainer.recipe.blocks(trainer.model))
-        batch = trainer.microbatch()
-        with step_counter() as both:
-            correction = trainer.gradients([batch]).correction
-        trainer.update.step(trainer.step, correction)  # not counted: the products of Muon are not of the backward pass
-        with step_counter() as forward, config.precision.autocast(trainer.device):
-            trainer.recipe.loss(trainer.model, batch)
+        trainer.train_step([trainer.microbatch()])  # the ledger needs the optimizer's state
         with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
             trainer.train_step([trainer.microbatch()])
         ledger = recording.report()
@@ -201,6 +197,18 @@ def job_of(config: Config) -> tuple[Job, Config, str]:
     size = plan.batching.micro_batch_size
     state = sum(ledger.steady.values())
     rest = ledger.peak_bytes - sum(ledger.at_peak[name] for name in STEADY)
-    backward = both.get_total_flops() - forward.get_total_flops()
-    job = Job(weights, forward.get_total_flops(), backward, units * size, state, rest)
+    job = Job(weights, forward, backward, units * size, state, rest)
     return job, replace(config, micro_batch_size=size), config.recipe.unit
+
+
+def _flop(config: Config, plan: Plan, hardware: Hardware) -> tuple[int, int]:
+    """Return the FLOP of the forward and of the backward pass of a microbatch; the optimizer's are not among them."""
+    if getattr(config.recipe, "chunked_loss", False) is True:  # torch's counter misses products in its chunks
+        config = replace(config, recipe=replace(config.recipe, chunked_loss=False))  # type: ignore[call-arg]
+    trainer = FakeTrainer(config, plan, hardware)
+    batch = trainer.microbatch()
+    with step_counter() as both:
+        trainer.gradients([batch])
+    with step_counter() as forward, config.precision.autocast(trainer.device):
+        trainer.recipe.loss(trainer.model, batch)
+    return forward.get_total_flops(), both.get_total_flops() - forward.get_total_flops()

@@ -21,6 +21,7 @@ from evidence.scaling.arithmetic import (
     step_time,
 )
 from evidence.scaling.command import job_of, modes_of, scale, weights_of
+from recipes.language_model import torch_can_chunk
 from tests.helpers import compose
 from trainer.config.options import run
 from trainer.parallel.wrap import DDP, FSDP
@@ -150,6 +151,21 @@ def test_what_the_optimizer_computes_is_no_part_of_the_backward_pass() -> None:
     jobs = {name: job_of(compose(*small, "device=cpu", f"optimizer={name}"))[0] for name in ("adamw", "muon")}
     assert jobs["muon"].backward_flop == jobs["adamw"].backward_flop
     assert jobs["muon"].state_bytes != jobs["adamw"].state_bytes  # each has its state
+
+
+@pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no loss in chunks")
+def test_a_loss_in_chunks_has_the_products_of_the_whole_loss() -> None:
+    small = (
+        "recipe=gpt2",
+        "recipe.size=nano",
+        "recipe.context=16",
+        "data=synthetic",
+        "micro_batch_size=2",
+        "device=cpu",
+    )
+    chunked, whole = (job_of(compose(*small, f"recipe.chunked_loss={flag}"))[0] for flag in ("true", "false"))
+    assert (chunked.forward_flop, chunked.backward_flop) == (whole.forward_flop, whole.backward_flop)
+    assert chunked.activation_bytes != whole.activation_bytes  # memory is that of the chunks
 
 
 def test_attention_counts_with_queries_in_groups_and_without_torchs_own_formula(

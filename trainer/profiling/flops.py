@@ -153,7 +153,7 @@ def step_counter() -> FlopCounterMode:
     """Return torch's counter of the FLOP that are computed in its context; those that are recomputed count again.
 
     Of attention it has the formulas of this module (as if not causal), because torch 2.11 has none for the CPU's kernel
-    and refuses groups of queries. Other operators without a formula count nothing: a loss in chunks counts in part.
+    and refuses groups of queries. Other operators without a formula count nothing; some of a loss in chunks is missed.
     """
     counter = FlopCounterMode(display=False)
     for kernel in _KERNELS:
