@@ -155,17 +155,11 @@ def test_what_the_optimizer_computes_is_no_part_of_the_backward_pass() -> None:
 
 @pytest.mark.skipif(not torch_can_chunk(), reason="this torch has no loss in chunks")
 def test_a_loss_in_chunks_has_the_products_of_the_whole_loss() -> None:
-    small = (
-        "recipe=gpt2",
-        "recipe.size=nano",
-        "recipe.context=16",
-        "data=synthetic",
-        "micro_batch_size=2",
-        "device=cpu",
-    )
+    shape = ("recipe.size=nano", "recipe.context=16", "micro_batch_size=2")
+    small = ("recipe=gpt2", *shape, "data=synthetic", "device=cpu")
     chunked, whole = (job_of(compose(*small, f"recipe.chunked_loss={flag}"))[0] for flag in ("true", "false"))
     assert (chunked.forward_flop, chunked.backward_flop) == (whole.forward_flop, whole.backward_flop)
-    assert chunked.activation_bytes != whole.activation_bytes  # memory is that of the chunks
+    assert chunked.forward_flop > 2 * 32 * 50304 * 128  # of the output layer
 
 
 def test_attention_counts_with_queries_in_groups_and_without_torchs_own_formula(
