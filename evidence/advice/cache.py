@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evidence.advice.rounds import Log
-from evidence.advice.schema import Advice, Candidate, Entry
+from evidence.advice.schema import Advice, Candidate, Entry, Log
 from evidence.intervals import Interval
 from trainer.config.compose import compose
 from trainer.config.registration import flatten

@@ -21,8 +21,8 @@ from evidence.advice.conclude import Conclusion, conclude, objections
 from evidence.advice.experiment import overrides_of
 from evidence.advice.outputs import Grid, Outputs
 from evidence.advice.plan import Plan
-from evidence.advice.rounds import Bench, Log
-from evidence.advice.schema import Advice, Candidate
+from evidence.advice.rounds import Bench
+from evidence.advice.schema import Advice, Candidate, Log
 from evidence.advice.search import BUDGET, Search
 from evidence.advice.text import print_advice
 from evidence.advice.worker import COMPILED, Worker, prepare
@@ -78,10 +78,12 @@ def main(arguments: list[str]) -> int:
             log, more = Log(), {}
         elif (known := cache.read(folder)) and not _continues(known, options, more):
             console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
-            _Job(options, overrides, config, hardware, folder, of, log, console).finish(known, more["notes"])
+            _Job(options, overrides, config, hardware, folder, of, log, console, more.get("faults", {})).finish(
+                known, more["notes"]
+            )
             return 0
         (folder / cache.ANSWER).unlink(missing_ok=True)
-        job = _Job(options, overrides, config, hardware, folder, of, log, console)
+        job = _Job(options, overrides, config, hardware, folder, of, log, console, more.get("faults", {}))
         job.finish(*job.run())
     return 0
 
@@ -134,6 +136,8 @@ class _Job:
     of: dict[str, Any]
     log: Log
     console: Console
+    faults: dict[str, list[str]]
+    """That the doctor found in an earlier call, by label."""
 
     def __post_init__(self) -> None:
         self.began = time.monotonic() - self.log.spent_s
@@ -145,11 +149,11 @@ class _Job:
         self._say(f"varied: {', '.join(varied) or 'nothing, all options are set'}")
         for entry in space.left_out:
             self._say(f"left out: {entry.candidate.label} ({entry.reason})")
-        plan = Plan(space, self.log, self.options.goal)
+        plan = Plan(space, self.log, self.options.goal, faults=self.faults)
         budget_s = 60 * self.options.budget_minutes
         bench = self._bench(common, self.log, self.folder)
         notes = list(space.notes)
-        more = {"budget_minutes": self.options.budget_minutes, "notes": notes}
+        more = {"budget_minutes": self.options.budget_minutes, "notes": notes, "faults": self.faults}
         prepare()
         self.log.spent_s = time.monotonic() - self.began
         search = Search(plan, bench, budget_s, lambda: cache.save(self.folder, self.of, self.log, more), self._say)
@@ -164,6 +168,7 @@ class _Job:
         def objecting(chosen: Setting) -> dict[str, str]:
             nonlocal health
             against, health = objections(plan, chosen, steps, check_up)
+            cache.save(self.folder, self.of, self.log, more)  # with the faults
             return against
 
         try:
@@ -232,6 +237,8 @@ class _Job:
             winner=found.winner,
             equal=found.equal,
             noise=found.noise,
+            excluded=found.excluded,
+            faults=self.faults,
             spent_s=self.log.spent_s,
             stopped=stopped,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evidence.advice.candidates import Setting
-from evidence.advice.plan import TIME_FOR_MEMORY, Plan
-from evidence.advice.rounds import FINAL, compiles, interval
+from evidence.advice.plan import TIME_FOR_MEMORY, Plan, in_words
+from evidence.advice.rounds import compiles, interval
 from evidence.advice.schema import LEFT_OUT, MEASURED, Candidate, Entry
 from evidence.intervals import Interval
 
 BUSY = 0.20
 """Spread of the null pairs from which on the machine is too busy to see small differences."""
+
+
+MOST_FAULTS = 3
+"""Settings with a fault, after which no other one is examined."""
 
 
 @dataclass
@@ -29,6 +33,8 @@ class Conclusion:
     noise: float
     notes: list[str] = field(default_factory=list)
     """What else the user should know, in sentences."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Labels that may not be advised, with the reasons."""
 
 
 def objections(
@@ -46,19 +52,45 @@ def objections(
         Labels that are not to be advised, with the reasons; and the health of the chosen setting, if it was examined.
     """
     found = conclude(plan, chosen)
-    entry = found.entries[0]
-    label, pays = entry.candidate.label, entry.pays_after_steps
-    if label == found.baseline:
+    entry, default = found.entries[0], plan.label(plan.space.baseline)
+    label = entry.candidate.label
+    if label == default:
         return {}, {}
-    if plan.goal == "speed" and (entry.never_pays or (pays or 0) > steps):
-        late = "never" if entry.never_pays else f"after {pays} steps"
-        why = f"compiling ({label}) pays {late}, and this run has {steps}, so the advice is without it"
-        compiled = [name for name in plan.log.records if compiles(name) and name != found.baseline]
-        return dict.fromkeys(compiled, why), {}
+    if label != found.baseline and (costly := _costly(plan, found.entries, label, steps)):
+        return {each: why for each, why in costly.items() if each != found.baseline}, {}
     health = check_up(entry.candidate)
-    if faults := health["faults"]:
-        return {label: f"{label} is not advised, because the doctor found a fault in it: {'; '.join(faults)}"}, {}
-    return {}, health
+    if not health["faults"]:
+        return {}, health
+    plan.faults[label] = health["faults"]
+    others = plan.log.records.keys() - {default} if len(plan.faults) >= MOST_FAULTS else set()
+    enough = f"{len(plan.faults)} settings have a fault, so no further one is examined or advised"
+    return dict.fromkeys(sorted(others), enough) | {label: in_words(label, health["faults"])}, {}
+
+
+def _costly(plan: Plan, entries: list[Entry], label: str, steps: int) -> dict[str, str]:
+    """Return the settings that compile and, with that, take longer for a whole run than the best that does not.
+
+    Empty if ``label`` is not among them, and for goal=memory.
+    """
+    if plan.goal != "speed" or not compiles(label):
+        return {}
+    base_s = next(statistics.median(each.step_s) for each in entries if each.candidate.label == _reference(plan))
+    ranked = {plan.label(setting): math.exp(-plan.speed(setting)) for setting in plan.ranked()}
+    compile_s = {each.candidate.label: each.compile_s for each in entries}
+    run_s = {name: compiles(name) * compile_s[name] + steps * base_s * times for name, times in ranked.items()}
+    plain = min((name for name in run_s if not compiles(name)), key=run_s.__getitem__, default=None)
+    if plain is None or run_s[label] <= run_s[plain]:
+        return {}
+    why = (
+        f"compiling ({label}) takes {compile_s[label]:.0f} s, and in the {steps} steps of this run it saves less than "
+        f"that over {plain}"
+    )
+    return {name: why for name in run_s if compiles(name) and run_s[name] > run_s[plain]}
+
+
+def _reference(plan: Plan) -> str:
+    assert plan.reference is not None
+    return plan.label(plan.reference)
 
 
 def conclude(plan: Plan, chosen: Setting) -> Conclusion:
@@ -72,9 +104,7 @@ def conclude(plan: Plan, chosen: Setting) -> Conclusion:
         plan: with a log that has a final round.
         chosen: what the final round timed.
     """
-    reference = plan.reference
-    assert reference is not None
-    base, winner, noise = plan.label(reference), plan.label(chosen), plan.noise
+    base, winner, noise = _reference(plan), plan.label(chosen), plan.noise
     entries = {entry.candidate.label: entry for entry in _entries(plan, base)}
     notes = list(dict.fromkeys(plan.excluded.values()))
     null = interval(plan.null_ratios) if noise > BUSY else None
@@ -91,7 +121,7 @@ def conclude(plan: Plan, chosen: Setting) -> Conclusion:
     contenders = [plan.label(setting) for setting in plan.contenders()]
     equal = [each for each in contenders if each != winner] if winner in contenders else []
     order = sorted(entries.values(), key=lambda entry: _order(entry, winner, plan.goal))
-    return Conclusion(base, winner, [*order, *plan.space.left_out], equal, noise, notes)
+    return Conclusion(base, winner, [*order, *plan.space.left_out], equal, noise, notes, plan.excluded)
 
 
 def _entries(plan: Plan, base: str) -> list[Entry]:
@@ -102,11 +132,11 @@ def _entries(plan: Plan, base: str) -> list[Entry]:
         entry = Entry(candidate, record.status, record.reason, memory_bytes=record.memory_bytes)
         entry.rounds = sum(bool(done.times.get(candidate.label)) for done in log.rounds)
         entry.step_s = log.times(candidate.label)
-        kinds = [FINAL] if any(done.kind == FINAL and done.times.get(candidate.label) for done in log.rounds) else None
+        rounds = log.final if any(done.times.get(candidate.label) for done in log.final) else None
         if candidate.label == base:
             entry.speed = Interval(1.0, 1.0, 1.0, 0.95, len(entry.step_s))
         elif entry.status == MEASURED:
-            entry.speed = interval(log.ratios(candidate.label, base, kinds))
+            entry.speed = interval(log.ratios(candidate.label, base, rounds))
         if entry.step_s and record.warm_up_s:
             later = statistics.median(entry.step_s)
             entry.compile_s = max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * later)
@@ -125,7 +155,7 @@ def _pays(plan: Plan, setting: Setting, entry: Entry) -> None:
     if eager is None:
         return
     log, names = plan.log, (plan.label(setting), plan.label(eager))
-    ratios = log.ratios(*names, [FINAL]) or log.ratios(*names)
+    ratios = log.ratios(*names, log.final) or log.ratios(*names)
     if not ratios:
         return
     saved = statistics.median(entry.step_s) * (statistics.median(ratios) - 1)

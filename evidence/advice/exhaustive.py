@@ -81,7 +81,8 @@ def compare(
     winner = advice.entry(advice.winner).candidate
     lines = _measured(advice, winner, candidates, bench, folder, show)
     grid_s = sum(line.seconds for line in lines.values())
-    counted = [line for line in lines.values() if line.ratios and line.label != winner.label]
+    faultless = (line for line in lines.values() if line.label not in advice.faults)
+    counted = [line for line in faultless if line.ratios and line.label != winner.label]
     left_out = [] if compiles(winner.label) else [line for line in counted if not _pays(line, steps)]
     counted = [line for line in counted if line not in left_out]
     if advice.goal == "memory":

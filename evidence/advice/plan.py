@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from evidence.advice.candidates import Setting, Space
-from evidence.advice.rounds import TWIN, Log, compiles, interval
-from evidence.advice.schema import LEFT_OUT
+from evidence.advice.rounds import TWIN, compiles, interval
+from evidence.advice.schema import LEFT_OUT, Log
 
 AHEAD = 1.02
 """One setting is ahead of another where the interval of their ratio lies above."""
@@ -48,8 +48,11 @@ class Plan:
     """Labels of candidates for which there was no time."""
     excluded: dict[str, str] = field(default_factory=dict)
     """Labels that are not to be advised, each with the reason as a sentence for the user."""
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    """What the doctor found, by label; those with faults are excluded, too."""
 
     def __post_init__(self) -> None:
+        self.excluded |= {label: in_words(label, faults) for label, faults in self.faults.items()}
         every = itertools.product(*(range(len(factor.values)) for factor in self.space.factors))
         self._labels = {setting: self.space.candidate(setting).label for setting in every}
         self._settings = {label: setting for setting, label in self._labels.items()}
@@ -66,7 +69,8 @@ class Plan:
     @property
     def reference(self) -> Setting | None:
         """What ratios are over: the baseline; where it fails, the first setting that works. None: none does."""
-        known = [setting for setting in self.known() if self.log.ok(self.label(setting))]
+        allowed = (setting for setting in self.known() if self.label(setting) not in self.excluded)
+        known = [setting for setting in allowed if self.log.ok(self.label(setting))]
         base = self.space.baseline
         return base if base in known else known[0] if known else None
 
@@ -162,7 +166,7 @@ class Plan:
         if self.reference is None:
             return []
         label = self.label(self.reference)
-        return self.log.ratios(label + TWIN, label, {done.kind for done in self.log.rounds})
+        return self.log.ratios(label + TWIN, label, self.log.rounds)
 
     @property
     def noise(self) -> float:
@@ -263,3 +267,8 @@ class Plan:
         if position is None or not compiles(self.label(setting)) or len(self.space.factors[position].values) < 2:
             return None
         return self.space.changed(setting, position, 1 - setting[position])
+
+
+def in_words(label: str, faults: Sequence[str]) -> str:
+    """Return why a setting with faults is not advised."""
+    return f"{label} is not advised, because the doctor found a fault in it: {'; '.join(faults)}"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Candidate
+from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Candidate, Log, Record, Round
 from evidence.advice.worker import Failed, Hung, Started
 from evidence.intervals import Interval, ratio_interval
 
@@ -41,82 +40,6 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """End it."""
-
-
-@dataclass
-class Record:
-    """What is known of one candidate."""
-
-    status: str = MEASURED
-    reason: str = ""
-    warm_up_s: list[float] = field(default_factory=list)
-    """Seconds of each step of its first start's warm-up."""
-    start_s: float = 0.0
-    untimed: int = 0
-    """Optimizer steps before each block that are not timed."""
-    memory_bytes: int | None = None
-
-    fastest_s: float = 0.0
-    """Of a step, in any block or in the warm-up after its first step."""
-
-    def step_s(self) -> float:
-        """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
-        return self.fastest_s or min(self.warm_up_s[1:] or self.warm_up_s)
-
-
-@dataclass
-class Round:
-    """The step times of one round, in seconds; a candidate that left the round early has fewer."""
-
-    kind: str
-    times: dict[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass
-class Log:
-    """Everything measured for the advice. As JSON it is what an interrupted advice continues from."""
-
-    records: dict[str, Record] = field(default_factory=dict)
-    rounds: list[Round] = field(default_factory=list)
-    spent_s: float = 0.0
-
-    def ok(self, label: str) -> bool:
-        """Return whether a candidate was measured without a failure."""
-        record = self.records.get(label)
-        return record is not None and record.status == MEASURED and bool(self.times(label))
-
-    def times(self, label: str) -> list[float]:
-        """Return a candidate's step times in its last round."""
-        return next((done.times[label] for done in reversed(self.rounds) if done.times.get(label)), [])
-
-    def ratios(self, label: str, over: str, kinds: Iterable[str] | None = None) -> list[float]:
-        """Return how many times as fast as ``over`` it is, one number for each repeat in which both took a block.
-
-        Args:
-            label: of the candidate.
-            over: that of the other.
-            kinds: of the rounds that count; None: all but the final one, whose times nothing is chosen by.
-        """
-        counted = [done for done in self.rounds if (done.kind in kinds if kinds else done.kind != FINAL)]
-        return [
-            other / own
-            for done in counted
-            for own, other in zip(done.times.get(label, []), done.times.get(over, []), strict=False)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Log:
-        """Return what ``to_dict`` was given."""
-        records = {label: Record(**record) for label, record in content["records"].items()}
-        return cls(records, [Round(**each) for each in content["rounds"]], content["spent_s"])
-
-
-FINAL = "final"
-"""The round after the choice, which alone gives the ratio that is reported."""
 
 
 def interval(ratios: Sequence[float]) -> Interval | None:
@@ -176,7 +99,7 @@ class Bench:
         steps = [record.step_s() for record in self.log.records.values() if record.warm_up_s]
         record = self.log.records.get(label)
         step = record.step_s() if record and record.warm_up_s else statistics.median(steps or [0.0])
-        return max(self.block_s, step) + step * (record.untimed if record else 0)
+        return max(self.block_s, step)
 
     def begin(self, candidate: Candidate, deadline: float, others_s: float = math.inf) -> bool:
         """Make sure that a candidate runs; return False where it cannot.
@@ -203,16 +126,19 @@ class Bench:
         try:
             started = runner.start(limit_s)
             if record is None:
-                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s, untimed=started.untimed)
+                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s)
                 kept.memory_bytes = runner.memory(_patience(sum(started.warm_up_s)))
                 self.log.records[label] = kept
         except (Failed, Hung) as error:
             runner.close()
-            self.fail(label, error)
-            if isinstance(error, Hung) and not patient:  # with more time it may end
-                what = "compiling" if compiles(label) else "its start"
-                why = f"{what} did not end within {limit_s:.0f} s, which is all the budget had for it"
-                self.log.records[label] = Record(LEFT_OUT, why)
+            if isinstance(error, Failed) or patient:
+                self.fail(label, error)
+                return False
+            if record is not None:  # it was measured before, and is as good as it was
+                raise Deadline from error
+            what = "compiling" if compiles(label) else "its start"
+            why = f"{what} did not end within {limit_s:.0f} s, which is all the budget had for it"
+            self.log.records[label] = Record(LEFT_OUT, why)  # with more time it may end
             return False
         except BaseException:
             runner.close()
@@ -247,7 +173,7 @@ class Bench:
         record = self.log.records[candidate.label]
         step = record.step_s()
         steps = max(1, round(self.block_s / step)) if step else 1
-        seconds = self.alive[candidate.label].block(steps, _patience((record.untimed + steps) * step)) / steps
+        seconds = self.alive[candidate.label].block(steps, _patience(steps * step)) / steps
         record.fastest_s = min(step, seconds)
         return seconds
 
@@ -343,7 +269,7 @@ class Bench:
 
 def compiles(label: str) -> bool:
     """Return whether the candidate of this label runs under torch.compile."""
-    return "compile" in label.partition(",")[0].split(" + ")
+    return "compile" in label.removesuffix(TWIN).partition(",")[0].split(" + ")
 
 
 def _patience(expected_s: float) -> float:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evidence.intervals import Interval
 
 MEASURED, FAILED, HUNG, LEFT_OUT = "measured", "failed", "hung", "left out"
+
+
+FINAL = "final"
+"""The kind of the round after the choice, which alone gives the ratio that is reported."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,10 @@ class Advice:
     spent_s: float
     stopped: str
     """Why it ended: ``one is ahead``, ``several are equal``, ``budget``."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Labels that may not be advised, with the reasons, as sentences."""
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    """What the doctor found in some of these."""
     health: dict[str, Any] = field(default_factory=dict)
     """Of the doctor's quick check-up of the winner: ``faults`` and ``notes``."""
     quality: dict[str, Any] = field(default_factory=dict)
@@ -96,3 +105,79 @@ class Advice:
     def entry(self, label: str) -> Entry:
         """Return the entry of a candidate."""
         return next(entry for entry in self.entries if entry.candidate.label == label)
+
+
+@dataclass
+class Record:
+    """What is known of one candidate."""
+
+    status: str = MEASURED
+    reason: str = ""
+    warm_up_s: list[float] = field(default_factory=list)
+    """Seconds of each step of its first start's warm-up."""
+    start_s: float = 0.0
+    memory_bytes: int | None = None
+
+    fastest_s: float = 0.0
+    """Of a step, in any block or in the warm-up after its first step."""
+
+    def step_s(self) -> float:
+        """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
+        return self.fastest_s or min(self.warm_up_s[1:] or self.warm_up_s)
+
+
+@dataclass
+class Round:
+    """The step times of one round, in seconds; a candidate that left the round early has fewer."""
+
+    kind: str
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Log:
+    """Everything measured for the advice. As JSON it is what an interrupted advice continues from."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    def ok(self, label: str) -> bool:
+        """Return whether a candidate was measured without a failure."""
+        record = self.records.get(label)
+        return record is not None and record.status == MEASURED and bool(self.times(label))
+
+    def times(self, label: str) -> list[float]:
+        """Return a candidate's step times in its last round."""
+        return next((done.times[label] for done in reversed(self.rounds) if done.times.get(label)), [])
+
+    @property
+    def final(self) -> list[Round]:
+        """The last final round; empty: there was none."""
+        return [done for done in self.rounds if done.kind == FINAL][-1:]
+
+    def ratios(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[float]:
+        """Return how many times as fast as ``over`` it is, one number for each repeat in which both took a block.
+
+        Args:
+            label: of the candidate.
+            over: that of the other.
+            rounds: that count; None: all but the final ones, whose times nothing is chosen by.
+        """
+        if rounds is None:
+            rounds = [done for done in self.rounds if done.kind != FINAL]
+        return [
+            other / own
+            for done in rounds
+            for own, other in zip(done.times.get(label, []), done.times.get(over, []), strict=False)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Log:
+        """Return what ``to_dict`` was given."""
+        records = {label: Record(**record) for label, record in content["records"].items()}
+        return cls(records, [Round(**each) for each in content["rounds"]], content["spent_s"])

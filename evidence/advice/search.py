@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from evidence.advice.candidates import Setting
 from evidence.advice.plan import FIRST, REPEATS, Plan
-from evidence.advice.rounds import FINAL, LEAST_REPEATS, TWIN, Bench, Round, compiles, interval
-from evidence.advice.schema import LEFT_OUT, Candidate
+from evidence.advice.rounds import LEAST_REPEATS, TWIN, Bench, compiles, interval
+from evidence.advice.schema import FINAL, LEFT_OUT, Candidate, Round
 from trainer.errors import RunError, UserError
 
 AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
+NO_TIME = "the setting that was the best is not advised, because there was no time for its final round"
 FINAL_REPEATS, FINAL_LEAST = 12, 8
 """Repeats of the final round, at most; and at least, before an exact interval ends it. Ending it sooner, whenever the
 interval happens to be narrow, would make the intervals too narrow."""
@@ -79,13 +80,14 @@ class Search:
             raise RunError(f"no candidate works; the first error: {self._first_error()}")
         while True:
             if self.plan.reference is None:
-                raise RunError(f"no candidate works any more; the first error: {self._first_error()}")
+                raise RunError(f"no candidate can be advised; the first error: {self._first_error()}")
             chosen = self.plan.choose(self.plan.contenders())
             if not self._final(chosen):
                 continue
             if not (found := objections(chosen)):
                 break
             self.plan.excluded |= found
+        over = over or any(why == NO_TIME for why in self.plan.excluded.values())
         return chosen, BUDGET if over else SEVERAL if len(self.plan.contenders()) > 1 else AHEAD
 
     def _over(self) -> bool:
@@ -95,9 +97,8 @@ class Search:
         """Return the seconds that the final round needs at least, or a part of the budget."""
         block = max((self.bench.expected_block_s(label) for label in self.log.records), default=0.0)
         start = max((record.start_s for label, record in self.log.records.items() if not compiles(label)), default=0.0)
-        starts = (
-            2 * LEAST_REPEATS if self.log.rounds and len(self.bench.alive) < 2 else 1
-        )  # the memory holds one process
+        one_at_a_time = len(self.bench.held) > 1 and len(self.bench.alive) < 2  # the memory holds one process
+        starts = 2 * LEAST_REPEATS if one_at_a_time else 1
         return min((REPEATS + 1) * 4 * block + starts * start, 0.3 * self.budget_s)
 
     def _affordable(self, base: Candidate) -> None:
@@ -154,7 +155,7 @@ class Search:
         self.show(f"final round: {', '.join(each.label for each in candidates)}")
 
         def enough(done: Round) -> bool:
-            found = interval(self.log.ratios(winner.label, base.label, [FINAL]))
+            found = interval(self.log.ratios(winner.label, base.label, self.log.final))
             exact = found is not None and found.high / found.mean - 1 < _EXACT
             return len(done.times.get(base.label, [])) >= FINAL_LEAST and exact
 
@@ -166,12 +167,12 @@ class Search:
         self._save()
         if chosen == reference:
             return self.log.ok(base.label)
-        if interval(self.log.ratios(winner.label, base.label, [FINAL])) is not None:
+        if interval(self.log.ratios(winner.label, base.label, self.log.final)) is not None:
             return True
         if self.log.ok(winner.label) and self.log.ok(base.label):
-            self.plan.excluded[winner.label] = f"{winner.label} is not advised, because its final round had no time"
+            self.plan.excluded[winner.label] = NO_TIME
         return False
 
     def _first_error(self) -> str:
         failed = (f"{label}: {record.reason}" for label, record in self.log.records.items() if record.reason)
-        return next(failed, "none was started")
+        return next(failed, next(iter(self.plan.excluded.values()), "none was started"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import multiprocessing
 import os
 import signal
@@ -57,8 +56,6 @@ class Started:
     """Of each step of the warm-up; the first ones compile."""
     held_bytes: int
     """Of the device's memory, by the whole process."""
-    untimed: int = 0
-    """Optimizer steps before each block, see ``Subject.untimed``."""
 
 
 class Worker:
@@ -99,8 +96,8 @@ class Worker:
             Hung: no answer within the limit.
         """
         began = time.monotonic()
-        steps, held, untimed = self._ask(("start",), limit_s)
-        return Started(time.monotonic() - began, steps, held, untimed)
+        steps, held = self._ask(("start",), limit_s)
+        return Started(time.monotonic() - began, steps, held)
 
     def block(self, steps: int, limit_s: float) -> float:
         """Return the seconds of so many optimizer steps, the device's work included."""
@@ -183,7 +180,7 @@ def serve(connection: Connection, overrides: Sequence[str], threads: int | None,
         try:
             if command == "start":
                 subject = Subject(overrides)
-                connection.send(((subject.warm_up(), subject.held(), subject.untimed), ""))
+                connection.send(((subject.warm_up(), subject.held()), ""))
             else:
                 assert subject is not None
                 connection.send((getattr(subject, command)(*arguments), ""))
@@ -213,15 +210,10 @@ class Subject:
         # No run is that long: the data and the schedule must not end while blocks are taken.
         self.trainer = Trainer.from_config(replace(config, steps=_FOREVER, epochs=None))
         self._take = steps_of(self.trainer)
-        loader, batching = self.trainer.config.loader, self.trainer.plan.batching
-        microbatches = int(loader.workers) * getattr(loader, "prefetch", 2)
-        self.untimed = math.ceil(microbatches / batching.accumulation)
-        """Optimizer steps that use up what loading processes have prepared while other candidates had their turn."""
 
     def block(self, steps: int) -> float:
-        """Return the seconds of so many steps, the device's work included, at the pace of the loading processes."""
+        """Return the seconds of so many steps, the device's work included."""
         device = self.trainer.device
-        self._take(self.untimed)
         synchronise(device)
         began = self.clock()
         self._take(steps)

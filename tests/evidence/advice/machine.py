@@ -10,8 +10,8 @@ from typing import Any
 from evidence.advice.candidates import Factor, Setting, Space, Value
 from evidence.advice.conclude import Conclusion, conclude, objections
 from evidence.advice.plan import Plan
-from evidence.advice.rounds import TWIN, Bench, Log
-from evidence.advice.schema import Candidate
+from evidence.advice.rounds import TWIN, Bench
+from evidence.advice.schema import Candidate, Log
 from evidence.advice.search import Search
 from evidence.advice.worker import Failed, Hung, Started
 

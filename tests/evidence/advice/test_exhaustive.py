@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from evidence.advice.exhaustive import LINES_FILE, compare, sentence, write
-from evidence.advice.rounds import Log
-from evidence.advice.schema import Advice, Candidate
+from evidence.advice.schema import Advice, Candidate, Log
 from evidence.claims.results import read
 from tests.evidence.advice.machine import Machine
 from tests.evidence.advice.made import advice, measured

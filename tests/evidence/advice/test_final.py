@@ -7,13 +7,13 @@ import io
 import pytest
 from rich.console import Console
 
-from evidence.advice.conclude import conclude
-from evidence.advice.rounds import FINAL, Log
-from evidence.advice.schema import FAILED, LEFT_OUT, MEASURED
-from evidence.advice.search import FINAL_LEAST
+from evidence.advice.conclude import MOST_FAULTS, conclude
+from evidence.advice.plan import Plan, in_words
+from evidence.advice.schema import FAILED, FINAL, LEFT_OUT, MEASURED, Log
+from evidence.advice.search import FINAL_LEAST, FINAL_REPEATS
 from evidence.advice.text import print_advice
 from evidence.intervals import ratio_interval
-from tests.evidence.advice.machine import Machine, factor, space
+from tests.evidence.advice.machine import SPACE, Machine, factor, space
 from tests.evidence.advice.made import advice, measured
 from tests.evidence.advice.test_rounds import machine, product_of
 from trainer.errors import RunError
@@ -21,7 +21,7 @@ from trainer.errors import RunError
 
 def of_new_blocks(search_log: Log, label: str, base: str) -> None:
     """Fail unless both were timed in a final round."""
-    assert len(search_log.ratios(label, base, [FINAL])) >= 2
+    assert len(search_log.ratios(label, base, search_log.final)) >= 2
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_the_winner_has_new_blocks_where_processes_do_not_fit_together(
     found = conclude(search.plan, chosen)
     assert found.winner != "fp32"
     of_new_blocks(search.log, found.winner, "fp32")
-    assert found.entries[0].speed == ratio_interval(search.log.ratios(found.winner, "fp32", [FINAL]))
+    assert found.entries[0].speed == ratio_interval(search.log.ratios(found.winner, "fp32", search.log.final))
     assert here.now < 1.35 * 300, [
         (done.kind, {k: len(v) for k, v in done.times.items()}) for done in search.log.rounds
     ]
@@ -83,14 +83,14 @@ def test_where_nothing_works_any_more_the_first_error_is_reported() -> None:
         return base_round(kind, *of)  # type: ignore[arg-type]
 
     search.bench.round = round_without_anything  # type: ignore[assignment, method-assign]
-    with pytest.raises(RunError, match="works any more; the first error: fp32: gone"):
+    with pytest.raises(RunError, match="can be advised; the first error: fp32: gone"):
         search.run()
 
 
 def test_an_interval_that_happens_to_be_narrow_does_not_end_the_final_round_at_once() -> None:
     search = machine(noise=0.0).search()
     chosen, _ = search.run()
-    assert len(search.log.ratios(search.plan.label(chosen), "fp32", [FINAL])) == FINAL_LEAST
+    assert len(search.log.ratios(search.plan.label(chosen), "fp32", search.log.final)) == FINAL_LEAST
 
 
 def test_a_start_that_the_budget_cuts_off_is_tried_again_with_a_larger_one() -> None:
@@ -119,7 +119,7 @@ def test_a_setting_with_a_fault_is_not_advised_and_the_next_best_has_a_final_rou
     ]
     entry = found.entries[0]
     assert entry.speed is not None
-    assert entry.speed.count >= 8
+    assert FINAL_LEAST <= entry.speed.count <= FINAL_REPEATS, "of its own final round alone"
 
 
 def test_where_all_have_faults_the_default_is_advised_and_not_examined() -> None:
@@ -130,6 +130,35 @@ def test_where_all_have_faults_the_default_is_advised_and_not_examined() -> None
     assert found.winner == "fp32"
     assert "fp32" not in here.examined
     assert len(found.notes) == len(here.examined) == 2
+
+
+def test_after_three_faults_no_other_setting_is_examined() -> None:
+    every = {SPACE.candidate(setting).label: ["a fault"] for setting in SPACE.product()}
+    here = machine()
+    found, _ = here.advise(faults=every)
+    assert found.winner == "fp32"
+    assert len(here.examined) == MOST_FAULTS
+    assert "3 settings have a fault, so no further one is examined or advised" in found.notes
+
+
+def test_a_known_fault_is_not_looked_for_again() -> None:
+    here = machine()
+    search = here.search()
+    best = "bf16 + compile, micro=32"
+    plan = Plan(SPACE, search.log, "speed", faults={best: ["overflow"]})
+    search.plan = plan
+    chosen, _ = search.run()
+    assert plan.label(chosen) != best
+    assert conclude(plan, chosen).notes == [in_words(best, ["overflow"])]
+
+
+def test_a_setting_that_takes_the_place_of_a_default_that_fails_is_examined() -> None:
+    """fp32 fails, all others have faults: nothing can be advised, and the first fault is named."""
+    among = space(factor("precision", "fp32", "bf16"))
+    here = machine(broken={"fp32": "out of memory", "fp32 (again)": "out of memory"})
+    with pytest.raises(RunError, match="no candidate can be advised; the first error: fp32: out of memory"):
+        here.advise(among=among, faults={"bf16": ["overflow"]})
+    assert here.examined == ["bf16"]
 
 
 def test_what_does_not_pay_is_replaced_by_the_best_that_does_not_compile() -> None:
@@ -143,9 +172,38 @@ def test_what_does_not_pay_is_replaced_by_the_best_that_does_not_compile() -> No
 
     found, _ = Machine(step_s).advise(steps=10)
     assert found.winner == "fp32, micro=32"
-    assert any("and this run has 10, so the advice is without it" in note for note in found.notes)
+    assert any(
+        "in the 10 steps of this run it saves less than that over fp32, micro=32" in note for note in found.notes
+    )
     assert found.entries[0].speed is not None
     assert found.entries[0].speed.count >= FINAL_LEAST
+
+
+def test_a_whole_run_is_compared_with_the_best_that_does_not_compile() -> None:
+    """Compiling pays against its own form, but another setting without it is nearly as fast."""
+
+    def step_s(label: str) -> float:
+        base = 0.03 if "16" in label else 0.02
+        return base * (0.3 if "compile" in label else 0.33 if "micro=32" in label else 1.0)
+
+    short, _ = Machine(step_s, compile_s=60.0).advise(steps=5000, budget_s=1200.0)
+    assert short.winner == "fp32, micro=32"
+    long, _ = Machine(step_s, compile_s=60.0).advise(steps=500_000, budget_s=1200.0)
+    assert "compile" in long.winner
+
+
+def test_a_default_whose_second_start_the_budget_cuts_off_keeps_what_was_measured() -> None:
+    here = machine()
+    bench = here.bench(Log())
+    fp32 = SPACE.candidate(SPACE.baseline)
+    bench.round("precisions", [fp32], 2, 100.0)
+    before = bench.log.times("fp32")
+    bench.close()
+    here.broken["fp32"] = "hangs"
+    late = bench.round("halving", [fp32], 2, here.now + 2.0)
+    assert late == [fp32]
+    assert bench.log.ok("fp32")
+    assert bench.log.times("fp32") == before
 
 
 def test_memory_that_compiling_saves_counts_however_short_the_run_is() -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from evidence.advice import cache, outputs
 from evidence.advice.outputs import Grid, Outputs
-from evidence.advice.rounds import Log
-from evidence.advice.schema import Advice, Candidate
+from evidence.advice.schema import Advice, Candidate, Log
 from tests.evidence.advice.machine import Machine
 from tests.evidence.advice.made import TINY, advice
 from tests.helpers import CPU

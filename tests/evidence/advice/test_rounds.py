@@ -8,8 +8,7 @@ import statistics
 import pytest
 
 from evidence.advice.conclude import conclude
-from evidence.advice.rounds import FINAL, Log
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT
+from evidence.advice.schema import FAILED, FINAL, HUNG, LEFT_OUT, Log
 from evidence.advice.search import AHEAD, BUDGET, SEVERAL
 from evidence.intervals import ratio_interval
 from tests.evidence.advice.machine import SPACE, Machine, factor, settings, space
@@ -95,7 +94,7 @@ def test_the_simplest_of_equal_settings_is_advised() -> None:
 def test_a_short_run_is_not_compiled() -> None:
     found, _ = machine().advise(steps=100)
     assert found.winner == "bf16, micro=32"
-    assert any("pays after" in note and "100" in note for note in found.notes)
+    assert any("compiling" in note and "in the 100 steps of this run" in note for note in found.notes)
     assert found.entries[0].speed is not None
     assert found.entries[0].speed.mean == pytest.approx(1 / (0.5 * 0.8), rel=0.02)
 
