@@ -49,6 +49,7 @@ def test_the_winner_has_new_blocks_when_a_search_continues_with_little_time_left
     log = Log.from_dict(search.log.to_dict() | {"spent_s": 290.0})
     again = machine(start_s=8.0).search(budget_s=300.0, log=log)
     chosen, _ = again.run()
+    assert again.plan.label(chosen) == "bf16 + compile, micro=32"
     of_new_blocks(again.log, again.plan.label(chosen), "fp32")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from evidence.advice.conclude import conclude
 from evidence.advice.schema import FAILED, FINAL, HUNG, LEFT_OUT, Log
-from evidence.advice.search import AHEAD, BUDGET, SEVERAL
+from evidence.advice.search import AHEAD, BUDGET, FINAL_REPEATS, SEVERAL
 from evidence.intervals import ratio_interval
 from tests.evidence.advice.machine import SPACE, Machine, factor, settings, space
 from trainer.errors import RunError, UserError
@@ -97,6 +97,7 @@ def test_a_short_run_is_not_compiled() -> None:
     assert any("compiling" in note and "in the 100 steps of this run" in note for note in found.notes)
     assert found.entries[0].speed is not None
     assert found.entries[0].speed.mean == pytest.approx(1 / (0.5 * 0.8), rel=0.02)
+    assert found.entries[0].speed.count <= FINAL_REPEATS, "not of the blocks that decided against compiling"
 
 
 def test_what_fails_or_hangs_is_named_and_the_others_go_on() -> None:
