@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,12 +200,19 @@ class Reproduction:
 
 
 def machine_name(hardware: Hardware) -> str:
-    """Return the machine's name for folders: the device's name, and for a CPU the number of cores used."""
+    """Return the machine's name for folders: the device's name; of a CPU also its bf16 instructions and used cores."""
     name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
     name = re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "unknown"
     if hardware.is_gpu:
         return name
-    return f"{name}{'-amx' if 'amx_bf16' in hardware.cpu_flags else ''}-{hardware.cpu_cores}-cores"
+    has = bf16_instructions(hardware.cpu_flags)
+    return "-".join(filter(None, [name, has.lower().replace("_", "-"), f"{hardware.cpu_cores}-cores"]))
+
+
+def bf16_instructions(cpu_flags: Container[str]) -> str:
+    """Return what a CPU computes bf16 products with, which the names of some do not tell; empty: nothing."""
+    names = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16"}
+    return next((name for flag, name in names.items() if flag in cpu_flags), "")
 
 
 def part_facts(record: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import yaml
 
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
+from evidence.claims.reproduce import bf16_instructions
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_text
 
@@ -144,8 +145,7 @@ def _title(outcomes: dict[str, dict[str, Any]]) -> str:
     name = re.sub(r"\((R|TM)\)| CPU\b| Processor\b| @.*", "", hardware["name"], flags=re.IGNORECASE)
     if hardware["device"] != "cpu":
         return name
-    amx = ", AMX" if "amx_bf16" in hardware["cpu_flags"] else ""
-    return f"{name}, {hardware['cpu_cores']} cores{amx}"
+    return ", ".join(filter(None, [name, f"{hardware['cpu_cores']} cores", bf16_instructions(hardware["cpu_flags"])]))
 
 
 def _cell(record: dict[str, Any] | None, claim: Claim) -> str:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,19 @@ from tests.evidence.claims.made_up import CLAIM, Machine, reproduction
 from tests.helpers import CPU
 from trainer.config.options import run
 from trainer.errors import UserError
+
+
+def test_a_cpu_is_named_with_its_bf16_instructions() -> None:
+    """AMD EPYC is the name of processors with and without them."""
+    names = {
+        flag: machine_name(replace(CPU, name="AMD EPYC", cpu_cores=2, cpu_flags=frozenset({flag})))
+        for flag in ("avx2", "avx512_bf16", "amx_bf16")
+    }
+    assert names == {
+        "avx2": "amd-epyc-2-cores",
+        "avx512_bf16": "amd-epyc-avx512-bf16-2-cores",
+        "amx_bf16": "amd-epyc-amx-2-cores",
+    }
 
 
 def test_a_claim_is_run_judged_and_explained(tmp_path: Path, files: Callable[..., None], made_up: Machine) -> None:

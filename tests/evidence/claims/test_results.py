@@ -42,6 +42,8 @@ def test_machines_stand_side_by_side_with_what_each_lacks() -> None:
         "two_x": absent | {"needs": ["bf16 in hardware"]},
         "scaler_needed": absent | {"too_slow": {"fp16_dynamic": "fp16 products take 95 times as long as fp32's here"}},
     }
+    zen4 = {"two_x": absent | {"hardware": hardware | {"cpu_flags": ["avx512_bf16"]}, "needs": ["a GPU"]}}
+    assert "| AMD EPYC 7B13, 2 cores, avx512_bf16 |" in results.summary({xeon: outcomes, "amd": zen4}, claims)
     head, _, two_x, scaler = results.summary({xeon: outcomes, "amd": amd}, claims).splitlines()
     assert head == "| claim | as published | Intel Xeon, 2 cores, AMX | AMD EPYC 7B13, 2 cores |"
     assert two_x.startswith("| [two_x](results.md#two_x) | 2x or more speedup")
