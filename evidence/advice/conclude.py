@@ -20,6 +20,9 @@ BUSY = 0.20
 
 MOST_FAULTS = 3
 """Settings with a fault, after which no other one is examined."""
+PROMISING = 1.05
+"""Where the final round does not confirm the first choice, the next one has a final round, too, if the interval of some
+setting lies above this: once, since each further round could confirm by chance."""
 
 
 @dataclass
@@ -35,6 +38,8 @@ class Conclusion:
     """What else the user should know, in sentences."""
     excluded: dict[str, str] = field(default_factory=dict)
     """Labels that may not be advised, with the reasons."""
+    unconfirmed: str = ""
+    """Why the choice is not the winner, as a sentence; empty: it is."""
 
 
 def objections(
@@ -53,7 +58,10 @@ def objections(
     """
     found = conclude(plan, chosen)
     entry, default = found.entries[0], plan.label(plan.space.baseline)
-    label = entry.candidate.label
+    label, last = entry.candidate.label, plan.label(chosen)
+    if label == found.baseline and last != label and not plan.unconfirmed and _promising(plan, last):
+        plan.unconfirmed.add(last)
+        return {last: found.unconfirmed}, {}
     if label == default:
         return {}, {}
     if label != found.baseline and (costly := _costly(plan, found.entries, label, steps)):
@@ -65,6 +73,13 @@ def objections(
     others = plan.log.records.keys() - {default} if len(plan.faults) >= MOST_FAULTS else set()
     enough = f"{len(plan.faults)} settings have a fault, so no further one is examined or advised"
     return dict.fromkeys(sorted(others), enough) | {label: in_words(label, health["faults"])}, {}
+
+
+def _promising(plan: Plan, but: str) -> bool:
+    """Return whether a setting other than ``but`` was clearly faster than the reference before the final round."""
+    others = (plan.label(setting) for setting in plan.ranked() if plan.label(setting) != but)
+    known = (interval(plan.log.ratios(label, _reference(plan))) for label in others)
+    return plan.goal == "speed" and any(found is not None and found.low > PROMISING for found in known)
 
 
 def _costly(plan: Plan, entries: list[Entry], label: str, steps: int) -> dict[str, str]:
@@ -106,10 +121,11 @@ def conclude(plan: Plan, chosen: Setting) -> Conclusion:
     """
     base, winner, noise = _reference(plan), plan.label(chosen), plan.noise
     entries = {entry.candidate.label: entry for entry in _entries(plan, base)}
-    notes = list(dict.fromkeys(plan.excluded.values()))
+    notes, unconfirmed = list(dict.fromkeys(plan.excluded.values())), ""
     null = interval(plan.null_ratios) if noise > BUSY else None
     if winner != base and (why := _unconfirmed(plan.goal, entries[winner], entries[base], null)):
-        notes.append(f"{winner} was the best until the final round, which did not confirm it: {why}")
+        unconfirmed = f"{winner} was the best until the final round, which did not confirm it: {why}"
+        notes.append(unconfirmed)
         winner = base
     if null is not None:
         notes.append(
@@ -120,8 +136,9 @@ def conclude(plan: Plan, chosen: Setting) -> Conclusion:
         )
     contenders = [plan.label(setting) for setting in plan.contenders()]
     equal = [each for each in contenders if each != winner] if winner in contenders else []
+    excluded = {name: why for name, why in plan.excluded.items() if name not in plan.unconfirmed}
     order = sorted(entries.values(), key=lambda entry: _order(entry, winner, plan.goal))
-    return Conclusion(base, winner, [*order, *plan.space.left_out], equal, noise, notes, plan.excluded)
+    return Conclusion(base, winner, [*order, *plan.space.left_out], equal, noise, notes, excluded, unconfirmed)
 
 
 def _entries(plan: Plan, base: str) -> list[Entry]:

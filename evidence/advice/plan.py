@@ -50,6 +50,8 @@ class Plan:
     """Labels that are not to be advised, each with the reason as a sentence for the user."""
     faults: dict[str, list[str]] = field(default_factory=dict)
     """What the doctor found, by label; those with faults are excluded, too."""
+    unconfirmed: set[str] = field(default_factory=set)
+    """Labels that are excluded because the final round did not confirm them."""
 
     def __post_init__(self) -> None:
         self.excluded |= {label: in_words(label, faults) for label, faults in self.faults.items()}

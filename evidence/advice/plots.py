@@ -80,7 +80,8 @@ def draw(advice: Advice) -> Any:
         style = {"transform": axes.transAxes, "va": "top", "fontsize": 8, "linespacing": 1.5, "color": INK}
         axes.text(1.03, 1.0, "\n".join(listed), **style)
     _limits(axes, shown)
-    _legend(figure, axes, bool(numbered), len(named) + len(numbered) < len(shown))
+    apart = advice.winner != advice.baseline
+    _legend(figure, axes, apart, bool(numbered), len(named) + len(numbered) < len(shown))
     _label(figure, axes, named, shown, corners)
     return figure
 
@@ -91,8 +92,8 @@ def _key(number: int, entry: Entry) -> list[str]:
     return [f"{number}   {lines[0]}", *(f"     {line}" for line in [*lines[1:], figures])]
 
 
-def _legend(figure: Any, axes: Any, numbered: bool, others: bool) -> None:
-    kinds = [("D", WINNER, "advised"), ("s", BASELINE, "default")]
+def _legend(figure: Any, axes: Any, apart: bool, numbered: bool, others: bool) -> None:
+    kinds = [("D", WINNER, "advised")] + [("s", BASELINE, "default")] * apart
     kinds += [("o", FRONT, "Pareto front")] * numbered + [("o", NOISE, "others")] * others
     for marker, color, name in kinds:
         axes.plot([], [], marker, color=color, label=name)

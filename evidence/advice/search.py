@@ -99,7 +99,7 @@ class Search:
         start = max((record.start_s for label, record in self.log.records.items() if not compiles(label)), default=0.0)
         one_at_a_time = len(self.bench.held) > 1 and len(self.bench.alive) < 2  # the memory holds one process
         starts = 2 * LEAST_REPEATS if one_at_a_time else 1
-        return min((REPEATS + 1) * 4 * block + starts * start, 0.3 * self.budget_s)
+        return min(FINAL_LEAST * 4 * block + starts * start, 0.3 * self.budget_s)
 
     def _affordable(self, base: Candidate) -> None:
         """Start the baseline, and refuse a budget in which not even it and one more candidate can be timed."""

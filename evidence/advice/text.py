@@ -25,7 +25,7 @@ def sentence(advice: Advice) -> str:
     health = _health(advice)
     if advice.winner == base:
         setting = "no setting that can be advised" if advice.excluded else "no setting"
-        better = f"{setting} needs less memory" if advice.goal == "memory" else f"{setting} is faster"
+        better = f"{setting} needs less memory" if advice.goal == "memory" else f"{setting} is clearly faster"
         scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == "budget" else ""
         return f"{base}{_default(advice)}: {better} here{scope}{health}{_others(advice)}"
     assert winner.speed is not None

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from evidence.advice.conclude import MOST_FAULTS, conclude
+from evidence.advice.conclude import MOST_FAULTS, conclude, objections
 from evidence.advice.plan import Plan, in_words
 from evidence.advice.schema import FAILED, FINAL, LEFT_OUT, MEASURED, Log
 from evidence.advice.search import FINAL_LEAST, FINAL_REPEATS
@@ -140,6 +140,32 @@ def test_after_three_faults_no_other_setting_is_examined() -> None:
     assert found.winner == "fp32"
     assert len(here.examined) == MOST_FAULTS
     assert "3 settings have a fault, so no further one is examined or advised" in found.notes
+
+
+def test_where_the_final_round_does_not_confirm_the_choice_the_next_one_has_a_final_round_too() -> None:
+    slow: set[str] = set()
+
+    def step_s(label: str) -> float:
+        return 0.02 * (1.2 if label in slow else 0.79 if label == "bf16, micro=32" else 0.8 if "bf16" in label else 1.0)
+
+    here = Machine(step_s)
+    search = here.search(among=space(factor("precision", "fp32", "bf16"), factor("micro", "", "micro=32")))
+    base_round = search.bench.round
+
+    def slower_in_the_final_round(kind: str, *of: object) -> object:
+        if kind == FINAL:
+            slow.add("bf16")
+        return base_round(kind, *of)  # type: ignore[arg-type]
+
+    search.bench.round = slower_in_the_final_round  # type: ignore[assignment, method-assign]
+    healthy = {"faults": [], "notes": [], "healthy": True}
+    chosen, _ = search.run(lambda chosen: objections(search.plan, chosen, 100, lambda _: healthy)[0])
+    found = conclude(search.plan, chosen)
+    assert found.winner == "bf16, micro=32"
+    (note,) = found.notes
+    assert note.startswith("bf16 was the best until the final round, which did not confirm it: 0.83x")
+    assert found.excluded == {}
+    assert [done.kind for done in search.log.rounds].count(FINAL) == 2
 
 
 def test_a_known_fault_is_not_looked_for_again() -> None:
