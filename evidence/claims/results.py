@@ -151,7 +151,7 @@ def _title(outcomes: dict[str, dict[str, Any]]) -> str:
 def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
     """Return the verdict, and what was measured or is missing."""
     if record is None:
-        return ""
+        return "not tested yet"
     if record["verdict"] == NOT_HERE:
         why = [
             *(f"needs {need}" for need in record.get("needs", [])),
