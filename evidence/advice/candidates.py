@@ -226,7 +226,8 @@ class _Builder:
         if "attention" in own:
             now = vars(recipe)["attention"]
             half = AUTOCAST_DTYPE.keys() & {value.words for value in self.factors[0].values}
-            forms = ["sdpa", "eager", *(["sdpa_fp32"] if half else [])]
+            # Recipes whose attention is "auto" have a form in fp32.
+            forms = ["sdpa", "eager", *(["sdpa_fp32"] if half and now == "auto" else [])]
             # auto becomes sdpa, or the faster of the two forms of it.
             self._vary("recipe.attention", [form for form in forms if form != now and (now, form) != ("auto", "sdpa")])
 

@@ -44,6 +44,14 @@ def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPat
     }
 
 
+def test_attention_has_the_forms_that_the_recipe_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.3)
+    small = ("data=synthetic", "data.vocab_size=500", "recipe.context=16")
+    gpt2 = varied("recipe=gpt2", "recipe.size=nano", *small)["recipe.attention"]
+    assert gpt2 == ["", "attention=eager", "attention=sdpa_fp32"]
+    assert varied("recipe=bert", *small)["recipe.attention"] == ["", "attention=eager"]
+
+
 def test_what_the_user_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert varied(*SMALL, *FIXED, "micro_batch_size=4") == {}
