@@ -11,7 +11,7 @@ import pytest
 from evidence.bench import command as bench_cli
 from evidence.claims import command as reproduce_cli
 from evidence.claims import results
-from evidence.claims.reproduce import Reproduction
+from evidence.claims.reproduce import Reproduction, machine_name
 from evidence.programme import command as cli
 from evidence.programme import rates
 from evidence.programme.stages import stages
@@ -57,7 +57,7 @@ def test_the_programme_is_rehearsed(
     plan = stages(place, "cpu", True, [])
     records = cli.Programme(place, detect("cpu"), 600, launch).run(plan, [])
     assert {name: record["status"] for name, record in records.items()} == {stage.name: "done" for stage in plan}
-    assert tested == reproduce_cli.ordered(reproduce_cli.names(), results.read().get("this machine", {}))
+    assert tested == reproduce_cli.ordered(reproduce_cli.names(), results.read().get(machine_name(detect("cpu")), {}))
     page = (place / "programme.md").read_text()
     assert "not run yet" not in page
     for name in ("operators-gpt2.txt", "operators-resnet50.txt"):
