@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import time
 import weakref
@@ -20,7 +21,11 @@ from typing import Any
 import pytest
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 
+from tests import forks
+from tests.helpers import PROJECT
+from trainer.run import command
 from trainer.run import run as run_module
+from trainer.run.memory.shortage import out_of_memory
 from trainer.trainer import Trainer
 
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
@@ -300,21 +305,35 @@ def in_processes(launch: Callable[..., Any]) -> Callable[..., Any]:
     return launched
 
 
+def elsewhere() -> None:
+    """The program of the following test: scripts/train.py, whose sweeps start jobs in processes of their own."""
+    command.jobs_folder = lambda arguments: Path("outputs/.jobs").absolute()
+    BasicLauncher.launch = in_processes(BasicLauncher.launch)  # type: ignore[method-assign]
+    sys.argv[0] = "scripts/train.py"
+    sys.exit(command.main(out_of_memory))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork")
-def test_a_sweep_of_jobs_elsewhere_ends_with_their_results(
-    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.run.command.jobs_folder", lambda arguments: folder / "outputs" / ".jobs")
-    monkeypatch.setattr(BasicLauncher, "launch", in_processes(BasicLauncher.launch))
+def test_a_sweep_of_jobs_elsewhere_ends_with_their_results(train: Callable[..., Any], folder: Path) -> None:
     options = [*BIGNET, "steps=2", "profiler=none", "tracking=local", "clip=norm"]
-    done = train("-m", *options, "seed=0,1,2")
-    assert done.code == 1
-    assert "error: the launcher failed: ValueError: a job was lost\n" in done.err
+    # In a process of its own: a fork of this one cannot train once an earlier test has started autograd's threads.
+    program = [
+        sys.executable,
+        "-c",
+        "from tests.command_line.test_sweep import elsewhere; elsewhere()",
+        "-m",
+        *options,
+        "seed=0,1,2",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    done = forks.run(program, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: the launcher failed: ValueError: a job was lost\n" in done.stderr
     assert outputs(folder) == [".jobs", "bignet-fp32-s0", "bignet-fp32-s2"]
-    table = [line.split() for line in done.out.splitlines()]
+    table = [line.split() for line in done.stdout.splitlines()]
     statuses = {line[1]: line[-1] for line in table if line[-1:] in (["finished"], ["failed"])}
     assert statuses == {"0": "finished", "1": "failed", "2": "finished"}
     (jobs,) = (folder / "outputs" / ".jobs").iterdir()
-    assert done.out.endswith(f"\nwhat the jobs printed: {jobs}\n")
+    assert done.stdout.endswith(f"\nwhat the jobs printed: {jobs}\n")
     again = train("-m", *options, "seed=0,2")
     assert "2 of 2 runs are complete, 0 to run" in again.out
