@@ -76,14 +76,12 @@ def main(arguments: list[str]) -> int:
             if before and not options.fresh:
                 console.print(f"measured again: {', '.join(cache.changed(of, before))} changed since the earlier call")
             log, more = Log(), {}
-        elif (known := cache.read(folder)) and not _continues(known, options, more):
+        job = _Job(options, overrides, config, hardware, folder, of, log, console, more.get("faults", {}))
+        if more and (known := cache.read(folder)) and not _continues(known, options, more):
             console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
-            _Job(options, overrides, config, hardware, folder, of, log, console, more.get("faults", {})).finish(
-                known, more["notes"]
-            )
+            job.finish(known, more["notes"])
             return 0
         (folder / cache.ANSWER).unlink(missing_ok=True)
-        job = _Job(options, overrides, config, hardware, folder, of, log, console, more.get("faults", {}))
         job.finish(*job.run())
     return 0
 

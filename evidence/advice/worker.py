@@ -184,7 +184,7 @@ def serve(connection: Connection, overrides: Sequence[str], threads: int | None,
             else:
                 assert subject is not None
                 connection.send((getattr(subject, command)(*arguments), ""))
-        except Exception as error:  # of any kind: the parent reports it and goes on with the other candidates
+        except Exception as error:  # of any kind: the parent reports it, and measures the other candidates
             kind = "out of memory: " if is_out_of_memory(error) else ""
             text = first_line(error)
             if not isinstance(error, RunError) and not kind:
