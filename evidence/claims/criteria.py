@@ -103,7 +103,7 @@ def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     for outcome in outcomes:
         runs.setdefault(outcome.arm, {})[outcome.seed] = outcome
     if missing := [name for name in criterion.arms if name not in runs]:
-        return Finding(criterion, NOT_HERE if criterion.decides else "", why=f"without the arm {missing[0]} here")
+        return Finding(criterion, NOT_HERE if criterion.decides else "", why=f"the arm {missing[0]} does not run here")
     values = _values(criterion, runs)
     finding = Finding(criterion, "", values=values)
     if values:

@@ -89,7 +89,7 @@ def test_notes_are_of_existing_claims_and_are_below_their_traps() -> None:
     assert notes.keys() <= claims.keys()
     page = results.page({}, claims, {"half_everywhere": ["what came later"]})
     _, _, section = page.partition("## half_everywhere")
-    assert section.index("- Trap: ") < section.index("- Note, added later: what came later") < 700
+    assert section.index("- Caution: ") < section.index("- Note, added later: what came later") < 700
 
 
 def test_an_outcome_of_an_earlier_file_does_not_count() -> None:
