@@ -52,6 +52,22 @@ class Line:
         """The geometric mean of ``ratios``."""
         return statistics.geometric_mean(self.ratios)
 
+    @property
+    def extra_s(self) -> float:
+        """What a run takes beside its steps: the time to compile; other first steps are slow by chance only."""
+        return self.compile_s if compiles(self.label) else 0.0
+
+    def run_speed(self, ratio: float, winner: Line, steps: int) -> float:
+        """Return how many times as fast as the advised setting it is in a whole run, compile times included.
+
+        Args:
+            ratio: the same of steps alone.
+            winner: the line of the advised setting.
+            steps: of the run.
+        """
+        own_s = steps * statistics.median(self.step_s)
+        return (winner.extra_s + ratio * own_s) / (self.extra_s + own_s)
+
 
 def compare(
     advice: Advice,
@@ -70,34 +86,32 @@ def compare(
         candidates: all combinations that are forecast to fit.
         bench: with a log of its own.
         folder: of the advice.
-        steps: optimizer steps of the user's run: where the advice is not to compile, because it would not pay in so
-            many steps, a compiled candidate counts only if it does.
+        steps: optimizer steps of the user's run, in which compiling has to pay: for goal=speed, whole runs of so many
+            steps are compared, compile times included.
         show: called with lines of progress.
 
     Returns:
         ``best``, ``share_of_the_best`` (mean, low, high: the advised setting's speed over the best other one's; for
-        goal=memory the best's memory over its), ``grid_s``, ``share_of_the_time``, ``met`` and the counts.
+        goal=memory the best's memory over its), ``steps``, ``grid_s``, ``share_of_the_time``, ``met`` and the counts.
     """
     winner = advice.entry(advice.winner).candidate
     lines = _measured(advice, winner, candidates, bench, folder, show)
     grid_s = sum(line.seconds for line in lines.values())
     faultless = (line for line in lines.values() if line.label not in advice.faults)
     counted = [line for line in faultless if line.ratios and line.label != winner.label]
-    left_out = [] if compiles(winner.label) else [line for line in counted if not _pays(line, steps)]
-    counted = [line for line in counted if line not in left_out]
+    mine = lines[winner.label]
     if advice.goal == "memory":
-        found = _least_memory(advice, counted, lines[winner.label])
+        found = _least_memory(advice, counted, mine)
     else:
-        finalists = sorted(counted, key=lambda line: line.speed, reverse=True)[:FINALISTS]
-        by_label = {candidate.label: candidate for candidate in candidates}
-        found = _fastest(winner, [by_label[line.label] for line in finalists], bench, show)
+        finalists = sorted(counted, key=lambda line: line.run_speed(line.speed, mine, steps), reverse=True)[:FINALISTS]
+        found = _fastest(mine, finalists, candidates, bench, steps, show)
     share = found["share_of_the_best"]["mean"]
     time_share = advice.spent_s / grid_s if grid_s else math.inf
     return found | {
         "candidates": len(lines),
         "measured": sum(line.status == MEASURED for line in lines.values()),
         "stopped_early": sum(0 < len(line.ratios) < REPEATS for line in lines.values()),
-        "compiling_does_not_pay": len(left_out),
+        "steps": steps,
         "grid_s": grid_s,
         "advice_s": advice.spent_s,
         "share_of_the_time": time_share,
@@ -108,12 +122,14 @@ def compare(
 def sentence(found: dict[str, Any], goal: str) -> str:
     """Return the comparison in words."""
     share = found["share_of_the_best"]
-    times = f"is {share['mean']:.3g}x [{share['low']:.3g}, {share['high']:.3g}] as fast as"
+    times = f"is {share['mean']:.3g}x [{share['low']:.3g}, {share['high']:.3g}] as fast as it"
     if goal == "memory":
-        times = f"needs {1 / share['mean']:.3g}x the memory of"
+        times = f"needs {1 / share['mean']:.3g}x the memory of it"
+    else:
+        times += f" in a run of {found['steps']} steps with compiling"
     return (
         f"of {found['candidates']} combinations the best other one is {found['best_other']}; the advised setting "
-        f"{times} it, and the search took {found['share_of_the_time']:.0%} of the time of measuring all of them "
+        f"{times}, and the search took {found['share_of_the_time']:.0%} of the time of measuring all of them "
         f"({duration(found['grid_s'])})"
     )
 
@@ -229,14 +245,6 @@ def _block(candidate: Candidate, bench: Bench, line: Line | None) -> float:
     return seconds
 
 
-def _pays(line: Line, steps: int) -> bool:
-    """Return whether a candidate that compiles, and is then the faster one, saves the time for it within the run."""
-    if not compiles(line.label) or line.speed <= 1:
-        return True
-    own = statistics.median(line.step_s)
-    return line.compile_s < steps * own * (line.speed - 1)
-
-
 def _least_memory(advice: Advice, counted: list[Line], mine: Line) -> dict[str, Any]:
     """Compare memory, which repeats exactly, with that of candidates that are not too slow."""
     speed = advice.entry(advice.winner).speed
@@ -251,25 +259,32 @@ def _least_memory(advice: Advice, counted: list[Line], mine: Line) -> dict[str, 
 
 
 def _fastest(
-    winner: Candidate, finalists: list[Candidate], bench: Bench, show: Callable[[str], None]
+    winner: Line,
+    finalists: list[Line],
+    candidates: Sequence[Candidate],
+    bench: Bench,
+    steps: int,
+    show: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time the fastest candidates beside the advised setting with new blocks, which played no part in their choice."""
     if not finalists:
         return {"best": winner.label, "best_other": winner.label} | _share(1.0, 1.0, 1.0)
-    show(f"exhaustive, final round: {', '.join(each.label for each in [winner, *finalists])}")
-    labels = [winner.label, *(each.label for each in finalists)]
-    bench.round("exhaustive", [winner, *finalists], FINAL_REPEATS, math.inf, labels)
+    labels = [winner.label, *(line.label for line in finalists)]
+    show(f"exhaustive, final round: {', '.join(labels)}")
+    by_label = {candidate.label: candidate for candidate in candidates}
+    bench.round("exhaustive", [by_label[label] for label in labels], FINAL_REPEATS, math.inf, labels)
     times = bench.log.rounds[-1].times
-    ratios = {
-        label: [mine / own for mine, own in zip(times.get(winner.label, []), times.get(label, []), strict=False)]
-        for label in labels[1:]
-    }
-    known = {label: found for label, values in ratios.items() if (found := interval(values)) is not None}
+    known: dict[str, tuple[float, ...]] = {}
+    for line in finalists:
+        pairs = zip(times.get(winner.label, []), times.get(line.label, []), strict=False)
+        found = interval([mine / own for mine, own in pairs])
+        if found is not None:
+            speeds = (line.run_speed(ratio, winner, steps) for ratio in (found.mean, found.low, found.high))
+            known[line.label] = tuple(speeds)
     if not known:
         raise RunError(f"none of {', '.join(labels)} could be timed again; run the command again")
-    label, found = max(known.items(), key=lambda each: each[1].mean)
-    share = _share(1 / found.mean, 1 / found.high, 1 / found.low)
-    return {"best": label if found.mean > 1 else winner.label, "best_other": label} | share
+    label, (mean, low, high) = max(known.items(), key=lambda each: each[1])
+    return {"best": label if mean > 1 else winner.label, "best_other": label} | _share(1 / mean, 1 / high, 1 / low)
 
 
 def _share(mean: float, low: float, high: float) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def page(records: Records, claims: dict[str, Claim], notes: Notes) -> str:
         "contains a bound. Bounds on a quantity that is not compared must hold for every run. `within` is an",
         "equivalence test: [comparing.md](comparing.md). A claim is REFUTED if one of its criteria is REFUTED,",
         "CONFIRMED if all are CONFIRMED. Criteria without bounds, or about arms that a machine cannot run, do not",
-        "count. An arm is one of the compared settings; null_arm is the baseline with other seeds. A caution names a known",
-        "way to misread the published figure.",
+        "count. An arm is one of the compared settings; null_arm is the baseline with other seeds. A caution names a",
+        "known way to misread the published figure.",
         "",
     ]
     for machine, outcomes in records.items():
