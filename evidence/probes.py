@@ -20,6 +20,8 @@ from trainer.files import write_json
 from trainer.hardware import Hardware, detect
 from trainer.precision.modes import Precision
 
+_BLOCK_S = 5e-3
+"""Products are timed in blocks of at least this."""
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,7 +46,7 @@ class Probe:
 class Gemm(Probe):
     """``gemm``: one square matrix product, its speed and its error.
 
-    Measures ``tflops`` (10^12 floating-point operations a second, the median of ``repeats`` products) and ``error``
+    Measures ``tflops`` (10^12 floating-point operations a second, the median of ``repeats`` blocks) and ``error``
     (the largest difference from fp64, relative to the largest element, over the first ``rows`` rows).
     """
 
@@ -66,8 +68,14 @@ class Gemm(Probe):
         exact = a[: self.rows].double() @ b.double()
         left, right = (matrix.to(hardware.device, _DTYPES[self.precision]) for matrix in (a, b))
         product = left @ right
-        multiply = stopwatch(lambda _: left @ right, hardware.device)
-        seconds = sorted(multiply(1) for _ in range(self.repeats))
+
+        def products(count: int) -> None:
+            for _ in range(count):
+                torch.mm(left, right)
+
+        multiply = stopwatch(products, hardware.device)
+        count = max(1, math.ceil(_BLOCK_S / multiply(1)))  # so that the start of a product counts little
+        seconds = sorted(multiply(count) / count for _ in range(self.repeats))
         error = (product[: self.rows].cpu().double() - exact).abs().max() / exact.abs().max()
         return {"tflops": 2 * self.size**3 / seconds[len(seconds) // 2] / 1e12, "error": error.item()}
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,9 @@ from trainer.tracking.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"
 STOP_TIMEOUT_S = 120.0
+"""What an interrupted process may take to save and end."""
+_LIMIT_STOP_S = 15.0
+"""The same at its limit, where what it would save is of no use."""
 TRAIN = "train.py"
 NULL_SHIFT = 1000
 """What a null arm adds to every seed."""
@@ -205,12 +209,14 @@ def in_a_process(command: list[str], log: Path, limit_s: float | None = None) ->
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             return process.wait(limit_s)
-        except BaseException:  # Ctrl-C reaches the run too; a signal to this process alone does not
+        except BaseException as error:  # Ctrl-C reaches the run too; a signal to this process alone does not
             process.terminate()
             try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LIMIT_STOP_S if isinstance(error, subprocess.TimeoutExpired) else STOP_TIMEOUT_S)
+            finally:  # also at a second interruption
                 process.kill()
+                process.wait()
             raise
 
 

@@ -103,6 +103,8 @@ def read(folder: Path) -> Advice | None:
     content = read_object(folder / ANSWER)
     try:
         entries = [_entry(each) for each in content.pop("entries")]
+        if "steps" not in content["exhaustive"]:  # by an earlier version, which compared steps instead of runs
+            content["exhaustive"] = {}
         return Advice(**content, entries=entries)
     except (KeyError, TypeError):
         return None

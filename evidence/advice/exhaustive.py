@@ -122,14 +122,16 @@ def compare(
 def sentence(found: dict[str, Any], goal: str) -> str:
     """Return the comparison in words."""
     share = found["share_of_the_best"]
-    times = f"is {share['mean']:.3g}x [{share['low']:.3g}, {share['high']:.3g}] as fast as it"
     if goal == "memory":
-        times = f"needs {1 / share['mean']:.3g}x the memory of it"
+        times = f"the advised setting needs {1 / share['mean']:.3g}x its memory"
     else:
-        times += f" in a run of {found['steps']} steps with compiling"
+        times = (
+            f"in a run of {found['steps']} steps, compile time included, the advised setting is "
+            f"{share['mean']:.3g}x [{share['low']:.3g}, {share['high']:.3g}] as fast as that"
+        )
     return (
-        f"of {found['candidates']} combinations the best other one is {found['best_other']}; the advised setting "
-        f"{times}, and the search took {found['share_of_the_time']:.0%} of the time of measuring all of them "
+        f"of {found['candidates']} combinations the best other one is {found['best_other']}; {times}; "
+        f"the search took {found['share_of_the_time']:.0%} of the time of measuring all of them "
         f"({duration(found['grid_s'])})"
     )
 

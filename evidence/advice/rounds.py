@@ -122,15 +122,9 @@ class Bench:
         while self.alive and self.held and self.free_bytes() < 1.25 * max(self.held):
             self.alive.pop(next(iter(self.alive))).close()
         limit_s, patient = self._limit(candidate, left, others_s)
-        runner = self.runner(candidate)
         try:
-            started = runner.start(limit_s)
-            if record is None:
-                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s)
-                kept.memory_bytes = runner.memory(_patience(sum(started.warm_up_s)))
-                self.log.records[label] = kept
+            self.alive[label] = self._start(candidate, limit_s)
         except (Failed, Hung) as error:
-            runner.close()
             if isinstance(error, Failed) or patient:
                 self.fail(label, error)
                 return False
@@ -140,12 +134,29 @@ class Bench:
             why = f"{what} did not end within {limit_s:.0f} s, which is all the budget had for it"
             self.log.records[label] = Record(LEFT_OUT, why)  # with more time it may end
             return False
-        except BaseException:
-            runner.close()
-            raise
-        self.held.append(started.held_bytes)
-        self.alive[label] = runner
         return True
+
+    def _start(self, candidate: Candidate, limit_s: float) -> Runner:
+        """Start a process, and measure the memory of a new candidate; alone, if memory runs out beside others.
+
+        Raises:
+            Failed, Hung: see ``Worker``.
+        """
+        runner = self.runner(candidate)
+        try:
+            started = runner.start(limit_s)
+            if candidate.label not in self.log.records:
+                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s)
+                kept.memory_bytes = runner.memory(_patience(sum(started.warm_up_s)))
+                self.log.records[candidate.label] = kept
+        except BaseException as error:
+            runner.close()
+            if not (isinstance(error, Failed) and error.out_of_memory and self.alive):
+                raise
+            self.close()
+            return self._start(candidate, limit_s)
+        self.held.append(started.held_bytes)
+        return runner
 
     def _limit(self, candidate: Candidate, left: float, others_s: float) -> tuple[float, bool]:
         """Return how long a start may take, and whether one that takes longer counts as hung."""

@@ -36,10 +36,17 @@ COMPILED = "compiled"
 """The folder below the advice's for what torch.compile keeps."""
 _FOREVER = 10**9
 """Optimizer steps, more than any search takes."""
+OUT_OF_MEMORY = "out of memory: "
+"""What such an error begins with."""
 
 
 class Failed(Exception):
     """A candidate that ended with an error, or whose process died."""
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether memory ran out."""
+        return str(self).startswith(OUT_OF_MEMORY)
 
 
 class Hung(Exception):
@@ -185,7 +192,7 @@ def serve(connection: Connection, overrides: Sequence[str], threads: int | None,
                 assert subject is not None
                 connection.send((getattr(subject, command)(*arguments), ""))
         except Exception as error:  # of any kind: the parent reports it, and measures the other candidates
-            kind = "out of memory: " if is_out_of_memory(error) else ""
+            kind = OUT_OF_MEMORY if is_out_of_memory(error) else ""
             text = first_line(error)
             if not isinstance(error, RunError) and not kind:
                 kind = f"{type(error).__name__}: "

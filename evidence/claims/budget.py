@@ -24,15 +24,19 @@ _SAFETY = 1.15
 """A run may take this much longer than expected."""
 _SHORTEST_S = 20.0
 """With less time than this, a run of unknown length is not begun."""
+_LONGEST_SHARE = 2.0
+"""A run of unknown length is ended at this many times its share of the time left: the claim would not fit then."""
 
 
 class OutOfTime(Exception):
     """What would come next does not fit in the time left."""
 
-    def __init__(self, needed_s: float | None) -> None:
+    def __init__(self, needed_s: float | None, ended: bool = False) -> None:
         super().__init__(needed_s)
         self.needed_s = needed_s
         """Seconds for all that is left of the claim; None: not known."""
+        self.ended = ended
+        """Whether a run was begun, and ended at its limit."""
 
 
 def duration(text: str, key: str = "budget") -> float:
@@ -103,23 +107,29 @@ class Budget:
         """Run a command if it fits, and learn what it takes.
 
         Raises:
-            OutOfTime: it does not fit, or it was ended at the end of the time.
+            OutOfTime: it does not fit, or it was ended because the claim will not fit.
         """
         arm = _arm(command)
         self._check(arm)
         began = self.clock()
         try:
-            code = self.start(command, log, self.left())
+            code = self.start(command, log, self._limit(arm))
         except subprocess.TimeoutExpired:
             spent = self.clock() - began
             path = log.parent / AT_LEAST_FILE
             write_json(path, read_object(path) | {arm: spent})
             self.expected[arm] = max(spent, self.expected.get(arm, 0.0))
-            raise OutOfTime(self.needed()) from None
+            raise OutOfTime(self.needed(), ended=True) from None
         self.expected[arm] = self.clock() - began
         if arm in self.todo:
             self.todo.remove(arm)
         return code
+
+    def _limit(self, arm: str) -> float:
+        """Return how long a run of this arm may take."""
+        if self.partly or arm in self.expected or not self.todo:
+            return self.left()
+        return min(self.left(), max(_SHORTEST_S, _LONGEST_SHARE * self.left() / len(self.todo)))
 
     def _check(self, arm: str) -> None:
         """Raise ``OutOfTime`` unless a run of this arm and, but for ``partly``, all that follows it fit."""

@@ -66,28 +66,34 @@ def run_claims(names: Sequence[str], reproduction: Reproduction, finished: Calla
         reproduction: tests them.
         finished: called with the name of each claim as soon as it has an outcome.
     """
-    left = _turn(names, reproduction, finished)
+    left, ended = _turn(names, reproduction, finished)
     if left and reproduction.budget:
         reproduction.budget.partly = True
-        left = _turn([name for name in names if name in left], reproduction, finished)
+        again = [name for name in names if name in left and name not in ended]  # the others are too long for this call
+        rest, _ = _turn(again, reproduction, finished)
+        left = {name: rest.get(name, seconds) for name, seconds in left.items() if name in ended or name in rest}
     return left
 
 
-def _turn(names: Sequence[str], reproduction: Reproduction, finished: Callable[[str], None]) -> Left:
+def _turn(names: Sequence[str], reproduction: Reproduction, finished: Callable[[str], None]) -> tuple[Left, set[str]]:
+    """Return what was left, and the claims of which a run was ended at its limit."""
     left: Left = {}
+    ended = set()
     for name in names:
         try:
             if name not in reproduction.done:
                 reproduction.test(name)
         except OutOfTime as error:
             left[name] = error.needed_s
+            if error.ended:
+                ended.add(name)
             if reproduction.budget and not reproduction.budget.partly:
                 needs = "" if error.needed_s is None else f" needs about {in_words(error.needed_s)} more, and"
                 there = in_words(max(0.0, reproduction.budget.left()))
                 reproduction.report(f"\n{name}{needs} does not fit in the {there} that are left")
         else:
             finished(name)
-    return left
+    return left, ended
 
 
 def rest_in_words(left: Left) -> str:

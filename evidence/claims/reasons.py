@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.claims.claims import NULL_ARM
-from evidence.claims.criteria import Criterion, Finding, number
+from evidence.claims.criteria import Finding, number
 from evidence.measures import MEASURES, measured
 from evidence.operators import PRODUCTS
 from evidence.runs import DIVERGED, Arm, Outcome, Runner
@@ -64,29 +64,6 @@ def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], r
             if sentence and sentence not in sentences:
                 sentences.append(sentence)
     return sentences
-
-
-def extra_runs(criteria: list[Criterion], arms: list[Arm], most: int, ledgers: bool) -> list[Arm]:
-    """Return the short extra runs that ``reasons`` can need: an upper limit of them.
-
-    Args:
-        criteria: of the claim.
-        arms: that are run here.
-        most: as for ``reasons``.
-        ledgers: whether the runs themselves record the memory by category.
-    """
-    by_name = {arm.label: arm for arm in arms}
-    found: dict[str, Arm] = {}
-    sentences = 0
-    for criterion in criteria:
-        if not criterion.decides or not by_name.keys() >= {*criterion.arms}:
-            continue
-        for pair in zip(criterion.arm, criterion.over or criterion.minus or criterion.arm, strict=True):
-            sentences += 1
-            kind = {"speed": _OPERATORS, "memory": "" if ledgers else _LEDGERS}.get(criterion.measure, "")
-            if kind and sentences <= most:
-                found |= {(run := _short(by_name[name], kind)).label: run for name in pair}
-    return list(found.values())
 
 
 def products_and_rest(path: Path) -> _OperatorTimes:

@@ -15,7 +15,7 @@ from typing import Any
 from evidence.claims.budget import Budget, OutOfTime, Seconds, of_runs
 from evidence.claims.claims import Claim, lacking, load
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
-from evidence.claims.reasons import MOST, extra_runs, reasons
+from evidence.claims.reasons import MOST, reasons
 from evidence.intervals import INCONCLUSIVE
 from evidence.measures import MEASURES, measured
 from evidence.runs import DIVERGED, Arm, Outcome, Runner, interleaved, outcome_line
@@ -72,16 +72,17 @@ class Reproduction:
         return self.done[name]
 
     def plan(self, claim: Claim) -> tuple[list[Arm], Runner, list[str]]:
-        """Return a claim's arms here, what runs them, and the arms of the runs that are left, one entry each."""
+        """Return a claim's arms here, what runs them, and the arms of the runs that are left, one entry each.
+
+        The short runs that explain an outcome are not among them: they are made if there is time.
+        """
         names = list(claim.arms) if self.reduced else claim.to_run(self.hardware, self.include)
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
         launch = self.budget.launch if self.budget else self.launch
         runner = Runner(self.folder / self._key(claim), launch=launch)
-        left = [arm.label for arm, seed in interleaved(arms, list(range(claim.repeats))) if not runner.done(arm, seed)]
-        most = 1 if self.reduced else MOST
-        extra = (arm for arm in extra_runs(claim.criteria, arms, most, ledger) if not runner.done(arm, 0))
-        return arms, runner, left + [arm.label for arm in extra]
+        seeds = list(range(claim.repeats))
+        return arms, runner, [arm.label for arm, seed in interleaved(arms, seeds) if not runner.done(arm, seed)]
 
     def expected(self, claim: Claim, runner: Runner) -> Seconds:
         """Return what each arm's run takes, by what is known."""

@@ -9,7 +9,7 @@ from evidence.runs import merged
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
-from trainer.errors import OutOfMemory, RunError, UserError
+from trainer.errors import OutOfMemory, UserError
 from trainer.formats import size
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.activation import MODES as CHECKPOINTING
@@ -82,6 +82,6 @@ class Fits:
                 return None
             config = replace(config, micro_batch_size=resolved.plan.batching.micro_batch_size)
             need = required_bytes(config, forecast(config))
-        except (RunError, RuntimeError, ValueError):  # the run itself reports it
+        except Exception:  # the run itself reports it
             return None
         return f"forecast to need {size(need)}, {size(self.usable)} can be used" if need > self.usable else None

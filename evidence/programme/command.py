@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import tarfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,19 @@ from trainer.errors import UserError, nearest
 from trainer.files import make_folder, read_object, write_json, write_text
 from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts
-from trainer.tracking.mlflow.delivery_record import SUMMARY_FILE
+from trainer.tracking.mlflow.delivery_record import PRECISION_FILE, SUMMARY_FILE
 
 DONE, FAILED, TOO_LONG, CUT = "done", "failed", "took too long", "not finished"
 RECORD, PAGE, LOGS, OUTCOMES = "programme.json", "programme.md", "logs.txt", "outcomes.tar.gz"
 _LEAST_S = 15.0
 """With less time than this no stage is begun."""
 _LAST_LINES = 8
+_START_S = 15.0
+"""What reproduce.py takes until its own budget begins."""
 _GRACE_S = 45.0
 """What the claims may take longer than their own budget, which they keep themselves."""
+_KEEP_EVERY_S = 20.0
+"""While claims are tested, their outcomes are kept this often: the machine may end before the stage does."""
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Programme:
     """Runs a command with a log and a limit in seconds, beyond which it raises ``subprocess.TimeoutExpired``."""
     clock: Callable[[], float] = time.monotonic
     git: dict[str, str] = field(default_factory=git_facts)
+    keep_every_s: float = _KEEP_EVERY_S
 
     def __post_init__(self) -> None:
         self._end = self.clock() + self.seconds
@@ -79,7 +86,8 @@ class Programme:
                 continue
             left = self._left()
             if stage.name == CLAIMS:  # they take all the time that there is; some of it is for what follows
-                after = sum(each.usual_s for each in plan[number + 1 :] if not again and each.name not in records)
+                rest = (each for each in plan[number + 1 :] if not again and each.name not in records)
+                after = sum(each.usual_s + _START_S for each in rest)
                 left -= after if left > 3 * after else 0.0
             limit = min(stage.limit_s, left)
             if limit < max(_LEAST_S, stage.usual_s):
@@ -102,14 +110,15 @@ class Programme:
         began, log = self.clock(), self.folder / f"{stage.name}.log"
         line = command(stage)
         if stage.name == CLAIMS:
-            line.append(f"budget={limit:.0f}s")
+            line.append(f"budget={limit - _START_S:.0f}s")
             limit += _GRACE_S
             (self.folder / CLAIMS_FOLDER / LEFT_FILE).unlink(missing_ok=True)
         elif stage.run:
             shutil.rmtree(self.folder / "runs" / stage.name, ignore_errors=True)
         print(f"{stage.name}: {stage.about} (at most {in_words(limit)})")
         try:
-            code = self.launch(line, log, limit)
+            with _repeated(self._keep_outcomes, self.keep_every_s) if stage.name == CLAIMS else nullcontext():
+                code = self.launch(line, log, limit)
             status = DONE if code == 0 else FAILED
         except subprocess.TimeoutExpired:
             code, status = -1, TOO_LONG if limit >= stage.limit_s else CUT
@@ -124,14 +133,16 @@ class Programme:
             "last_lines": _last_lines(log),
         }
         if stage.run:
-            record["summary"] = read_object(self.folder / "runs" / stage.name / SUMMARY_FILE)
+            run = self.folder / "runs" / stage.name
+            record["summary"] = read_object(run / SUMMARY_FILE)
+            record["precision"] = read_object(run / PRECISION_FILE).get("effective")  # with the attention that ran
         print(f"{stage.name}: {status}, {in_words(record['seconds'])}")
         return record
 
     def _keep(self, plan: list[Stage], records: dict[str, dict[str, Any]]) -> None:
         """Write what is worth keeping: few files, also to the folder that the variable OUT names."""
         machine = machine_name(self.hardware)
-        rates = read_object(self.folder / "rates.json")
+        rates = read_object(self.folder / "rates.json") or read_object(self.folder / RECORD).get("rates", {})
         write_json(self.folder / RECORD, {"machine": machine, "rates": rates, "stages": records})
         write_text(self.folder / PAGE, report(machine, rates, plan, records, RESULTS / machine))
         logs = (self.folder / f"{stage.name}.log" for stage in plan)
@@ -143,12 +154,20 @@ class Programme:
             path = self.folder / "runs" / name / source
             if path.exists():
                 shutil.copyfile(path, self.folder / kept)
+        self._copy_out(RECORD, PAGE, LOGS, "bench.json", *(kept for _, kept in KEPT.values()))
+        self._keep_outcomes()
+
+    def _keep_outcomes(self) -> None:
+        """Pack this machine's outcomes of claims."""
+        machine = machine_name(self.hardware)
         if (RESULTS / machine).is_dir():
             with tarfile.open(self.folder / OUTCOMES, "w:gz") as archive:
                 archive.add(RESULTS / machine, machine)
+            self._copy_out(OUTCOMES)
+
+    def _copy_out(self, *names: str) -> None:
         if out := os.environ.get("OUT"):
-            kept_names = (RECORD, PAGE, LOGS, OUTCOMES, "bench.json", *(kept for _, kept in KEPT.values()))
-            for name in kept_names:
+            for name in names:
                 if (self.folder / name).exists():
                     shutil.copyfile(self.folder / name, Path(out) / name)
 
@@ -177,6 +196,24 @@ def main(arguments: list[str]) -> int:
     records = programme.run(plan, options.only)
     print("\n" + (folder / PAGE).read_text(encoding="utf-8") if (folder / PAGE).exists() else "nothing was run")
     return int(any(record["status"] in (FAILED, TOO_LONG) for record in records.values()))
+
+
+@contextmanager
+def _repeated(action: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Do something in a thread every so many seconds, until the context ends."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            action()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _last_lines(log: Path) -> list[str]:

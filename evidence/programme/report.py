@@ -86,9 +86,12 @@ def goals(records: Records, outcomes: Path) -> list[Goal]:
 
 def _measured(stage: Stage, record: dict[str, Any]) -> str:
     if record.get("summary"):
-        speed, share, memory = _speed(record), _mfu(record), record["summary"].get("peak_memory_bytes")
+        summary = record["summary"]
+        speed, memory = summary.get("units_per_s"), summary.get("peak_memory_bytes")
+        share = (summary.get("utilisation") or {}).get("mfu")
         parts = [
-            f"{quantity(speed)} {record['summary'].get('unit', 'units')}/s" if speed else "",
+            "" if record["status"] == "done" else "until it was ended",
+            f"{quantity(speed)} {summary.get('unit', 'units')}/s" if speed else "",
             f"{_percent(share)} of the rate of products" if share else "",
             f"{memory / 2**30:.1f} GiB" if memory else "",
         ]

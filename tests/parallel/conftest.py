@@ -27,7 +27,8 @@ def environment() -> dict[str, str]:
     """One thread a process, and nothing of an outer torchrun or MLflow."""
     outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC", "MLFLOW", "MASTER_", "GROUP_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(outer)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    paths = filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")])  # packages may be in a folder of their own
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def forked_environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ from evidence.advice.plan import Plan
 from evidence.advice.rounds import TWIN, Bench
 from evidence.advice.schema import Candidate, Log
 from evidence.advice.search import Search
-from evidence.advice.worker import Failed, Hung, Started
+from evidence.advice.worker import OUT_OF_MEMORY, Failed, Hung, Started
 
 
 def factor(name: str, *values: str) -> Factor:
@@ -50,6 +50,8 @@ class Machine:
     memory: Callable[[str], int] = lambda label: 1000
     room: int = 10**9
     """Bytes for processes, each of which takes 1000."""
+    device_bytes: int = 10**9
+    """Beside other processes a candidate fails with less than ``memory`` of it."""
     broken: dict[str, str] = field(default_factory=dict)
     """By label: the error at the start; ``hangs``: no answer; ``later``: an error in the third block."""
     seed: int = 0
@@ -104,6 +106,8 @@ class Fake:
                 raise Hung(f"no answer within {limit_s:.0f} s")
             if why != "later":
                 raise Failed(why)
+        if 1000 * (len(self.machine.alive) - 1) + self.memory(limit_s) > self.machine.device_bytes:
+            raise Failed(f"{OUT_OF_MEMORY}beside {len(self.machine.alive) - 1} others")
         step = self._step()
         compiling = self.machine.compile_s if "compile" in self.label else 0.0
         self.machine.now += self.machine.start_s + compiling + 2 * step

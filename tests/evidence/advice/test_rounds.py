@@ -39,7 +39,6 @@ def test_the_changes_that_help_are_combined() -> None:
     assert speed is not None
     assert speed.low < 1 / (0.5 * 0.6 * 0.8) < speed.high
     assert len(set(here.started)) < len(settings()) / 3, "the whole grid was not needed"
-    assert not here.alive or here.alive  # closed by the caller
     entry = found.entries[0]
     assert entry.compile_s == pytest.approx(10, rel=0.05)
     assert entry.pays_after_steps == pytest.approx(10 / (0.02 * 0.5 * 0.8 * 0.4), rel=0.05)
@@ -197,6 +196,16 @@ def test_processes_that_do_not_fit_together_take_turns() -> None:
     assert conclude(search.plan, chosen).winner == "bf16 + compile, micro=32"
     assert max(highest) <= 2
     assert here.started.count("fp32") > 1
+
+
+def test_a_candidate_without_enough_memory_beside_others_runs_alone() -> None:
+    here = machine(
+        device_bytes=5000, memory=lambda label: 9000 if "fp16" in label else 4500 if "bf16" in label else 1000
+    )
+    found, _ = here.advise()
+    entries = {entry.candidate.label: entry for entry in found.entries}
+    assert found.winner.startswith("bf16")
+    assert (entries["fp16"].status, entries["fp16"].reason) == (FAILED, "out of memory: beside 0 others")
 
 
 def test_least_memory_in_at_most_one_and_a_half_times_the_time() -> None:

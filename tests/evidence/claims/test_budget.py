@@ -86,12 +86,25 @@ def test_a_run_that_outlasts_the_time_is_ended_and_not_begun_again_with_as_littl
     made_up.takes = {"fp32": 200.0, "bf16": 200.0}
     files("mine", criteria=LOSS)
     _, left = call(["mine"], 60)
-    assert (made_up.started, made_up.now) == (["fp32-s0"], 60)
-    assert left == {"mine": 360.0}  # at least
-    call(["mine"], 60)
+    assert (made_up.started, made_up.now) == (["fp32-s0"], 20)  # six runs of more than 20 s do not fit into 60 s
+    assert left == {"mine": 120.0}  # at least
+    call(["mine"], 20)
     assert made_up.started == []
     call(["mine"], 1500)
     assert len(made_up.started) == 6
+
+
+def test_a_claim_whose_first_run_is_too_long_leaves_the_time_to_the_others(
+    files: Callable[..., None], call: Callable[..., Any], made_up: Machine
+) -> None:
+    made_up.takes = {"slow": 200.0}
+    arms = {"slow": "net precision=fp32", "bf16": "net precision=bf16"}
+    files("first", arms=arms, criteria=[LOSS[0] | {"over": "slow"}])
+    files("second", criteria=LOSS)
+    here, left = call(["first", "second"], 120)
+    assert (list(here.done), left) == (["second"], {"first": 240.0})
+    assert made_up.started.count("slow-s0") == 1
+    assert made_up.now == 40 + 60
 
 
 def test_an_outcome_is_kept_where_only_its_explanation_has_no_time(
@@ -111,15 +124,13 @@ def test_an_outcome_is_kept_where_only_its_explanation_has_no_time(
     assert "unexplained" not in again.done["mine"]
 
 
-def test_runs_for_the_reasons_are_part_of_what_a_claim_needs(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine
+def test_a_claim_is_begun_where_only_the_runs_for_its_reasons_do_not_fit(
+    files: Callable[..., None], call: Callable[..., Any], made_up: Machine
 ) -> None:
     files("mine", criteria=CLAIM["criteria"][:1])  # type: ignore[index]
-    here = reproduction(tmp_path, made_up)
-    mine = claims.load("mine", tmp_path / "claim")
-    assert here.plan(mine)[2][6:] == ["bf16-operators", "fp32-operators"]
-    here.test("mine")
-    assert here.plan(mine)[2] == []
+    here, left = call(["mine"], 70, {"mine": {"fp32": 10.0, "bf16": 10.0}})
+    assert (here.done["mine"]["verdict"], here.done["mine"]["unexplained"], left) == (CONFIRMED, True, {})
+    assert made_up.now == 60
 
 
 def test_another_machine_tells_what_runs_take_by_what_both_have_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from trainer.config.schema import Config, Resolved
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
-from trainer.errors import OutOfMemory, RunError
+from trainer.errors import OutOfMemory
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
@@ -117,7 +117,7 @@ class _Search:
         try:
             need = self.need(size)
             fitting = size if need <= self.usable else self.largest(size, need)
-        except (RunError, RuntimeError, ValueError) as error:  # the model cannot be forecast, or not in such a batch
+        except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
             log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
             return size, ""
         needs = f"{size} is forecast to need {need / MIB:,.0f} MiB, {self.usable / MIB:,.0f} can be used"
