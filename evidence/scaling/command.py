@@ -92,7 +92,7 @@ def scale(arguments: list[str]) -> int:
     reduced = summed_in(config)
     accumulation = options.accumulation
     rows = [["GPUs", "parallel", "GB/GPU", "sent GB", "computing s", "transfer s", "latency s", "step s", f"{unit}/s",
-             "share computing", "bottleneck"]]  # fmt: skip
+             "share", "bottleneck"]]  # fmt: skip
     for count in counts:
         for name, mode in modes.items():
             step = step_time(job, mode, cluster, count, accumulation, reduced)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -32,8 +34,15 @@ def test_gemm_is_as_exact_as_its_format(tmp_path: Path) -> None:
 
 
 def test_gemm_counts_two_operations_for_each_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: lambda steps: 1e-3)
+    blocks: list[int] = []
+
+    def block(steps: int) -> float:
+        blocks.append(steps)
+        return 1e-3 * steps
+
+    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: block)
     assert measures(tmp_path, "gemm size=100 device=cpu")["tflops"] == pytest.approx(2e6 / 1e-3 / 1e12)
+    assert blocks == [1, *[5] * 10]  # of five milliseconds
 
 
 def test_before_unscaling_the_norm_is_that_of_the_scaled_gradients(tmp_path: Path) -> None:
@@ -76,7 +85,8 @@ def test_mistakes_are_named(text: str, words: str, capsys: pytest.CaptureFixture
 
 
 def test_what_is_no_number_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: lambda steps: float("nan"))
+    seconds = itertools.chain([1.0], itertools.repeat(math.nan))
+    monkeypatch.setattr(probes, "stopwatch", lambda loop, device: lambda steps: next(seconds))
     with pytest.raises(UserError, match="gemm measured no number for tflops"):
         measures(tmp_path, "gemm size=8 device=cpu")
     assert not list(tmp_path.iterdir())
