@@ -74,7 +74,9 @@ class Gemm(Probe):
                 torch.mm(left, right)
 
         multiply = stopwatch(products, hardware.device)
-        count = max(1, math.ceil(_BLOCK_S / multiply(1)))  # so that the start of a product counts little
+        count = 1
+        while multiply(count) < _BLOCK_S:  # the start of a product is to count little
+            count *= 2
         seconds = sorted(multiply(count) / count for _ in range(self.repeats))
         error = (product[: self.rows].cpu().double() - exact).abs().max() / exact.abs().max()
         return {"tflops": 2 * self.size**3 / seconds[len(seconds) // 2] / 1e12, "error": error.item()}

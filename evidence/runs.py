@@ -24,7 +24,7 @@ OUTCOME_FILE = "outcome.json"
 STOP_TIMEOUT_S = 120.0
 """What an interrupted process may take to save and end."""
 _LIMIT_STOP_S = 15.0
-"""The same at its limit, where what it would save is of no use."""
+"""The same of one with a limit, which saves nothing of use."""
 TRAIN = "train.py"
 NULL_SHIFT = 1000
 """What a null arm adds to every seed."""
@@ -199,21 +199,28 @@ def check_labels(arms: list[Arm]) -> None:
             raise UserError(f"the arm {label!r} needs a name of letters, digits, - and _")
 
 
-def in_a_process(command: list[str], log: Path, limit_s: float | None = None) -> int:
+def in_a_process(command: list[str], log: Path, limit_s: float | None = None, stop_s: float | None = None) -> int:
     """Run a command, its output going to a file, and return its exit code; end it if this process is to end.
+
+    Args:
+        command: to run.
+        log: takes the output.
+        limit_s: seconds after which it is ended.
+        stop_s: seconds that it may take to end, until it is killed; None: 120, with a limit 15.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than ``limit_s`` seconds and was ended.
     """
+    patience_s = stop_s or (STOP_TIMEOUT_S if limit_s is None else _LIMIT_STOP_S)
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             return process.wait(limit_s)
-        except BaseException as error:  # Ctrl-C reaches the run too; a signal to this process alone does not
+        except BaseException:  # Ctrl-C reaches the run too; a signal to this process alone does not
             process.terminate()
             try:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_LIMIT_STOP_S if isinstance(error, subprocess.TimeoutExpired) else STOP_TIMEOUT_S)
+                    process.wait(patience_s)
             finally:  # also at a second interruption
                 process.kill()
                 process.wait()

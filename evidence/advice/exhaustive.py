@@ -17,6 +17,7 @@ from evidence.advice.worker import Failed, Hung
 from trainer.errors import RunError
 from trainer.files import make_folder, read_json_lines, write_json, write_text
 from trainer.formats import duration
+from trainer.run.provenance import git_facts
 
 REPEATS = 4
 """Blocks of each candidate, each beside one of the advised setting."""
@@ -57,15 +58,16 @@ class Line:
         """What a run takes beside its steps: the time to compile; other first steps are slow by chance only."""
         return self.compile_s if compiles(self.label) else 0.0
 
-    def run_speed(self, ratio: float, winner: Line, steps: int) -> float:
+    def run_speed(self, ratio: float, step_s: Sequence[float], winner: Line, steps: int) -> float:
         """Return how many times as fast as the advised setting it is in a whole run, compile times included.
 
         Args:
             ratio: the same of steps alone.
+            step_s: its step times beside the advised setting.
             winner: the line of the advised setting.
             steps: of the run.
         """
-        own_s = steps * statistics.median(self.step_s)
+        own_s = steps * statistics.median(step_s)
         return (winner.extra_s + ratio * own_s) / (self.extra_s + own_s)
 
 
@@ -103,7 +105,8 @@ def compare(
     if advice.goal == "memory":
         found = _least_memory(advice, counted, mine)
     else:
-        finalists = sorted(counted, key=lambda line: line.run_speed(line.speed, mine, steps), reverse=True)[:FINALISTS]
+        by_run = sorted(counted, key=lambda line: line.run_speed(line.speed, line.step_s, mine, steps))
+        finalists = by_run[::-1][:FINALISTS]
         found = _fastest(mine, finalists, candidates, bench, steps, show)
     share = found["share_of_the_best"]["mean"]
     time_share = advice.spent_s / grid_s if grid_s else math.inf
@@ -112,6 +115,7 @@ def compare(
         "measured": sum(line.status == MEASURED for line in lines.values()),
         "stopped_early": sum(0 < len(line.ratios) < REPEATS for line in lines.values()),
         "steps": steps,
+        "git": git_facts(),
         "grid_s": grid_s,
         "advice_s": advice.spent_s,
         "share_of_the_time": time_share,
@@ -123,7 +127,7 @@ def sentence(found: dict[str, Any], goal: str) -> str:
     """Return the comparison in words."""
     share = found["share_of_the_best"]
     if goal == "memory":
-        times = f"the advised setting needs {1 / share['mean']:.3g}x its memory"
+        times = f"the advised setting needs {1 / share['mean']:.3g}x the memory of that"
     else:
         times = (
             f"in a run of {found['steps']} steps, compile time included, the advised setting is "
@@ -278,10 +282,10 @@ def _fastest(
     times = bench.log.rounds[-1].times
     known: dict[str, tuple[float, ...]] = {}
     for line in finalists:
-        pairs = zip(times.get(winner.label, []), times.get(line.label, []), strict=False)
-        found = interval([mine / own for mine, own in pairs])
+        own_s = times.get(line.label, [])
+        found = interval([mine / own for mine, own in zip(times.get(winner.label, []), own_s, strict=False)])
         if found is not None:
-            speeds = (line.run_speed(ratio, winner, steps) for ratio in (found.mean, found.low, found.high))
+            speeds = (line.run_speed(ratio, own_s, winner, steps) for ratio in (found.mean, found.low, found.high))
             known[line.label] = tuple(speeds)
     if not known:
         raise RunError(f"none of {', '.join(labels)} could be timed again; run the command again")

@@ -136,17 +136,24 @@ class Bench:
             return False
         return True
 
-    def _start(self, candidate: Candidate, limit_s: float) -> Runner:
+    def _start(self, candidate: Candidate, limit_s: float, spent_s: float = 0.0) -> Runner:
         """Start a process, and measure the memory of a new candidate; alone, if memory runs out beside others.
+
+        Args:
+            candidate: to start.
+            limit_s: seconds for it.
+            spent_s: what a start without enough memory took: it may have compiled already.
 
         Raises:
             Failed, Hung: see ``Worker``.
         """
-        runner = self.runner(candidate)
+        runner, began = self.runner(candidate), self.clock()
         try:
-            started = runner.start(limit_s)
+            started = runner.start(limit_s - spent_s)
             if candidate.label not in self.log.records:
-                kept = Record(warm_up_s=started.warm_up_s, start_s=started.start_s)
+                first_s, *later_s = started.warm_up_s
+                warm_up_s = [first_s + spent_s * compiles(candidate.label), *later_s]
+                kept = Record(warm_up_s=warm_up_s, start_s=started.start_s + spent_s)
                 kept.memory_bytes = runner.memory(_patience(sum(started.warm_up_s)))
                 self.log.records[candidate.label] = kept
         except BaseException as error:
@@ -154,7 +161,10 @@ class Bench:
             if not (isinstance(error, Failed) and error.out_of_memory and self.alive):
                 raise
             self.close()
-            return self._start(candidate, limit_s)
+            spent_s = self.clock() - began
+            if spent_s >= limit_s:
+                raise
+            return self._start(candidate, limit_s, spent_s)
         self.held.append(started.held_bytes)
         return runner
 

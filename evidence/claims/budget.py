@@ -25,7 +25,7 @@ _SAFETY = 1.15
 _SHORTEST_S = 20.0
 """With less time than this, a run of unknown length is not begun."""
 _LONGEST_SHARE = 2.0
-"""A run of unknown length is ended at this many times its share of the time left: the claim would not fit then."""
+"""A run of unknown length is ended at this many times its share of the time left: the claim would hardly fit then."""
 
 
 class OutOfTime(Exception):

@@ -69,9 +69,8 @@ def run_claims(names: Sequence[str], reproduction: Reproduction, finished: Calla
     left, ended = _turn(names, reproduction, finished)
     if left and reproduction.budget:
         reproduction.budget.partly = True
-        again = [name for name in names if name in left and name not in ended]  # the others are too long for this call
-        rest, _ = _turn(again, reproduction, finished)
-        left = {name: rest.get(name, seconds) for name, seconds in left.items() if name in ended or name in rest}
+        again = sorted((name for name in names if name in left), key=ended.__contains__)  # what is too long comes last
+        left, _ = _turn(again, reproduction, finished)
     return left
 
 

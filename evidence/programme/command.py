@@ -9,7 +9,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from evidence.claims.queue import LEFT_FILE
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
 from evidence.programme.report import report
-from evidence.programme.stages import CLAIMS, CLAIMS_FOLDER, KEPT, Stage, command, stages
+from evidence.programme.stages import CLAIMS, CLAIMS_FOLDER, KEPT, RATES, Stage, command, stages
 from evidence.runs import in_a_process
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
@@ -37,6 +37,8 @@ _START_S = 15.0
 """What reproduce.py takes until its own budget begins."""
 _GRACE_S = 45.0
 """What the claims may take longer than their own budget, which they keep themselves."""
+_STOP_S = 40.0
+"""What a stage at its limit may take to end: longer than what it gives its own processes."""
 _KEEP_EVERY_S = 20.0
 """While claims are tested, their outcomes are kept this often: the machine may end before the stage does."""
 
@@ -60,7 +62,9 @@ class Programme:
     hardware: Hardware
     seconds: float
     """For all stages of this call."""
-    launch: Callable[[list[str], Path, float], int] = in_a_process
+    launch: Callable[[list[str], Path, float], int] = lambda line, log, limit_s: in_a_process(
+        line, log, limit_s, _STOP_S
+    )
     """Runs a command with a log and a limit in seconds, beyond which it raises ``subprocess.TimeoutExpired``."""
     clock: Callable[[], float] = time.monotonic
     git: dict[str, str] = field(default_factory=git_facts)
@@ -142,7 +146,9 @@ class Programme:
     def _keep(self, plan: list[Stage], records: dict[str, dict[str, Any]]) -> None:
         """Write what is worth keeping: few files, also to the folder that the variable OUT names."""
         machine = machine_name(self.hardware)
-        rates = read_object(self.folder / "rates.json") or read_object(self.folder / RECORD).get("rates", {})
+        before = read_object(self.folder / RECORD)  # perhaps of a call on another machine of the same name
+        kept = before.get("rates", {}) if before.get("machine") == machine and RATES in records else {}
+        rates = read_object(self.folder / "rates.json") or kept
         write_json(self.folder / RECORD, {"machine": machine, "rates": rates, "stages": records})
         write_text(self.folder / PAGE, report(machine, rates, plan, records, RESULTS / machine))
         logs = (self.folder / f"{stage.name}.log" for stage in plan)
@@ -150,26 +156,29 @@ class Programme:
             f"===== {log.stem}\n{log.read_text(encoding='utf-8', errors='replace')}" for log in logs if log.exists()
         ]
         write_text(self.folder / LOGS, "\n".join(texts))
-        for name, (source, kept) in KEPT.items():
+        for name, (source, target) in KEPT.items():
             path = self.folder / "runs" / name / source
             if path.exists():
-                shutil.copyfile(path, self.folder / kept)
-        self._copy_out(RECORD, PAGE, LOGS, "bench.json", *(kept for _, kept in KEPT.values()))
+                shutil.copyfile(path, self.folder / target)
+        self._copy_out(RECORD, PAGE, LOGS, "bench.json", *(target for _, target in KEPT.values()))
         self._keep_outcomes()
 
     def _keep_outcomes(self) -> None:
         """Pack this machine's outcomes of claims."""
         machine = machine_name(self.hardware)
         if (RESULTS / machine).is_dir():
-            with tarfile.open(self.folder / OUTCOMES, "w:gz") as archive:
-                archive.add(RESULTS / machine, machine)
+            packed = self.folder / f".{OUTCOMES}"  # the last whole one stays until there is another
+            with tarfile.open(packed, "w:gz") as archive:
+                for path in sorted((RESULTS / machine).rglob("*.json")):
+                    archive.add(path, Path(machine) / path.relative_to(RESULTS / machine))
+            packed.replace(self.folder / OUTCOMES)
             self._copy_out(OUTCOMES)
 
     def _copy_out(self, *names: str) -> None:
         if out := os.environ.get("OUT"):
             for name in names:
                 if (self.folder / name).exists():
-                    shutil.copyfile(self.folder / name, Path(out) / name)
+                    Path(shutil.copyfile(self.folder / name, Path(out) / f".{name}")).replace(Path(out) / name)
 
 
 def main(arguments: list[str]) -> int:
@@ -205,7 +214,8 @@ def _repeated(action: Callable[[], None], every_s: float) -> Iterator[None]:
 
     def repeat() -> None:
         while not ended.wait(every_s):
-            action()
+            with suppress(OSError):  # such as a full disk; the next time may succeed
+                action()
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

@@ -90,7 +90,7 @@ def _measured(stage: Stage, record: dict[str, Any]) -> str:
         speed, memory = summary.get("units_per_s"), summary.get("peak_memory_bytes")
         share = (summary.get("utilisation") or {}).get("mfu")
         parts = [
-            "" if record["status"] == "done" else "until it was ended",
+            "" if record["status"] == "done" else "until its end",
             f"{quantity(speed)} {summary.get('unit', 'units')}/s" if speed else "",
             f"{_percent(share)} of the rate of products" if share else "",
             f"{memory / 2**30:.1f} GiB" if memory else "",

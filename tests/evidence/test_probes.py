@@ -42,7 +42,7 @@ def test_gemm_counts_two_operations_for_each_product(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(probes, "stopwatch", lambda loop, device: block)
     assert measures(tmp_path, "gemm size=100 device=cpu")["tflops"] == pytest.approx(2e6 / 1e-3 / 1e12)
-    assert blocks == [1, *[5] * 10]  # of five milliseconds
+    assert blocks == [1, 2, 4, *[8] * 11]  # of at least five milliseconds
 
 
 def test_before_unscaling_the_norm_is_that_of_the_scaled_gradients(tmp_path: Path) -> None:
