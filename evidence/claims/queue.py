@@ -75,7 +75,7 @@ def run_claims(names: Sequence[str], reproduction: Reproduction, finished: Calla
 
 
 def _turn(names: Sequence[str], reproduction: Reproduction, finished: Callable[[str], None]) -> tuple[Left, set[str]]:
-    """Return what was left, and the claims of which a run was ended at its limit."""
+    """Return the claims that were left, and the names of those in which a run reached its limit."""
     left: Left = {}
     ended = set()
     for name in names:

@@ -106,11 +106,11 @@ class Fake:
                 raise Hung(f"no answer within {limit_s:.0f} s")
             if why != "later":
                 raise Failed(why)
-        if 1000 * (len(self.machine.alive) - 1) + self.memory(limit_s) > self.machine.device_bytes:
-            raise Failed(f"{OUT_OF_MEMORY}beside {len(self.machine.alive) - 1} others")
         step = self._step()
         compiling = self.machine.compile_s if "compile" in self.label else 0.0
         self.machine.now += self.machine.start_s + compiling + 2 * step
+        if 1000 * (len(self.machine.alive) - 1) + self.memory(limit_s) > self.machine.device_bytes:
+            raise Failed(f"{OUT_OF_MEMORY}beside {len(self.machine.alive) - 1} others")
         return Started(self.machine.start_s + compiling + 2 * step, [step + compiling, step], 1000)
 
     def block(self, steps: int, limit_s: float) -> float:

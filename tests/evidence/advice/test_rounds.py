@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from evidence.advice.conclude import conclude
-from evidence.advice.schema import FAILED, FINAL, HUNG, LEFT_OUT, Log
+from evidence.advice.schema import FAILED, FINAL, HUNG, LEFT_OUT, Candidate, Log
 from evidence.advice.search import AHEAD, BUDGET, FINAL_REPEATS, SEVERAL
 from evidence.intervals import ratio_interval
 from tests.evidence.advice.machine import SPACE, Machine, factor, settings, space
@@ -206,6 +206,19 @@ def test_a_candidate_without_enough_memory_beside_others_runs_alone() -> None:
     entries = {entry.candidate.label: entry for entry in found.entries}
     assert found.winner.startswith("bf16")
     assert (entries["fp16"].status, entries["fp16"].reason) == (FAILED, "out of memory: beside 0 others")
+
+
+def test_what_a_start_without_enough_memory_has_compiled_counts_as_compile_time() -> None:
+    here = machine(device_bytes=5000, memory=lambda label: 4500, noise=0.0)
+    bench = here.bench(Log())
+    for label in ("fp32", "bf16 + compile"):
+        assert bench.begin(Candidate(label, ()), 1000.0)
+    assert list(bench.alive) == ["bf16 + compile"]
+    record = bench.log.records["bf16 + compile"]
+    step_s = here.step_s("bf16 + compile")
+    once = here.start_s + here.compile_s + 2 * step_s
+    assert record.start_s == pytest.approx(2 * once)
+    assert record.warm_up_s == pytest.approx([once + here.compile_s + step_s, step_s])
 
 
 def test_least_memory_in_at_most_one_and_a_half_times_the_time() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,3 +208,24 @@ def test_the_command_writes_each_outcome_at_once_and_says_what_is_left(
 def test_a_process_ends_at_its_limit(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         in_a_process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", 0.2)
+
+
+def test_a_process_that_does_not_end_at_its_limit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, wait = tmp_path / "log", subprocess.Popen.wait
+
+    def reached(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout == 1000:  # the limit: reached as soon as the process ignores the signal
+            end = time.monotonic() + 60
+            while not log.read_text() and time.monotonic() < end:
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(process.args, timeout)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", reached)
+    program = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        in_a_process([sys.executable, "-c", program], log, 1000, stop_s=0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
