@@ -147,7 +147,8 @@ class _Job:
         self._say(f"varied: {', '.join(varied) or 'nothing, all options are set'}")
         for entry in space.left_out:
             self._say(f"left out: {entry.candidate.label} ({entry.reason})")
-        plan = Plan(space, self.log, self.options.goal, faults=self.faults)
+        steps = compose(common).resolve(self.hardware).plan.steps
+        plan = Plan(space, self.log, self.options.goal, steps, faults=self.faults)
         budget_s = 60 * self.options.budget_minutes
         bench = self._bench(common, self.log, self.folder)
         notes = list(space.notes)
@@ -155,7 +156,6 @@ class _Job:
         prepare()
         self.log.spent_s = time.monotonic() - self.began
         search = Search(plan, bench, budget_s, lambda: cache.save(self.folder, self.of, self.log, more), self._say)
-        steps = compose(common).resolve(self.hardware).plan.steps
         health: dict[str, Any] = {}
 
         def check_up(candidate: Candidate) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class _Job:
 
         def objecting(chosen: Setting) -> dict[str, str]:
             nonlocal health
-            against, health = objections(plan, chosen, steps, check_up)
+            against, health = objections(plan, chosen, check_up)
             cache.save(self.folder, self.of, self.log, more)  # with the faults
             return against
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from evidence.advice.candidates import Setting
 from evidence.advice.plan import TIME_FOR_MEMORY, Plan, in_words
-from evidence.advice.rounds import compiles, interval
-from evidence.advice.schema import LEFT_OUT, MEASURED, Candidate, Entry
+from evidence.advice.rounds import interval
+from evidence.advice.schema import LEFT_OUT, MEASURED, Candidate, Entry, compiles
 from evidence.intervals import Interval
 
 BUSY = 0.20
@@ -43,14 +43,13 @@ class Conclusion:
 
 
 def objections(
-    plan: Plan, chosen: Setting, steps: int, check_up: Callable[[Candidate], dict[str, Any]]
+    plan: Plan, chosen: Setting, check_up: Callable[[Candidate], dict[str, Any]]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Say what speaks against advising the setting that the final round has timed.
 
     Args:
         plan: with a log that has a final round.
         chosen: what it timed.
-        steps: optimizer steps of the user's run.
         check_up: of a candidate by the doctor, see ``evidence.advice.checkup.check``.
 
     Returns:
@@ -64,8 +63,6 @@ def objections(
         return {last: found.unconfirmed}, {}
     if label == default:
         return {}, {}
-    if label != found.baseline and (costly := _costly(plan, found.entries, label, steps)):
-        return {each: why for each, why in costly.items() if each != found.baseline}, {}
     health = check_up(entry.candidate)
     if not health["faults"]:
         return {}, health
@@ -78,29 +75,8 @@ def objections(
 def _promising(plan: Plan, but: str) -> bool:
     """Return whether a setting other than ``but`` was clearly faster than the reference before the final round."""
     others = (plan.label(setting) for setting in plan.ranked() if plan.label(setting) != but)
-    known = (interval(plan.log.ratios(label, _reference(plan))) for label in others)
+    known = (interval(plan.ratios(label, _reference(plan))) for label in others)
     return plan.goal == "speed" and any(found is not None and found.low > PROMISING for found in known)
-
-
-def _costly(plan: Plan, entries: list[Entry], label: str, steps: int) -> dict[str, str]:
-    """Return the settings that compile and, with that, take longer for a whole run than the best that does not.
-
-    Empty if ``label`` is not among them, and for goal=memory.
-    """
-    if plan.goal != "speed" or not compiles(label):
-        return {}
-    base_s = next(statistics.median(each.step_s) for each in entries if each.candidate.label == _reference(plan))
-    ranked = {plan.label(setting): math.exp(-plan.speed(setting)) for setting in plan.ranked()}
-    compile_s = {each.candidate.label: each.compile_s for each in entries}
-    run_s = {name: compiles(name) * compile_s[name] + steps * base_s * times for name, times in ranked.items()}
-    plain = min((name for name in run_s if not compiles(name)), key=run_s.__getitem__, default=None)
-    if plain is None or run_s[label] <= run_s[plain]:
-        return {}
-    why = (
-        f"compiling ({label}) takes {compile_s[label]:.0f} s, and in the {steps} steps of this run it saves less than "
-        f"that over {plain}"
-    )
-    return {name: why for name in run_s if compiles(name) and run_s[name] > run_s[plain]}
 
 
 def _reference(plan: Plan) -> str:
@@ -112,8 +88,9 @@ def conclude(plan: Plan, chosen: Setting) -> Conclusion:
     """Return what the measurements say.
 
     The chosen setting wins if the final round, which played no part in the choice, confirms it: the whole interval of
-    its speed lies above the reference's (for goal=memory: it needs less memory, in at most ``TIME_FOR_MEMORY`` times
-    the time). Otherwise the reference does. On a busy machine it must also lie above the interval of the null pairs.
+    its speed in the user's run lies above the reference's (for goal=memory: it needs less memory, in at most
+    ``TIME_FOR_MEMORY`` times the time). Otherwise the reference does. On a busy machine it must also lie above the
+    interval of the null pairs.
 
     Args:
         plan: with a log that has a final round.
@@ -123,10 +100,12 @@ def conclude(plan: Plan, chosen: Setting) -> Conclusion:
     entries = {entry.candidate.label: entry for entry in _entries(plan, base)}
     notes, unconfirmed = list(dict.fromkeys(plan.excluded.values())), ""
     null = interval(plan.null_ratios) if noise > BUSY else None
-    if winner != base and (why := _unconfirmed(plan.goal, entries[winner], entries[base], null)):
+    if winner != base and (why := _unconfirmed(plan, entries[winner], entries[base], null)):
         unconfirmed = f"{winner} was the best until the final round, which did not confirm it: {why}"
         notes.append(unconfirmed)
         winner = base
+    if longer := _longer_run(plan, entries, winner):
+        notes.append(longer)
     if null is not None:
         notes.append(
             f"this machine is busy: blocks of the same setting, in two processes, differed by up to {noise:.0%} "
@@ -154,9 +133,8 @@ def _entries(plan: Plan, base: str) -> list[Entry]:
             entry.speed = Interval(1.0, 1.0, 1.0, 0.95, len(entry.step_s))
         elif entry.status == MEASURED:
             entry.speed = interval(log.ratios(candidate.label, base, rounds))
-        if entry.step_s and record.warm_up_s:
-            later = statistics.median(entry.step_s)
-            entry.compile_s = max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * later)
+        entry.compile_s = log.compile_s(candidate.label)
+        if entry.step_s:
             _pays(plan, setting, entry)
         found.append(entry)
     for label in sorted(plan.late - log.records.keys()):
@@ -180,19 +158,47 @@ def _pays(plan: Plan, setting: Setting, entry: Entry) -> None:
     entry.pays_after_steps = None if entry.never_pays else math.ceil(entry.compile_s / saved)
 
 
-def _unconfirmed(goal: str, entry: Entry, base: Entry, null: Interval | None) -> str:
+def _longer_run(plan: Plan, entries: dict[str, Entry], winner: str) -> str:
+    """Return from how many steps on a setting that compiles is faster than the winner, as a sentence; empty: none is.
+
+    For goal=speed, where the winner does not compile.
+    """
+    base = _reference(plan)
+    allowed = entries.keys() - plan.excluded.keys()
+    over = {label: ratios for label in entries if label in allowed and (ratios := plan.log.ratios(label, base))}
+    fastest = max(filter(compiles, over), key=lambda label: statistics.median(over[label]), default=None)
+    if plan.goal != "speed" or compiles(winner) or winner not in over or fastest is None:
+        return ""
+    times = statistics.median(over[winner]) / statistics.median(over[fastest])
+    if times > 1 / PROMISING:
+        return ""
+    entry, saved_s = entries[fastest], (1 - times) * statistics.median(entries[winner].step_s)
+    needed = math.ceil(entry.compile_s / saved_s)
+    if needed <= plan.steps:
+        return ""
+    return (
+        f"a step of {fastest} takes {times:.2f}x the time of one of {winner}, but compiling takes "
+        f"{entry.compile_s:.0f} s: this pays in a run of about {needed} steps or more, and this run has {plan.steps}"
+    )
+
+
+def _unconfirmed(plan: Plan, entry: Entry, base: Entry, null: Interval | None) -> str:
     """Return why the final round does not confirm that an entry is better than the baseline; empty: it does.
 
     ``null``: the interval of the null pairs, on a busy machine; what lies within it is no difference.
     """
     if entry.speed is None:
         return "it failed there"
-    shown = f"{entry.speed.mean:.2f}x [{entry.speed.low:.2f}, {entry.speed.high:.2f}] as fast as {base.candidate.label}"
-    if goal == "memory":
-        slow = entry.speed.mean < 1 / TIME_FOR_MEMORY
+    label, over = entry.candidate.label, base.candidate.label
+    speed = interval(plan.ratios(label, over, plan.log.final)) or entry.speed
+    shown = f"{speed.mean:.2f}x [{speed.low:.2f}, {speed.high:.2f}] as fast as {over}"
+    if plan.goal == "memory":
+        slow = speed.mean < 1 / TIME_FOR_MEMORY
         more = (entry.memory_bytes or 0) >= (base.memory_bytes or 0)
         return shown if slow else "it needs no less memory" if more else ""
-    return shown if entry.speed.low <= max(1.0, null.high if null else 1.0) else ""
+    if compiles(label) or compiles(over):
+        shown += f" in this run of {plan.steps} steps, compile time included"
+    return shown if speed.low <= max(1.0, null.high if null else 1.0) else ""
 
 
 def _order(entry: Entry, winner: str, goal: str) -> tuple[float, ...]:

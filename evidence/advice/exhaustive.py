@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from evidence.advice.plan import TIME_FOR_MEMORY
-from evidence.advice.rounds import Bench, Deadline, compiles, interval
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Candidate
+from evidence.advice.rounds import Bench, Deadline, interval
+from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Candidate, compiles
 from evidence.advice.worker import Failed, Hung
 from trainer.errors import RunError
 from trainer.files import make_folder, read_json_lines, write_json, write_text

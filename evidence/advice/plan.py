@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from evidence.advice.candidates import Setting, Space
-from evidence.advice.rounds import TWIN, compiles, interval
-from evidence.advice.schema import LEFT_OUT, Log
+from evidence.advice.rounds import interval
+from evidence.advice.schema import LEFT_OUT, TWIN, Log, Round, compiles
 
 AHEAD = 1.02
 """One setting is ahead of another where the interval of their ratio lies above."""
@@ -44,6 +44,8 @@ class Plan:
     space: Space
     log: Log
     goal: str
+    steps: int
+    """Optimizer steps of the user's run. For goal=speed, whole runs of so many are compared, compile times included."""
     late: set[str] = field(default_factory=set)
     """Labels of candidates for which there was no time."""
     excluded: dict[str, str] = field(default_factory=dict)
@@ -80,15 +82,19 @@ class Plan:
         """Return the settings that have been started or left out, in the order of their first turn."""
         return [self._settings[label] for label in self.log.records if label in self._settings]
 
+    def ratios(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[float]:
+        """Return how many times as fast as ``over`` it is, as ``Log.ratios``: in the user's run, for goal=speed."""
+        return self.log.ratios(label, over, rounds, self.steps if self.goal == "speed" else math.inf)
+
     def speed(self, setting: Setting) -> float:
-        """Return the logarithm of its throughput over the reference's; minus infinity where it was not measured.
+        """Return the logarithm of its speed over the reference's; minus infinity where it was not measured.
 
         It is the median of all pairs, on which a single block that another program has slowed down has little effect.
         """
         reference = self.reference
         if reference is None or not self.log.ok(self.label(setting)):
             return -math.inf
-        ratios = self.log.ratios(self.label(setting), self.label(reference))
+        ratios = self.ratios(self.label(setting), self.label(reference))
         return statistics.median(map(math.log, ratios)) if ratios else -math.inf
 
     def merit(self, setting: Setting) -> float:
@@ -242,12 +248,12 @@ class Plan:
         """Return whether one setting is ahead of the other for certain, or so far that it need not be certain."""
         if self.merit(one) - self.merit(other) > max(_NEAR, math.log1p(self.noise)):
             return True
-        found = interval(self.log.ratios(self.label(one), self.label(other)))
+        found = interval(self.ratios(self.label(one), self.label(other)))
         return found is not None and found.low > AHEAD
 
     def equal(self, one: Setting, other: Setting) -> bool:
         """Return whether the two are equally fast for certain."""
-        found = interval(self.log.ratios(self.label(one), self.label(other)))
+        found = interval(self.ratios(self.label(one), self.label(other)))
         return found is not None and found.low > 1 / EQUAL and found.high < EQUAL
 
     def decided(self, contenders: list[Setting]) -> bool:

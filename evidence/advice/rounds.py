@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Candidate, Log, Record, Round
+from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Candidate, Log, Record, Round, compiles
 from evidence.advice.worker import Failed, Hung, Started
 from evidence.intervals import Interval, ratio_interval
 
-TWIN = " (again)"
-"""Ends the label of the baseline's second process."""
 CLEARLY_SLOWER = 1.5
 """Times the fastest candidate's time; after two repeats of a round, slower ones are dropped from it."""
 LEAST_REPEATS = 2
@@ -286,11 +284,6 @@ class Bench:
                 why = f"the memory holds {fit} processes at a time, and the budget had no time to start more in turn"
                 self.log.records[each.label] = Record(LEFT_OUT, why)
         return dropped
-
-
-def compiles(label: str) -> bool:
-    """Return whether the candidate of this label runs under torch.compile."""
-    return "compile" in label.removesuffix(TWIN).partition(",")[0].split(" + ")
 
 
 def _patience(expected_s: float) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +17,8 @@ MEASURED, FAILED, HUNG, LEFT_OUT = "measured", "failed", "hung", "left out"
 
 FINAL = "final"
 """The kind of the round after the choice, which alone gives the ratio that is reported."""
+TWIN = " (again)"
+"""Ends the label of the baseline's second process."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Entry:
     memory_bytes: int | None = None
     """Peak of a step: allocated on a GPU; elsewhere the tensors that training keeps and the most that a step adds."""
     compile_s: float = 0.0
-    """Seconds that the first steps took longer than later ones; compilation, where the candidate compiles."""
+    """Seconds that compiling took; see ``Log.compile_s``."""
     pays_after_steps: int | None = None
     """Optimizer steps after which compiling has saved the time it took; None: not compiled, never, or not known."""
     never_pays: bool = False
@@ -156,18 +160,30 @@ class Log:
         """The last final round; empty: there was none."""
         return [done for done in self.rounds if done.kind == FINAL][-1:]
 
-    def ratios(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[float]:
+    def compile_s(self, label: str) -> float:
+        """Return the seconds by which a candidate's first steps took longer than later ones; 0: it does not compile."""
+        record, later_s = self.records.get(label), self.times(label)
+        if record is None or not later_s or not compiles(label):
+            return 0.0
+        return max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * statistics.median(later_s))
+
+    def ratios(
+        self, label: str, over: str, rounds: Sequence[Round] | None = None, steps: float = math.inf
+    ) -> list[float]:
         """Return how many times as fast as ``over`` it is, one number for each repeat in which both took a block.
 
         Args:
             label: of the candidate.
             over: that of the other.
             rounds: that count; None: all but the final ones, whose times nothing is chosen by.
+            steps: of a run; whole runs are compared, to whose steps the time to compile is added. Infinity: it does
+                not count.
         """
+        extra_s, extra_over_s = self.compile_s(label) / steps, self.compile_s(over) / steps
         if rounds is None:
             rounds = [done for done in self.rounds if done.kind != FINAL]
         return [
-            other / own
+            (other + extra_over_s) / (own + extra_s)
             for done in rounds
             for own, other in zip(done.times.get(label, []), done.times.get(over, []), strict=False)
         ]
@@ -181,3 +197,8 @@ class Log:
         """Return what ``to_dict`` was given."""
         records = {label: Record(**record) for label, record in content["records"].items()}
         return cls(records, [Round(**each) for each in content["rounds"]], content["spent_s"])
+
+
+def compiles(label: str) -> bool:
+    """Return whether the candidate of this label runs under torch.compile."""
+    return "compile" in label.removesuffix(TWIN).partition(",")[0].split(" + ")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from evidence.advice.candidates import Setting
 from evidence.advice.plan import FIRST, REPEATS, Plan
-from evidence.advice.rounds import LEAST_REPEATS, TWIN, Bench, compiles, interval
-from evidence.advice.schema import FINAL, LEFT_OUT, Candidate, Round
+from evidence.advice.rounds import LEAST_REPEATS, Bench, interval
+from evidence.advice.schema import FINAL, LEFT_OUT, TWIN, Candidate, Round, compiles
 from trainer.errors import RunError, UserError
 
 AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"

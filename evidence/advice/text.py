@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from evidence.advice import exhaustive
-from evidence.advice.rounds import compiles
-from evidence.advice.schema import MEASURED, Advice, Entry
+from evidence.advice.schema import MEASURED, Advice, Entry, compiles
 from evidence.intervals import Interval
 from trainer.formats import duration, size
 

@@ -10,8 +10,8 @@ from typing import Any
 from evidence.advice.candidates import Factor, Setting, Space, Value
 from evidence.advice.conclude import Conclusion, conclude, objections
 from evidence.advice.plan import Plan
-from evidence.advice.rounds import TWIN, Bench
-from evidence.advice.schema import Candidate, Log
+from evidence.advice.rounds import Bench
+from evidence.advice.schema import TWIN, Candidate, Log
 from evidence.advice.search import Search
 from evidence.advice.worker import OUT_OF_MEMORY, Failed, Hung, Started
 
@@ -71,23 +71,27 @@ class Machine:
         return Bench(self.runner, lambda: self.room - 1000 * len(self.alive), log, block_s, lambda: self.now)
 
     def search(
-        self, among: Space = SPACE, budget_s: float = 600.0, log: Log | None = None, goal: str = "speed", **more: object
+        self,
+        among: Space = SPACE,
+        budget_s: float = 600.0,
+        log: Log | None = None,
+        goal: str = "speed",
+        steps: int = 10**6,
+        **more: object,
     ) -> Search:
-        plan = Plan(among, log or Log(), goal)
+        plan = Plan(among, log or Log(), goal, steps)
         save = more.get("save", lambda: None)
         assert callable(save)
         return Search(plan, self.bench(plan.log), budget_s, save, lambda line: None)
 
-    def advise(
-        self, steps: int = 10**6, faults: dict[str, list[str]] | None = None, **options: object
-    ) -> tuple[Conclusion, str]:
+    def advise(self, faults: dict[str, list[str]] | None = None, **options: object) -> tuple[Conclusion, str]:
         search = self.search(**options)  # type: ignore[arg-type]
 
         def check_up(candidate: Candidate) -> dict[str, Any]:
             self.examined.append(candidate.label)
             return {"faults": (faults or {}).get(candidate.label, []), "notes": [], "healthy": True}
 
-        chosen, stopped = search.run(lambda chosen: objections(search.plan, chosen, steps, check_up)[0])
+        chosen, stopped = search.run(lambda chosen: objections(search.plan, chosen, check_up)[0])
         return conclude(search.plan, chosen), stopped
 
 
