@@ -112,9 +112,10 @@ def read(folder: Path) -> Advice | None:
 
 def _entry(content: dict[str, Any]) -> Entry:
     candidate = content.pop("candidate")
-    speed = content.pop("speed")
+    speed, run_speed = (content.pop(name) for name in ("speed", "run_speed"))
     return Entry(
         Candidate(candidate["label"], tuple(candidate["overrides"]), candidate["threads"]),
         speed=None if speed is None else Interval(**speed),
+        run_speed=None if run_speed is None else Interval(**run_speed),
         **content,
     )

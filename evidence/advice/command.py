@@ -148,6 +148,8 @@ class _Job:
         for entry in space.left_out:
             self._say(f"left out: {entry.candidate.label} ({entry.reason})")
         steps = compose(common).resolve(self.hardware).plan.steps
+        if "compile" in varied and self.options.goal == "speed":
+            self._say(f"ranked by the time of a run of {steps} steps, compile time included")
         plan = Plan(space, self.log, self.options.goal, steps, faults=self.faults)
         budget_s = 60 * self.options.budget_minutes
         bench = self._bench(common, self.log, self.folder)
@@ -177,7 +179,7 @@ class _Job:
         found = conclude(plan, chosen)
         if missing := [note for note in health.get("notes", []) if note.startswith(NOT_EXAMINED)]:
             notes.append(f"check-up of {found.winner}: {'; '.join(missing)}")
-        advice = self._advice(found, stopped, common)
+        advice = self._advice(found, stopped, common, steps)
         advice.health = health
         notes += found.notes
         cache.save(self.folder, self.of, self.log, more)
@@ -221,7 +223,7 @@ class _Job:
             min(1.0, max(0.05, 60 * self.options.budget_minutes / BLOCKS)),
         )
 
-    def _advice(self, found: Conclusion, stopped: str, common: list[str]) -> Advice:
+    def _advice(self, found: Conclusion, stopped: str, common: list[str], steps: int) -> Advice:
         return Advice(
             recipe=self.config.recipe.name,
             goal=self.options.goal,
@@ -230,6 +232,7 @@ class _Job:
             hardware=self.hardware.facts(),
             versions={name: version for name, version in versions().items() if version},
             git=git_facts(),
+            steps=steps,
             baseline=found.baseline,
             entries=found.entries,
             winner=found.winner,

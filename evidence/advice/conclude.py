@@ -130,12 +130,15 @@ def _entries(plan: Plan, base: str) -> list[Entry]:
         entry.step_s = log.times(candidate.label)
         rounds = log.final if any(done.times.get(candidate.label) for done in log.final) else None
         if candidate.label == base:
-            entry.speed = Interval(1.0, 1.0, 1.0, 0.95, len(entry.step_s))
+            entry.speed = entry.run_speed = Interval(1.0, 1.0, 1.0, 0.95, len(entry.step_s))
         elif entry.status == MEASURED:
             entry.speed = interval(log.ratios(candidate.label, base, rounds))
+            entry.run_speed = interval(plan.ratios(candidate.label, base, rounds))
+        if plan.goal == "memory":
+            entry.run_speed = None
         entry.compile_s = log.compile_s(candidate.label)
         if entry.step_s:
-            _pays(plan, setting, entry)
+            _pays(plan, entry)
         found.append(entry)
     for label in sorted(plan.late - log.records.keys()):
         late = plan.setting(label)
@@ -144,42 +147,48 @@ def _entries(plan: Plan, base: str) -> list[Entry]:
     return found
 
 
-def _pays(plan: Plan, setting: Setting, entry: Entry) -> None:
+def _pays(plan: Plan, entry: Entry) -> None:
     """Add after how many steps compiling has saved the time it took."""
-    eager = plan.eager(setting)
-    if eager is None:
+    gain = _gain(plan, entry.candidate.label)
+    if gain is None:
         return
-    log, names = plan.log, (plan.label(setting), plan.label(eager))
-    ratios = log.ratios(*names, log.final) or log.ratios(*names)
-    if not ratios:
-        return
-    saved = statistics.median(entry.step_s) * (statistics.median(ratios) - 1)
+    saved = statistics.median(entry.step_s) * (gain - 1)
     entry.never_pays = saved <= 0
     entry.pays_after_steps = None if entry.never_pays else math.ceil(entry.compile_s / saved)
 
 
 def _longer_run(plan: Plan, entries: dict[str, Entry], winner: str) -> str:
-    """Return from how many steps on a setting that compiles is faster than the winner, as a sentence; empty: none is.
+    """Return from how many steps on compiling the winner would pay, as a sentence; empty: it does, or nothing says so.
 
-    For goal=speed, where the winner does not compile.
+    It is estimated by the setting whose steps gain the most from compiling.
     """
-    base = _reference(plan)
-    allowed = entries.keys() - plan.excluded.keys()
-    over = {label: ratios for label in entries if label in allowed and (ratios := plan.log.ratios(label, base))}
-    fastest = max(filter(compiles, over), key=lambda label: statistics.median(over[label]), default=None)
-    if plan.goal != "speed" or compiles(winner) or winner not in over or fastest is None:
+    if plan.goal != "speed" or compiles(winner):
         return ""
-    times = statistics.median(over[winner]) / statistics.median(over[fastest])
-    if times > 1 / PROMISING:
+    gains = {label: gain for label in entries if (gain := _gain(plan, label)) is not None}
+    label = max(gains, key=gains.__getitem__, default=winner)
+    if gains.get(label, 1.0) < PROMISING:
         return ""
-    entry, saved_s = entries[fastest], (1 - times) * statistics.median(entries[winner].step_s)
-    needed = math.ceil(entry.compile_s / saved_s)
+    saved_s = statistics.median(entries[winner].step_s) * (1 - 1 / gains[label])
+    needed = math.ceil(plan.compile_s / saved_s)
     if needed <= plan.steps:
         return ""
     return (
-        f"a step of {fastest} takes {times:.2f}x the time of one of {winner}, but compiling takes "
-        f"{entry.compile_s:.0f} s: this pays in a run of about {needed} steps or more, and this run has {plan.steps}"
+        f"compiling takes {plan.compile_s:.0f} s and makes a step {gains[label]:.2f}x as fast ({label}); this saves "
+        f"time in a run of about {needed} steps or more, and this advice is for {plan.steps}; if your run is longer, "
+        "set steps to its number of steps"
     )
+
+
+def _gain(plan: Plan, label: str) -> float | None:
+    """Return how many times as fast compiling makes a step; None: it does not compile, was not timed, or has failed."""
+    setting = plan.setting(label)
+    eager = None if setting is None else plan.eager(setting)
+    excluded = plan.excluded.keys() - plan.unconfirmed
+    if eager is None or label in excluded or not plan.log.ok(label):
+        return None
+    names = (label, plan.label(eager))
+    ratios = plan.log.ratios(*names, plan.log.final) or plan.log.ratios(*names)
+    return statistics.median(ratios) if ratios else None
 
 
 def _unconfirmed(plan: Plan, entry: Entry, base: Entry, null: Interval | None) -> str:
@@ -187,23 +196,23 @@ def _unconfirmed(plan: Plan, entry: Entry, base: Entry, null: Interval | None) -
 
     ``null``: the interval of the null pairs, on a busy machine; what lies within it is no difference.
     """
-    if entry.speed is None:
+    speed, label, over = entry.run_speed or entry.speed, entry.candidate.label, base.candidate.label
+    if speed is None:
         return "it failed there"
-    label, over = entry.candidate.label, base.candidate.label
-    speed = interval(plan.ratios(label, over, plan.log.final)) or entry.speed
     shown = f"{speed.mean:.2f}x [{speed.low:.2f}, {speed.high:.2f}] as fast as {over}"
     if plan.goal == "memory":
         slow = speed.mean < 1 / TIME_FOR_MEMORY
         more = (entry.memory_bytes or 0) >= (base.memory_bytes or 0)
         return shown if slow else "it needs no less memory" if more else ""
     if compiles(label) or compiles(over):
-        shown += f" in this run of {plan.steps} steps, compile time included"
+        shown += f" in a run of {plan.steps} steps, compile time included"
     return shown if speed.low <= max(1.0, null.high if null else 1.0) else ""
 
 
 def _order(entry: Entry, winner: str, goal: str) -> tuple[float, ...]:
     if entry.candidate.label == winner:
         return (0,)
-    if entry.status != MEASURED or entry.speed is None:
+    speed = entry.run_speed or entry.speed
+    if entry.status != MEASURED or speed is None:
         return (2, 0)
-    return (1, float(entry.memory_bytes or 0) if goal == "memory" else -entry.speed.mean)
+    return (1, float(entry.memory_bytes or 0) if goal == "memory" else -speed.mean)

@@ -193,6 +193,7 @@ def _numbers(entry: Entry) -> dict[str, float]:
         "speed": speed.mean if speed else None,
         "speed_low": speed.low if speed else None,
         "speed_high": speed.high if speed else None,
+        "run_speed": entry.run_speed.mean if entry.run_speed else None,
         "memory_mib": entry.memory_bytes and entry.memory_bytes / MIB,
         "step_time_ms": 1e3 * statistics.median(entry.step_s) if entry.step_s else None,
         "compile_s": entry.compile_s or None,

@@ -82,9 +82,20 @@ class Plan:
         """Return the settings that have been started or left out, in the order of their first turn."""
         return [self._settings[label] for label in self.log.records if label in self._settings]
 
+    @property
+    def compile_s(self) -> float:
+        """Seconds to compile a candidate: the median of all that compile, since a single time is not exact."""
+        times = [self.log.compile_s(label) for label in self.log.records if compiles(label) and self.log.ok(label)]
+        return statistics.median(times) if times else 0.0
+
     def ratios(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[float]:
-        """Return how many times as fast as ``over`` it is, as ``Log.ratios``: in the user's run, for goal=speed."""
-        return self.log.ratios(label, over, rounds, self.steps if self.goal == "speed" else math.inf)
+        """Return how many times as fast as ``over`` it is; for goal=speed in a run of ``steps``, with compile time.
+
+        Arguments and order are those of ``Log.ratios``.
+        """
+        extra_s = self.compile_s / self.steps if self.goal == "speed" else 0.0
+        own_s, over_s = extra_s * compiles(label), extra_s * compiles(over)
+        return [(other + over_s) / (own + own_s) for own, other in self.log.pairs(label, over, rounds)]
 
     def speed(self, setting: Setting) -> float:
         """Return the logarithm of its speed over the reference's; minus infinity where it was not measured.
@@ -174,7 +185,7 @@ class Plan:
         if self.reference is None:
             return []
         label = self.label(self.reference)
-        return self.log.ratios(label + TWIN, label, self.log.rounds)
+        return self.ratios(label + TWIN, label, self.log.rounds)
 
     @property
     def noise(self) -> float:

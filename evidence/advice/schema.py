@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -48,10 +46,12 @@ class Entry:
     """Seconds of one optimizer step in each repeat of its last round."""
     speed: Interval | None = None
     """Throughput over the baseline's: geometric mean and 95 % interval of ratios of alternating blocks."""
+    run_speed: Interval | None = None
+    """The same of whole runs of ``Advice.steps`` steps, the time to compile included; None for goal=memory."""
     memory_bytes: int | None = None
     """Peak of a step: allocated on a GPU; elsewhere the tensors that training keeps and the most that a step adds."""
     compile_s: float = 0.0
-    """Seconds that compiling took; see ``Log.compile_s``."""
+    """Seconds that compiling took; 0: it does not compile."""
     pays_after_steps: int | None = None
     """Optimizer steps after which compiling has saved the time it took; None: not compiled, never, or not known."""
     never_pays: bool = False
@@ -72,11 +72,13 @@ class Advice:
     hardware: dict[str, Any]
     versions: dict[str, str]
     git: dict[str, str]
+    steps: int
+    """Optimizer steps of the user's run."""
     baseline: str
     """The label of the candidate that ratios are over: train.py's default with the user's options; where that
     fails, the first that works."""
     entries: list[Entry]
-    """All candidates, the best first."""
+    """All candidates: the winner, then by the speed of a whole run (goal=memory: by memory)."""
     winner: str
     """The label of the advised candidate."""
     equal: list[str]
@@ -129,6 +131,10 @@ class Record:
         """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
         return self.fastest_s or min(self.warm_up_s[1:] or self.warm_up_s)
 
+    def first_steps_s(self) -> float:
+        """Return the seconds by which the steps of the warm-up took longer than later ones: the time to compile."""
+        return max(0.0, sum(self.warm_up_s) - len(self.warm_up_s) * self.step_s()) if self.warm_up_s else 0.0
+
 
 @dataclass
 class Round:
@@ -161,32 +167,25 @@ class Log:
         return [done for done in self.rounds if done.kind == FINAL][-1:]
 
     def compile_s(self, label: str) -> float:
-        """Return the seconds by which a candidate's first steps took longer than later ones; 0: it does not compile."""
-        record, later_s = self.records.get(label), self.times(label)
-        if record is None or not later_s or not compiles(label):
-            return 0.0
-        return max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * statistics.median(later_s))
+        """Return the seconds that compiling a candidate took; 0: it does not compile."""
+        return self.records[label].first_steps_s() if compiles(label) and label in self.records else 0.0
 
-    def ratios(
-        self, label: str, over: str, rounds: Sequence[Round] | None = None, steps: float = math.inf
-    ) -> list[float]:
-        """Return how many times as fast as ``over`` it is, one number for each repeat in which both took a block.
+    def pairs(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[tuple[float, float]]:
+        """Return the seconds of a step of two candidates, for each repeat in which both took a block.
 
         Args:
-            label: of the candidate.
+            label: of one.
             over: that of the other.
             rounds: that count; None: all but the final ones, whose times nothing is chosen by.
-            steps: of a run; whole runs are compared, to whose steps the time to compile is added. Infinity: it does
-                not count.
         """
-        extra_s, extra_over_s = self.compile_s(label) / steps, self.compile_s(over) / steps
         if rounds is None:
             rounds = [done for done in self.rounds if done.kind != FINAL]
-        return [
-            (other + extra_over_s) / (own + extra_s)
-            for done in rounds
-            for own, other in zip(done.times.get(label, []), done.times.get(over, []), strict=False)
-        ]
+        both = ((done.times.get(label, []), done.times.get(over, [])) for done in rounds)
+        return [pair for own, other in both for pair in zip(own, other, strict=False)]
+
+    def ratios(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[float]:
+        """Return how many times as fast as ``over`` its steps are, one number for each of the ``pairs``."""
+        return [other / own for own, other in self.pairs(label, over, rounds)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from evidence.advice.candidates import Setting
-from evidence.advice.plan import FIRST, REPEATS, Plan
+from evidence.advice.plan import FIRST, HALVING, REPEATS, Plan
 from evidence.advice.rounds import LEAST_REPEATS, Bench, interval
 from evidence.advice.schema import FINAL, LEFT_OUT, TWIN, Candidate, Round, compiles
 from trainer.errors import RunError, UserError
@@ -127,6 +127,9 @@ class Search:
         if kind == FIRST:
             candidates.insert(1, self._twin(candidates[0]))
             kept.append(candidates[1].label)
+        labels = [each.label for each in candidates]
+        if kind == HALVING and any(map(compiles, labels)):
+            kept += [label for label in labels if not compiles(label)]  # slower steps, in perhaps the shorter run
         self.show(f"{kind}: {', '.join(each.label for each in candidates)}")
         late = self.bench.round(kind, candidates, repeats, self.deadline - self._reserve(), kept)
         self.plan.late |= {each.label for each in late}
@@ -141,6 +144,8 @@ class Search:
 
     def _final(self, chosen: Setting) -> bool:
         """Time the chosen setting against the reference with new blocks, which played no part in the choice.
+
+        Where the reference itself is chosen there is nothing to confirm: a few blocks add null pairs.
 
         Returns:
             Whether both were timed; if not, one of them has failed, or the chosen one is excluded now.
@@ -163,7 +168,8 @@ class Search:
         # Room for the least number of blocks, whatever the other rounds took.
         need = max(1.5 * self.bench.need_s(candidates[:2], LEAST_REPEATS), self.bench.need_s(candidates, REPEATS + 1))
         deadline = max(self.deadline, self.bench.clock() + need)
-        self.bench.round(FINAL, candidates, FINAL_REPEATS, deadline, labels, enough)
+        repeats = REPEATS if chosen == reference else FINAL_REPEATS
+        self.bench.round(FINAL, candidates, repeats, deadline, labels, enough)
         self._save()
         if chosen == reference:
             return self.log.ok(base.label)

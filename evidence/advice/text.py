@@ -25,16 +25,26 @@ def sentence(advice: Advice) -> str:
     if advice.winner == base:
         setting = "no setting that can be advised" if advice.excluded else "no setting"
         better = f"{setting} needs less memory" if advice.goal == "memory" else f"{setting} is clearly faster"
+        better += f" in a run of {advice.steps} steps" if _whole_runs(advice) else ""
         scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == "budget" else ""
         return f"{base}{_default(advice)}: {better} here{scope}{health}{_others(advice)}"
     assert winner.speed is not None
     facts = [f"{_times(winner.speed)} as fast as {base}", _memory(winner, advice.entry(base))]
     if advice.goal == "memory":
         facts.reverse()
+    whole = f"; in a run of {advice.steps} steps, compile time included, {_times(winner.run_speed or winner.speed)}"
     said = f"{advice.winner}: {', '.join(filter(None, facts))}{health}"
     if compiles(advice.winner) and winner.pays_after_steps is not None:
         said += f"; compiling pays after {winner.pays_after_steps} steps"
+    if compiles(advice.winner) != compiles(base) and winner.run_speed is not None:
+        said += whole
     return said + _others(advice)
+
+
+def _whole_runs(advice: Advice) -> bool:
+    """Return whether settings differ in the time to compile, so that whole runs are another matter than steps."""
+    kinds = {compiles(each.candidate.label) for each in advice.entries if each.status == MEASURED and each.run_speed}
+    return len(kinds) > 1
 
 
 def _default(advice: Advice) -> str:
@@ -117,7 +127,8 @@ def table(advice: Advice) -> Table:
     """Return the measured entries, the advised one first."""
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     shown.add_column("setting", min_width=24)
-    for name in ("speed", "step, ms", "memory"):
+    whole = (f"run of {advice.steps}",) if _whole_runs(advice) else ()
+    for name in ("speed", *whole, "step, ms", "memory"):
         shown.add_column(name, justify="right", no_wrap=True)
     for entry in advice.entries:
         if entry.status == MEASURED:
@@ -140,8 +151,10 @@ def _cells(entry: Entry, advice: Advice) -> list[str]:
     speed = "1x" if entry.candidate.label == advice.baseline else ""
     if not speed and entry.speed is not None:
         speed = _times(entry.speed) if entry.speed.count >= _FEW else f"about {entry.speed.mean:.2g}x"
+    whole = [f"{entry.run_speed.mean:.3g}x" if entry.run_speed else ""] if _whole_runs(advice) else []
     return [
         speed,
+        *whole,
         f"{1e3 * statistics.median(entry.step_s):.4g}" if entry.step_s else "",
         size(entry.memory_bytes) if entry.memory_bytes else "",
     ]

@@ -44,6 +44,7 @@ def advice(*further: Entry, winner: str = "bf16 + compile", **changed: Any) -> A
         "hardware": {"name": "A CPU", "device": "cpu", "cpu_cores": 2, "torch": "2.15.0", "threads": 2},
         "versions": {"torch": "2.15.0"},
         "git": {"commit": "0123456789abcdef", "dirty": "false"},
+        "steps": 1000,
         "baseline": "fp32",
         "entries": entries,
         "winner": winner,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from evidence.advice.candidates import Factor, Value
 from evidence.advice.conclude import MOST_FAULTS, conclude, objections
-from evidence.advice.plan import Plan, in_words
+from evidence.advice.plan import HALVING, Plan, in_words
 from evidence.advice.schema import FAILED, FINAL, LEFT_OUT, MEASURED, Log
 from evidence.advice.search import FINAL_LEAST, FINAL_REPEATS
-from evidence.advice.text import print_advice
+from evidence.advice.text import print_advice, sentence
 from evidence.intervals import ratio_interval
 from tests.evidence.advice.machine import SPACE, Machine, factor, space
 from tests.evidence.advice.made import advice, measured
@@ -200,8 +203,8 @@ def test_what_does_not_pay_is_replaced_by_the_best_that_does_not_compile() -> No
     found, _ = Machine(step_s).advise(steps=10)
     assert found.winner == "fp32, micro=32"
     (note,) = found.notes
-    assert note.startswith("a step of fp32 + compile takes 0.6")
-    assert note.endswith("or more, and this run has 10")
+    assert note.startswith("compiling takes 10 s and makes a step")
+    assert "this advice is for 10;" in note
     assert found.entries[0].speed is not None
     assert found.entries[0].speed.count >= FINAL_LEAST
 
@@ -236,10 +239,87 @@ def test_a_whole_run_must_be_faster_in_the_final_round_too() -> None:
     assert search.plan.label(chosen) == "fp32 + compile"
     found = conclude(search.plan, chosen)
     assert found.winner == "fp32"
-    assert found.notes[0].endswith("as fast as fp32 in this run of 3000 steps, compile time included")
-    steps_alone = found.entries[1].speed
-    assert steps_alone is not None
-    assert steps_alone.low > 1.1
+    assert found.notes[0].endswith("as fast as fp32 in a run of 3000 steps, compile time included")
+    steps = re.search(r"in a run of about (\d+) steps", found.notes[1])
+    assert steps is not None
+    assert int(steps[1]) == pytest.approx(10 / (0.1 * 0.02), rel=0.05)
+    compiled = found.entries[1]
+    assert compiled.speed is not None
+    assert compiled.run_speed is not None
+    assert compiled.speed.low > 1.1
+    assert compiled.run_speed.high < 1.0
+
+
+def test_where_the_default_compiles_a_short_run_does_not() -> None:
+    """The sentence then gives the ratio of whole runs too: 10 s and 100 steps of 0.012 s over 100 of 0.02 s."""
+    compiled = space(
+        factor("precision", "fp32"), Factor("compile", (Value("compile", ()), Value("", ("compile=off",))))
+    )
+    found, _ = Machine(lambda label: 0.02 * (0.6 if "compile" in label else 1.0), noise=0.0).advise(
+        among=compiled, steps=100
+    )
+    assert (found.baseline, found.winner) == ("fp32 + compile", "fp32")
+    (note,) = [note for note in found.notes if note.startswith("compiling takes 10 s")]
+    assert "makes a step 1.67x as fast" in note
+    said = sentence(replace(advice(), entries=found.entries, baseline=found.baseline, winner=found.winner, steps=100))
+    assert said.startswith("fp32: 0.6x [0.6, 0.6] as fast as fp32 + compile")
+    assert "; in a run of 100 steps, compile time included, 5.6x [5.6, 5.6]" in said
+
+
+def test_compile_times_that_differ_by_chance_decide_nothing_where_all_compile() -> None:
+    times = iter([13.0, 9.0, 8.0, 14.0] * 10)
+
+    class Uneven(Machine):
+        @property
+        def compile_s(self) -> float:  # type: ignore[override]
+            return next(times)
+
+        @compile_s.setter
+        def compile_s(self, value: float) -> None:
+            pass
+
+    among = space(factor("precision", "fp32 + compile", "bf16 + compile"), factor("micro", "", "micro=8"))
+    found, _ = Uneven(lambda label: 0.02).advise(among=among, steps=100)
+    assert found.winner == found.baseline == "fp32 + compile"
+
+
+def test_a_setting_that_compiles_and_fails_is_not_recommended_for_longer_runs() -> None:
+    """It would gain most, before it fails."""
+    usual = machine().step_s
+    here = Machine(lambda label: usual(label) * (0.5 if label == "bf16 + compile" else 1.0))
+    here.broken["bf16 + compile"] = "later"
+    found, _ = here.advise(steps=100)
+    assert [entry.status for entry in found.entries if entry.candidate.label == "bf16 + compile"] == [FAILED]
+    (note,) = [note for note in found.notes if note.startswith("compiling takes 10 s")]
+    assert "(bf16 + compile)" not in note
+
+
+def test_a_setting_with_slower_steps_stays_where_its_run_is_as_short() -> None:
+    """Compiled, 1900 steps take half of 19 s, and 10 s to compile: not clearly faster, so both are timed to the end."""
+    among = space(factor("precision", "fp32", "bf16"), factor("compile", "", "compile"))
+    here = Machine(product_of({"bf16": 0.5, "compile": 0.5}), noise=0.05)
+    search = here.search(among=among, steps=1900)
+    search.run()
+    halving = [done for done in search.log.rounds if done.kind == HALVING]
+    assert halving
+    for done in halving:
+        assert len(done.times["bf16"]) == len(done.times["bf16 + compile"]) > 2
+
+
+def test_the_table_has_a_column_for_whole_runs_where_some_settings_compile() -> None:
+    found, _ = machine(noise=0.0).advise(steps=100)
+    shown = replace(advice(), entries=found.entries, baseline="fp32", winner=found.winner, steps=100)
+    console = Console(file=io.StringIO(), width=200)
+    print_advice(shown, console, [])
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "run of 100" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("bf16 + compile ")]
+    assert line.split()[3:6] == ["3.33x", "[3.33,", "3.33]"], line
+    assert line.split()[6] == f"{2 / (10 + 0.6):.3g}x", "2 s over 10 s and 100 steps of 0.006 s"
+    only_eager = [entry for entry in found.entries if "compile" not in entry.candidate.label]
+    console = Console(file=io.StringIO(), width=200)
+    print_advice(replace(shown, entries=only_eager), console, [])
+    assert "run of 100" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_default_whose_second_start_the_budget_cuts_off_keeps_what_was_measured() -> None:
