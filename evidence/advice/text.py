@@ -25,9 +25,9 @@ def sentence(advice: Advice) -> str:
     if advice.winner == base:
         setting = "no setting that can be advised" if advice.excluded else "no setting"
         better = f"{setting} needs less memory" if advice.goal == "memory" else f"{setting} is clearly faster"
-        better += f" in a run of {advice.steps} steps" if _whole_runs(advice) else ""
+        run = f" in a run of {advice.steps} steps" if _whole_runs(advice) else ""
         scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == "budget" else ""
-        return f"{base}{_default(advice)}: {better} here{scope}{health}{_others(advice)}"
+        return f"{base}{_default(advice)}: {better} here{run}{scope}{health}{_others(advice)}"
     assert winner.speed is not None
     facts = [f"{_times(winner.speed)} as fast as {base}", _memory(winner, advice.entry(base))]
     if advice.goal == "memory":
@@ -126,7 +126,7 @@ _ENDED = {
 def table(advice: Advice) -> Table:
     """Return the measured entries, the advised one first."""
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    shown.add_column("setting", min_width=24)
+    shown.add_column("setting", min_width=16)
     whole = (f"run of {advice.steps}",) if _whole_runs(advice) else ()
     for name in ("speed", *whole, "step, ms", "memory"):
         shown.add_column(name, justify="right", no_wrap=True)

@@ -30,11 +30,15 @@ Notes = dict[str, list[str]]
 
 
 def read(folder: Path = RESULTS) -> Records:
-    """Return all outcomes."""
+    """Return all outcomes; the machine that could test most claims comes first."""
     found: Records = {}
     for path in sorted(folder.glob("*/*.json")):
         found.setdefault(path.parent.name, {})[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+
+    def tested(machine: str) -> int:
+        return sum(record["verdict"] != NOT_HERE for record in found[machine].values())
+
+    return {machine: found[machine] for machine in sorted(found, key=tested, reverse=True)}
 
 
 def verdict(record: dict[str, Any] | None, claim: Claim) -> str:

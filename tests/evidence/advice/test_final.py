@@ -316,6 +316,10 @@ def test_the_table_has_a_column_for_whole_runs_where_some_settings_compile() -> 
     (line,) = [line for line in said.splitlines() if line.startswith("bf16 + compile ")]
     assert line.split()[3:6] == ["3.33x", "[3.33,", "3.33]"], line
     assert line.split()[6] == f"{2 / (10 + 0.6):.3g}x", "2 s over 10 s and 100 steps of 0.006 s"
+    console = Console(file=io.StringIO(), width=80)
+    print_advice(replace(shown, steps=100_000), console, [])
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "speed   run of 100000   step, ms   memory" in said, "the terminal is wide enough for all columns"
     only_eager = [entry for entry in found.entries if "compile" not in entry.candidate.label]
     console = Console(file=io.StringIO(), width=200)
     print_advice(replace(shown, entries=only_eager), console, [])

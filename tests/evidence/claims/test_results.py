@@ -54,6 +54,15 @@ def test_machines_stand_side_by_side_with_what_each_lacks() -> None:
     assert "tf32_matmul" not in "".join([two_x, scaler])  # no machine could test it
 
 
+def test_the_machine_that_could_test_most_comes_first(tmp_path: Path) -> None:
+    verdicts = {"a": [NOT_HERE, NOT_HERE, NOT_HERE], "b": [REFUTED, NOT_HERE], "c": [CONFIRMED, INCONCLUSIVE]}
+    for machine, found in verdicts.items():
+        (tmp_path / machine).mkdir()
+        for number, verdict in enumerate(found):
+            (tmp_path / machine / f"claim{number}.json").write_text(json.dumps({"verdict": verdict}))
+    assert list(results.read(tmp_path)) == ["c", "b", "a"]
+
+
 @pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*/*.json")), ids=lambda path: path.stem)
 def test_an_outcome_is_of_the_file_as_it_is(path: Path) -> None:
     record = json.loads(path.read_text())
