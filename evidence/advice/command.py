@@ -148,7 +148,7 @@ class _Job:
         for entry in space.left_out:
             self._say(f"left out: {entry.candidate.label} ({entry.reason})")
         steps = compose(common).resolve(self.hardware).plan.steps
-        if "compile" in varied and self.options.goal == "speed":
+        if "compile" in varied and self.options.goal == "speed":  # otherwise all compile, or none
             self._say(f"ranked by the time of a run of {steps} steps, compile time included")
         plan = Plan(space, self.log, self.options.goal, steps, faults=self.faults)
         budget_s = 60 * self.options.budget_minutes

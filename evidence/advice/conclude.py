@@ -63,6 +63,8 @@ def objections(
         return {last: found.unconfirmed}, {}
     if label == default:
         return {}, {}
+    if slower := _slower_than_eager(plan, chosen):
+        return {label: slower}, {}
     health = check_up(entry.candidate)
     if not health["faults"]:
         return {}, health
@@ -70,6 +72,21 @@ def objections(
     others = plan.log.records.keys() - {default} if len(plan.faults) >= MOST_FAULTS else set()
     enough = f"{len(plan.faults)} settings have a fault, so no further one is examined or advised"
     return dict.fromkeys(sorted(others), enough) | {label: in_words(label, health["faults"])}, {}
+
+
+def _slower_than_eager(plan: Plan, chosen: Setting) -> str:
+    """Return why the final round speaks for the same setting without compiling; empty: it does not."""
+    eager = plan.eager(chosen)
+    if eager is None or plan.goal != "speed":
+        return ""
+    label, other = plan.label(chosen), plan.label(eager)
+    found = interval(plan.ratios(label, other, plan.log.final))
+    if found is None or found.high >= 1:
+        return ""
+    return (
+        f"{label} is not advised, because in the final round it was {found.mean:.2f}x [{found.low:.2f}, "
+        f"{found.high:.2f}] as fast as {other} in a run of {plan.steps} steps, compile time included"
+    )
 
 
 def _promising(plan: Plan, but: str) -> bool:
@@ -154,7 +171,7 @@ def _pays(plan: Plan, entry: Entry) -> None:
         return
     saved = statistics.median(entry.step_s) * (gain - 1)
     entry.never_pays = saved <= 0
-    entry.pays_after_steps = None if entry.never_pays else math.ceil(entry.compile_s / saved)
+    entry.pays_after_steps = None if entry.never_pays else math.ceil(plan.compile_s / saved)
 
 
 def _longer_run(plan: Plan, entries: dict[str, Entry], winner: str) -> str:
@@ -173,9 +190,9 @@ def _longer_run(plan: Plan, entries: dict[str, Entry], winner: str) -> str:
     if needed <= plan.steps:
         return ""
     return (
-        f"compiling takes {plan.compile_s:.0f} s and makes a step {gains[label]:.2f}x as fast ({label}); this saves "
-        f"time in a run of about {needed} steps or more, and this advice is for {plan.steps}; if your run is longer, "
-        "set steps to its number of steps"
+        f"compiling takes {plan.compile_s:.0f} s and makes a step {gains[label]:.2f}x as fast ({label}); if it does "
+        f"the same for {winner}, it saves time in a run of about {needed} steps or more; this advice is for "
+        f"{plan.steps} steps, so for a longer run call advise.py with steps="
     )
 
 

@@ -141,7 +141,9 @@ def _write(path: Path, head: str, content: dict[str, Any]) -> None:
 
 
 def _head(advice: Advice, sentence: str, command: str) -> str:
-    goal = "The fastest setting" if advice.goal == "speed" else "The setting with the least memory"
+    goal = "The setting with the least memory"
+    if advice.goal == "speed":
+        goal = f"The fastest setting, in a run of {advice.steps} steps,"
     when = advice.date or datetime.datetime.now(datetime.UTC).date().isoformat()
     commit = advice.git.get("commit", "")[:10]
     name, torch = advice.hardware.get("name", advice.machine), advice.versions.get("torch", "unknown")

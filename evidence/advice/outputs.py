@@ -135,6 +135,7 @@ def _parent(client: MlflowClient, advice: Advice, uri: str, experiment: str, sen
     run = create_run(client, uri, experiment, f"advice: {advice.recipe}", key, now - advice.spent_s)
     params = {
         "goal": advice.goal,
+        "steps": str(advice.steps),
         "overrides": " ".join(advice.overrides),
         "baseline": advice.baseline,
         "machine": advice.machine,

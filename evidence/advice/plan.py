@@ -60,6 +60,7 @@ class Plan:
         every = itertools.product(*(range(len(factor.values)) for factor in self.space.factors))
         self._labels = {setting: self.space.candidate(setting).label for setting in every}
         self._settings = {label: setting for setting, label in self._labels.items()}
+        self._some_compile = len(set(map(compiles, self._settings))) > 1
         self._known: tuple[object, dict[Setting, float]] = (None, {})
 
     def label(self, setting: Setting) -> str:
@@ -89,11 +90,11 @@ class Plan:
         return statistics.median(times) if times else 0.0
 
     def ratios(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[float]:
-        """Return how many times as fast as ``over`` it is; for goal=speed in a run of ``steps``, with compile time.
+        """Return how many times as fast as ``over`` it is, in the order of ``Log.ratios``.
 
-        Arguments and order are those of ``Log.ratios``.
+        For goal=speed it is in a run of ``steps`` with the time to compile, unless all settings or none compile.
         """
-        extra_s = self.compile_s / self.steps if self.goal == "speed" else 0.0
+        extra_s = self.compile_s / self.steps if self.goal == "speed" and self._some_compile else 0.0
         own_s, over_s = extra_s * compiles(label), extra_s * compiles(over)
         return [(other + over_s) / (own + own_s) for own, other in self.log.pairs(label, over, rounds)]
 
@@ -185,7 +186,7 @@ class Plan:
         if self.reference is None:
             return []
         label = self.label(self.reference)
-        return self.ratios(label + TWIN, label, self.log.rounds)
+        return self.log.ratios(label + TWIN, label, self.log.rounds)
 
     @property
     def noise(self) -> float:

@@ -49,7 +49,7 @@ def draw(advice: Advice) -> Any:
     better = front(shown)
     axes.set_title(f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}", loc="left", color=INK)
     axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
-    axes.set_ylabel(f"throughput, times that of {advice.baseline}", color=QUIET)
+    axes.set_ylabel(f"throughput of steps, times that of {advice.baseline}", color=QUIET)
     axes.grid(color="#e8eaed", linewidth=0.8)
     axes.axhline(1, color="#bdc1c6", linewidth=1)
     corners = _corners(better)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -131,10 +132,6 @@ class Record:
         """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
         return self.fastest_s or min(self.warm_up_s[1:] or self.warm_up_s)
 
-    def first_steps_s(self) -> float:
-        """Return the seconds by which the steps of the warm-up took longer than later ones: the time to compile."""
-        return max(0.0, sum(self.warm_up_s) - len(self.warm_up_s) * self.step_s()) if self.warm_up_s else 0.0
-
 
 @dataclass
 class Round:
@@ -167,8 +164,13 @@ class Log:
         return [done for done in self.rounds if done.kind == FINAL][-1:]
 
     def compile_s(self, label: str) -> float:
-        """Return the seconds that compiling a candidate took; 0: it does not compile."""
-        return self.records[label].first_steps_s() if compiles(label) and label in self.records else 0.0
+        """Return the seconds by which a candidate's first steps took longer than later ones; 0: it does not compile."""
+        record = self.records.get(label)
+        if record is None or not record.warm_up_s or not compiles(label):
+            return 0.0
+        later_s = [step_s for done in self.rounds if done.kind != FINAL for step_s in done.times.get(label, [])]
+        step_s = statistics.median(later_s) if later_s else record.step_s()
+        return max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * step_s)
 
     def pairs(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[tuple[float, float]]:
         """Return the seconds of a step of two candidates, for each repeat in which both took a block.

@@ -27,18 +27,24 @@ def sentence(advice: Advice) -> str:
         better = f"{setting} needs less memory" if advice.goal == "memory" else f"{setting} is clearly faster"
         run = f" in a run of {advice.steps} steps" if _whole_runs(advice) else ""
         scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == "budget" else ""
-        return f"{base}{_default(advice)}: {better} here{run}{scope}{health}{_others(advice)}"
+        return f"{base}{_default(advice)}: {better} here{scope}{run}{health}{_others(advice)}"
     assert winner.speed is not None
     facts = [f"{_times(winner.speed)} as fast as {base}", _memory(winner, advice.entry(base))]
+    whole = winner.run_speed if _whole_runs(advice) else None
+    if compiles(base) and not compiles(advice.winner) and whole is not None:
+        facts[0] = f"{_times(whole)} as fast as {base}{_included(advice)}"
     if advice.goal == "memory":
         facts.reverse()
-    whole = f"; in a run of {advice.steps} steps, compile time included, {_times(winner.run_speed or winner.speed)}"
     said = f"{advice.winner}: {', '.join(filter(None, facts))}{health}"
     if compiles(advice.winner) and winner.pays_after_steps is not None:
         said += f"; compiling pays after {winner.pays_after_steps} steps"
-    if compiles(advice.winner) != compiles(base) and winner.run_speed is not None:
-        said += whole
+    if compiles(advice.winner) and whole is not None:
+        said += f"; {_times(whole)} as fast{_included(advice)}"
     return said + _others(advice)
+
+
+def _included(advice: Advice) -> str:
+    return f" in a run of {advice.steps} steps, compile time included"
 
 
 def _whole_runs(advice: Advice) -> bool:
@@ -134,6 +140,9 @@ def table(advice: Advice) -> Table:
         if entry.status == MEASURED:
             style = "bold" if entry.candidate.label == advice.winner else None
             shown.add_row(_named(entry.candidate.label, advice), *_cells(entry, advice), style=style)
+    if whole:
+        shown.caption = f"{whole[0]}: speed{_included(advice)}"
+        shown.caption_justify = "left"
     return shown
 
 

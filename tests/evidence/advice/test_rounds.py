@@ -97,8 +97,9 @@ def test_a_short_run_is_not_compiled() -> None:
     assert found.winner == "bf16, micro=32"
     assert stopped == AHEAD
     assert found.notes == [
-        "compiling takes 10 s and makes a step 1.67x as fast (bf16 + compile); this saves time in a run of about 3125 "
-        "steps or more, and this advice is for 100; if your run is longer, set steps to its number of steps"
+        "compiling takes 10 s and makes a step 1.67x as fast (bf16 + compile); if it does the same for bf16, micro=32, "
+        "it saves time in a run of about 3125 steps or more; this advice is for 100 steps, so for a longer run call "
+        "advise.py with steps="
     ]
     compiled = {label for label in here.started if "compile" in label}
     assert compiled == {"bf16 + compile"}, "once is enough to know that it does not pay"
