@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from evidence.advice.candidates import Factor, Value
 from evidence.advice.conclude import MOST_FAULTS, conclude, objections
 from evidence.advice.plan import HALVING, Plan, in_words
 from evidence.advice.schema import FAILED, FINAL, LEFT_OUT, MEASURED, Log
-from evidence.advice.search import FINAL_LEAST, FINAL_REPEATS
+from evidence.advice.search import FINAL_LEAST, FINAL_REPEATS, Search
 from evidence.advice.text import print_advice, sentence
 from evidence.intervals import ratio_interval
 from tests.evidence.advice.machine import SPACE, Machine, factor, space
@@ -25,6 +26,18 @@ from trainer.errors import RunError
 def of_new_blocks(search_log: Log, label: str, base: str) -> None:
     """Fail unless both were timed in a final round."""
     assert len(search_log.ratios(label, base, search_log.final)) >= 2
+
+
+def before_the_final_round(search: Search, do: Callable[[], object]) -> None:
+    """Let something happen when the final round begins."""
+    base_round = search.bench.round
+
+    def round_(kind: str, *of: object) -> object:
+        if kind == FINAL:
+            do()
+        return base_round(kind, *of)  # type: ignore[arg-type]
+
+    search.bench.round = round_  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize(
@@ -59,15 +72,13 @@ def test_the_winner_has_new_blocks_when_a_search_continues_with_little_time_left
 def test_a_default_that_fails_in_the_final_round_gives_its_place_to_the_next() -> None:
     here = machine()
     search = here.search()
-    base_round = search.bench.round
 
-    def round_without_the_default(kind: str, *of: object) -> object:
-        if kind == FINAL and "fp32" not in here.broken:
+    def break_the_default() -> None:
+        if "fp32" not in here.broken:
             here.broken["fp32"] = "out of memory"
             search.bench.close()
-        return base_round(kind, *of)  # type: ignore[arg-type]
 
-    search.bench.round = round_without_the_default  # type: ignore[assignment, method-assign]
+    before_the_final_round(search, break_the_default)
     chosen, _ = search.run()
     found = conclude(search.plan, chosen)
     assert search.log.records["fp32"].status == FAILED
@@ -78,15 +89,12 @@ def test_a_default_that_fails_in_the_final_round_gives_its_place_to_the_next() -
 def test_where_nothing_works_any_more_the_first_error_is_reported() -> None:
     here = Machine(product_of({}), broken={"bf16": "no"})  # type: ignore[arg-type]
     search = here.search(among=space(factor("precision", "fp32", "bf16")))
-    base_round = search.bench.round
 
-    def round_without_anything(kind: str, *of: object) -> object:
-        if kind == FINAL:
-            here.broken |= {"fp32": "gone", "fp32 (again)": "gone"}
-            search.bench.close()
-        return base_round(kind, *of)  # type: ignore[arg-type]
+    def break_all() -> None:
+        here.broken |= {"fp32": "gone", "fp32 (again)": "gone"}
+        search.bench.close()
 
-    search.bench.round = round_without_anything  # type: ignore[assignment, method-assign]
+    before_the_final_round(search, break_all)
     with pytest.raises(RunError, match="can be advised; the first error: fp32: gone"):
         search.run()
 
@@ -153,14 +161,7 @@ def test_where_the_final_round_does_not_confirm_the_choice_the_next_one_has_a_fi
 
     here = Machine(step_s)
     search = here.search(among=space(factor("precision", "fp32", "bf16"), factor("micro", "", "micro=32")))
-    base_round = search.bench.round
-
-    def slower_in_the_final_round(kind: str, *of: object) -> object:
-        if kind == FINAL:
-            slow.add("bf16")
-        return base_round(kind, *of)  # type: ignore[arg-type]
-
-    search.bench.round = slower_in_the_final_round  # type: ignore[assignment, method-assign]
+    before_the_final_round(search, lambda: slow.add("bf16"))
     healthy = {"faults": [], "notes": [], "healthy": True}
     chosen, _ = search.run(lambda chosen: objections(search.plan, chosen, lambda _: healthy)[0])
     found = conclude(search.plan, chosen)
@@ -227,14 +228,7 @@ def test_a_whole_run_must_be_faster_in_the_final_round_too() -> None:
     slow: set[str] = set()
     here = Machine(lambda label: 0.02 * ((0.9 if slow else 0.5) if "compile" in label else 1.0), noise=0.001)
     search = here.search(among=space(factor("precision", "fp32"), factor("compile", "", "compile")), steps=3000)
-    base_round = search.bench.round
-
-    def slower_in_the_final_round(kind: str, *of: object) -> object:
-        if kind == FINAL:
-            slow.add("compile")
-        return base_round(kind, *of)  # type: ignore[arg-type]
-
-    search.bench.round = slower_in_the_final_round  # type: ignore[assignment, method-assign]
+    before_the_final_round(search, lambda: slow.add("compile"))
     chosen, _ = search.run()
     assert search.plan.label(chosen) == "fp32 + compile"
     found = conclude(search.plan, chosen)
@@ -291,14 +285,7 @@ def test_where_new_blocks_speak_against_compiling_the_same_setting_without_it_is
         lambda label: 0.04 if "16" not in label else (0.019 if slow else 0.01) if "compile" in label else 0.02
     )
     search = here.search(among=space(factor("precision", "fp32", "bf16"), factor("compile", "", "compile")), steps=4000)
-    base_round = search.bench.round
-
-    def slower_in_the_final_round(kind: str, *of: object) -> object:
-        if kind == FINAL:
-            slow.add("compile")
-        return base_round(kind, *of)  # type: ignore[arg-type]
-
-    search.bench.round = slower_in_the_final_round  # type: ignore[assignment, method-assign]
+    before_the_final_round(search, lambda: slow.add("compile"))
     healthy = {"faults": [], "notes": [], "healthy": True}
     chosen, _ = search.run(lambda chosen: objections(search.plan, chosen, lambda _: healthy)[0])
     found = conclude(search.plan, chosen)
