@@ -132,7 +132,7 @@ _ENDED = {
 def table(advice: Advice) -> Table:
     """Return the measured entries, the advised one first."""
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    shown.add_column("setting", min_width=16)
+    shown.add_column("setting", min_width=16, overflow="fold")
     whole = (f"run of {advice.steps}",) if _whole_runs(advice) else ()
     for name in ("speed", *whole, "step, ms", "memory"):
         shown.add_column(name, justify="right", no_wrap=True)
