@@ -63,7 +63,7 @@ def objections(
         return {last: found.unconfirmed}, {}
     if label == default:
         return {}, {}
-    if slower := _slower_than_eager(plan, chosen):
+    if label == last and (slower := _slower_than_eager(plan, chosen)):
         return {label: slower}, {}
     health = check_up(entry.candidate)
     if not health["faults"]:

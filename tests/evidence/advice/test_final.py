@@ -294,6 +294,19 @@ def test_where_new_blocks_speak_against_compiling_the_same_setting_without_it_is
     assert found.notes[0].endswith("as fast as bf16 in a run of 4000 steps, compile time included")
 
 
+def test_a_compiled_choice_that_is_not_confirmed_excludes_nothing_else() -> None:
+    """The default fails, so bf16 takes its place; it is advised where compiling is slower in the final round."""
+    slow: set[str] = set()
+    here = Machine(lambda label: (0.019 if slow else 0.01) if "compile" in label else 0.02, broken={"fp32": "no"})
+    here.broken |= {"fp32 (again)": "no", "fp32 + compile": "no"}
+    search = here.search(among=space(factor("precision", "fp32", "bf16"), factor("compile", "", "compile")), steps=4000)
+    before_the_final_round(search, lambda: slow.add("compile"))
+    healthy = {"faults": [], "notes": [], "healthy": True}
+    chosen, _ = search.run(lambda chosen: objections(search.plan, chosen, lambda _: healthy)[0])
+    assert search.plan.excluded == {}
+    assert conclude(search.plan, chosen).winner == "bf16"
+
+
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
