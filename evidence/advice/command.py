@@ -212,8 +212,7 @@ class _Job:
         make_folder(folder)
         bench = self._bench(common, Log(), folder)
         prepare()
-        steps = compose(common).resolve(self.hardware).plan.steps
-        return Grid([space.candidate(setting) for setting in space.product()], bench, steps)
+        return Grid([space.candidate(setting) for setting in space.product()], bench)
 
     def _bench(self, common: list[str], log: Log, folder: Path) -> Bench:
         return Bench(

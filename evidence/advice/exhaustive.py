@@ -76,7 +76,6 @@ def compare(
     candidates: Sequence[Candidate],
     bench: Bench,
     folder: Path,
-    steps: int,
     show: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Measure every candidate beside the advised setting, then the fastest ones once more, and compare.
@@ -84,12 +83,11 @@ def compare(
     Each measured candidate is added to a file, with which the same call continues after an interruption.
 
     Args:
-        advice: with a winner that is among the candidates.
+        advice: with a winner that is among the candidates. For goal=speed, whole runs of its ``steps`` are compared,
+            compile times included.
         candidates: all combinations that are forecast to fit.
         bench: with a log of its own.
         folder: of the advice.
-        steps: optimizer steps of the user's run, in which compiling has to pay: for goal=speed, whole runs of so many
-            steps are compared, compile times included.
         show: called with lines of progress.
 
     Returns:
@@ -105,16 +103,16 @@ def compare(
     if advice.goal == "memory":
         found = _least_memory(advice, counted, mine)
     else:
-        by_run = sorted(counted, key=lambda line: line.run_speed(line.speed, line.step_s, mine, steps))
+        by_run = sorted(counted, key=lambda line: line.run_speed(line.speed, line.step_s, mine, advice.steps))
         finalists = by_run[::-1][:FINALISTS]
-        found = _fastest(mine, finalists, candidates, bench, steps, show)
+        found = _fastest(mine, finalists, candidates, bench, advice.steps, show)
     share = found["share_of_the_best"]["mean"]
     time_share = advice.spent_s / grid_s if grid_s else math.inf
     return found | {
         "candidates": len(lines),
         "measured": sum(line.status == MEASURED for line in lines.values()),
         "stopped_early": sum(0 < len(line.ratios) < REPEATS for line in lines.values()),
-        "steps": steps,
+        "steps": advice.steps,
         "git": git_facts(),
         "grid_s": grid_s,
         "advice_s": advice.spent_s,

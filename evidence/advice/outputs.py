@@ -37,8 +37,6 @@ class Grid(NamedTuple):
     candidates: Sequence[Candidate]
     bench: Bench
     """With a log of its own."""
-    steps: int
-    """Of the user's run."""
 
 
 @dataclass
@@ -65,9 +63,9 @@ class Outputs:
         """Measure every combination, unless that was done, and write the outcome to ``results/``."""
         if self.advice.exhaustive:
             return
-        candidates, bench, steps = grid()
+        candidates, bench = grid()
         try:
-            self.advice.exhaustive = exhaustive.compare(self.advice, candidates, bench, self.folder, steps, self.say)
+            self.advice.exhaustive = exhaustive.compare(self.advice, candidates, bench, self.folder, self.say)
         finally:
             bench.close()
         try:

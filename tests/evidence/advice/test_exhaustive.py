@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def machine(**changed: Any) -> Machine:
 def compared(
     tmp_path: Path, given: Advice, on: Machine, candidates: list[Candidate] = GRID, steps: int = 10**6
 ) -> dict[str, Any]:
-    return compare(given, candidates, on.bench(Log()), tmp_path, steps, lambda line: None)
+    return compare(replace(given, steps=steps), candidates, on.bench(Log()), tmp_path, lambda line: None)
 
 
 def test_the_best_of_all_is_found_and_the_advice_is_a_share_of_it(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_comparison_with_all_is_made_once_and_its_processes_end(made: Any, t
     grids = []
 
     def grid() -> Grid:
-        grids.append(Grid([Candidate(label, ()) for label in times], machine.bench(Log()), 10**6))
+        grids.append(Grid([Candidate(label, ()) for label in times], machine.bench(Log())))
         return grids[-1]
 
     job = made(advice())
