@@ -64,6 +64,8 @@ MEASURES: dict[str, tuple[Callable[[Outcome], float | None], str]] = {
     "skipped": (skipped, "skipped steps"),
 }
 """For each measure of a training run: the function that reads it, and its name in a sentence."""
+TIMED = ("speed", "energy", "minutes", "tflops")
+"""Measures that say nothing about a format where a run computed it in fp32 arithmetic."""
 PROBE_MEASURES = {
     "gemm": ("tflops", "error"),
     "clip_order": ("grad_norm", "update_norm"),

@@ -67,7 +67,7 @@ def open_all(exported: Exported, setting: Setting, split: str) -> Opened:
         raise UserError(f"split={split}: this part of the data is empty; choose another split")
     setting = setting.with_data(datasets)
     config = setting.config
-    model = in_precision(load_model(exported, config.recipe, datasets), exported, setting)
+    model = in_precision(load_model(exported, config.recipe, datasets), setting)
     table = None
     if isinstance(config.recipe, LanguageRecipe) and isinstance(config.data, TokenizedText):
         table = bytes_of_tokens(exported.folder, exported.config["vocab_size"])

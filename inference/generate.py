@@ -60,7 +60,7 @@ def generate(arguments: list[str]) -> int:
     network: Any = without_dropout(open_transformers(exported))
     causal = exported.recipe in CAUSAL
     # Under the name that it has in training, which precision.fp32_modules may use.
-    in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network, exported, setting)
+    in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network, setting)
     device = setting.hardware.device
     torch.manual_seed(options.seed)
     written, started = 0, time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from recipes.language_model import LanguageModel
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
-from trainer.files import read_object
-from trainer.kernels import convolution
 from trainer.recipe import Recipe
 
 _CLASSES = {
@@ -38,8 +35,7 @@ def load_model(exported: Exported, recipe: Recipe, datasets: Datasets) -> nn.Mod
         attention = "eager" if getattr(recipe, "attention", "") == "eager" else "sdpa"
         network = open_transformers(exported, attention)
         if isinstance(recipe, LanguageRecipe):  # the vocabulary has no padding here
-            chunked, in_fp32 = recipe.chunked_loss is True, recipe.attention == "sdpa_fp32"
-            return LanguageModel(network, recipe.name, chunked, attention_in_fp32=in_fp32).eval()
+            return LanguageModel(network, recipe.name, recipe.chunked_loss is True).eval()
         return network
     return load_weights(exported, recipe, recipe.build_model(datasets))
 
@@ -54,19 +50,15 @@ def load_weights(exported: Exported, recipe: Recipe, model: nn.Module) -> nn.Mod
     return model.eval()
 
 
-def in_precision(model: nn.Module, exported: Exported, setting: Setting) -> nn.Module:
+def in_precision(model: nn.Module, setting: Setting) -> nn.Module:
     """Return the model on its device, converted as in training, and set torch up for it.
 
     Raises:
         UserError: see ``Precision.convert``.
     """
     setting.apply()
-    precision, device = setting.config.precision, setting.hardware.device
-    precision.convert(model.to(device), device)
-    if exported.run and setting.own_precision and precision.half is not None and device.type == "cpu":
-        with suppress(KeyError, AttributeError):  # those that training computed in fp32
-            effective = read_object(exported.run.path / "precision.json")["effective"]
-            convolution.compute_in_fp32(model, effective["conv_in_fp32"], precision.half)
+    device = setting.hardware.device
+    setting.config.precision.convert(model.to(device), device)
     return model
 
 

@@ -148,7 +148,7 @@ def predictions(
     )
     setting = setting.with_data(datasets)
     recipe, precision, device = setting.config.recipe, setting.config.precision, setting.hardware.device
-    model = in_precision(load_model(exported, recipe, datasets), exported, setting)
+    model = in_precision(load_model(exported, recipe, datasets), setting)
     batches = evaluation_samples(len(files), None, batch_size)
     loaded = setting.config.loader.batches(photos, batches, setting.hardware)
     for samples, batch in zip(batches, loaded, strict=True):

@@ -31,10 +31,10 @@ def text_source(data: DataSource, recipe: str) -> TextSource:
     return data
 
 
-def check_attention(attention: str, known: tuple[str, ...] = ATTENTION) -> None:
-    """Refuse a kind of attention that is not ``known``."""
-    if attention not in known:
-        raise UserError(f"recipe.attention={attention} is unknown; use recipe.attention={'|'.join(known)}")
+def check_attention(attention: str) -> None:
+    """Refuse an unknown kind of attention."""
+    if attention not in ATTENTION:
+        raise UserError(f"recipe.attention={attention} is unknown; use recipe.attention={'|'.join(ATTENTION)}")
 
 
 def check_dropout(dropout: float) -> None:

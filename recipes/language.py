@@ -6,14 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes import attention
-from recipes.attention import FORMS
 from recipes.data.text.source import TextDatasets, TextSource, TokenData
 from recipes.export import save_model, save_tokenizer
 from recipes.huggingface import SizedRecipe, check_attention, check_context, text_source, with_padding
@@ -55,7 +53,6 @@ class LanguageRecipe(SizedRecipe):
     """Text to next tokens. A subclass names its sizes and its model (``network``, ``blocks``)."""
 
     unit = "tokens"
-    measured: ClassVar[tuple[str, ...]] = ("attention",)
     predictor = "text_generation"
     pretrained: str | None = None
     """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
@@ -63,15 +60,14 @@ class LanguageRecipe(SizedRecipe):
     """Tokens per sample; auto: the size's own."""
     chunked_loss: bool | str = "auto"
     """Never hold the fp32 logits as a whole; auto: on a GPU, where torch offers it (2.13 and later)."""
-    attention: str = "auto"
-    """sdpa: torch's fused kernels; sdpa_fp32: the same in fp32; eager: scores of T × T in memory; auto: sdpa, or
-    sdpa_fp32 where that is measured to be faster, which is tried on a CPU in 16-bit formats."""
+    attention: str = "sdpa"
+    """sdpa: torch's fused kernels; eager: scores of T × T in memory."""
     vocabulary_multiple: int = 64
     """The vocabulary is padded to a multiple of this, which tensor cores like; 1: as it is. Changes no loss."""
     lora: LoRA = field(default_factory=LoRA)
 
     def __post_init__(self) -> None:
-        check_attention(self.attention, FORMS)
+        check_attention(self.attention)
         check_context(self.context, least=2)
         if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
             raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
@@ -82,29 +78,10 @@ class LanguageRecipe(SizedRecipe):
         """Return transformers' model in fp32, for so many token ids and positions."""
         raise NotImplementedError
 
-    def attention_heads(self) -> tuple[int, int]:
-        """Return the number of attention's heads and the width of one."""
-        if self.pretrained:
-            config = self.pretrained_config()
-            heads = int(config.num_attention_heads)
-            return heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        shape = self.shape
-        return shape.heads, shape.width // shape.heads
-
     @property
     def shape(self) -> Any:
         """The numbers of the named size."""
         return self.shapes[self.size]
-
-    def measure(
-        self, hardware: Hardware, dtype: torch.dtype | None, micro_batch_size: int, deterministic: bool
-    ) -> list[Choice]:
-        """Choose the form of attention."""
-        if self.attention != "auto":
-            return []
-        heads, width = self.attention_heads()
-        shape = attention.Shape(micro_batch_size, heads, self.tokens_per_sample, width, getattr(self, "dropout", 0.0))
-        return [attention.choose(shape, dtype, hardware, deterministic)]
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size, the context and the form of the loss."""
@@ -127,8 +104,7 @@ class LanguageRecipe(SizedRecipe):
         """Build the model with its vocabulary padded."""
         multiple, vocabulary = self.vocabulary_multiple, datasets.vocabulary
         network = self.network(math.ceil(vocabulary / multiple) * multiple, self.tokens_per_sample)
-        in_fp32 = self.attention == "sdpa_fp32"
-        model = LanguageModel(network, self.name, self.chunked_loss is True, vocabulary, in_fp32)
+        model = LanguageModel(network, self.name, self.chunked_loss is True, vocabulary)
         self.lora.inject(model.network, self.name)
         return model
 

@@ -73,19 +73,11 @@ class LanguageModel(nn.Module):
         network: transformers' model, its vocabulary padded.
         name: of the submodule.
         chunked, vocabulary: see ``LossHead``.
-        attention_in_fp32: cast queries, keys and values to fp32, where the network's attention is sdpa.
     """
 
-    def __init__(
-        self,
-        network: Any,
-        name: str,
-        chunked: bool = False,
-        vocabulary: int | None = None,
-        attention_in_fp32: bool = False,
-    ) -> None:
+    def __init__(self, network: Any, name: str, chunked: bool = False, vocabulary: int | None = None) -> None:
         super().__init__()
-        use_causal_kernels(network, attention_in_fp32)
+        use_causal_kernels(network)
         network.lm_head = LossHead(network.lm_head.weight, chunked, vocabulary)
         self._name = name
         self.add_module(name, network)

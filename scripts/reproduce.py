@@ -5,7 +5,6 @@
   python scripts/reproduce.py all=true           test all claims that this machine can test, by value
 
   budget=25min       begin only what is expected to end within this time (also 90s, 1h); the next call continues
-  include=fp16       run a precision or format although its matrix products are too slow here
   reduced=true       run at a tiny size, to check that it works; no verdict and no record
   pages=true         only write docs/results.md and the table in docs/claims.md
   device=cpu         as for train.py

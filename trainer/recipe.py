@@ -104,8 +104,6 @@ class Recipe(SetOnce):
     """Factor of the optimizer's default learning rate with ``init_from`` or ``recipe.pretrained``; None: it stays."""
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
-    measured: ClassVar[tuple[str, ...]] = ()
-    """Fields whose ``auto`` is decided by ``measure``; a resumed run keeps their values."""
 
     def chosen(self, choices: Iterable[Choice]) -> Self:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
@@ -131,21 +129,6 @@ class Recipe(SetOnce):
 
     def smaller(self) -> list[str]:
         """Return the overrides that choose smaller models of this family, the largest first."""
-        return []
-
-    def measure(
-        self, hardware: Hardware, dtype: torch.dtype | None, micro_batch_size: int, deterministic: bool
-    ) -> list[Choice]:
-        """Return the values of ``auto`` fields that require a measurement.
-
-        Called on rank 0 before the model is built, on a new run; it must take less than a second.
-
-        Args:
-            hardware: where it runs.
-            dtype: the run's 16-bit format; None: it has none.
-            micro_batch_size: samples of a forward pass.
-            deterministic: whether a repeated run must have the same bits.
-        """
         return []
 
     def datasets(self, data: DataSource, seed: int) -> Datasets:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation
 from trainer.data.loader import DataOrder, to_device
 from trainer.hardware import Hardware, detect
-from trainer.kernels import attention, convolution
+from trainer.kernels import attention
 from trainer.kernels.determinism import seed_everything, set_determinism
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import accumulation_dtype, masters_of
@@ -27,7 +27,6 @@ from trainer.optim.update import Update
 from trainer.parallel.freeze import freeze
 from trainer.parallel.world import World
 from trainer.profiling import calls
-from trainer.recipe import Choice
 
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
 
@@ -83,12 +82,15 @@ class Trainer:
         self.device = hardware.device
         if self.device.type == "cuda":  # calls without a device (streams, synchronisation) use this one
             torch.cuda.set_device(self.device)
-        config.precision.apply()
+        in_fp32 = partial(config.precision.in_fp32_arithmetic, hardware, config.deterministic)
+        self.in_fp32_arithmetic = world.on_first(in_fp32)
+        """The operators that multiply 16-bit operands in fp32 arithmetic, see ``precision.kernels``."""
+        config.precision.apply(self.in_fp32_arithmetic)
         attention.allow_cudnn(not config.recipe.masks_attention)
         set_determinism(config.deterministic)
         self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
         """What it trains on and is evaluated on."""
-        config, self.choices = self._with_data(config)
+        config, self.choices = config.with_data(self.datasets, hardware)
         """What was chosen once the data was open."""
         self.config, self.recipe = config, config.recipe
         self.order = DataOrder(len(self.datasets.train), config.seed)
@@ -96,8 +98,6 @@ class Trainer:
         self.model = self.first_model()
         self.frozen = freeze(self.model, config.freeze or [])
         """Names of the parameters that are not trained."""
-        self.conv_in_fp32 = self._protect_convolutions()
-        """Names of the convolutions whose 16-bit gradients this CPU does not write completely."""
         # In this order: what is recomputed is compiled with it, and what is compiled is sharded.
         self.fp32_modules = config.precision.convert(self.model, self.device)
         self.operator_calls = self._count_operators()
@@ -156,33 +156,6 @@ class Trainer:
         if self.config.source is not None:
             self.choices = [*self.choices, *self.config.source.load(self.recipe, model, self.datasets)]
         return model.to(self.device)
-
-    def _with_data(self, config: Config) -> tuple[Config, list[Choice]]:
-        """Return the config with what the open data and the recipe's measurements decide, as on rank 0."""
-        config, choices = config.with_data(self.datasets, self.hardware)
-        half, size = config.precision.half, self.plan.batching.micro_batch_size
-        measured = self.world.on_first(lambda: config.recipe.measure(self.hardware, half, size, config.deterministic))
-        return replace(config, recipe=config.recipe.chosen(measured)), choices + measured
-
-    def _protect_convolutions(self) -> list[str]:
-        """Let convolutions that are not reliable in the run's format compute in fp32; return their names.
-
-        Only on a CPU, in a 16-bit format. Rank 0 decides for all ranks.
-        """
-        precision, size = self.config.precision, self.plan.batching.micro_batch_size
-        dtype = precision.half
-        if self.device.type != "cpu" or dtype is None:
-            return []
-
-        def search() -> list[str]:
-            times = size / min(_FEW, size)
-            found = convolution.unreliable(self.model, self._forward_of_few, dtype, self.hardware, times)
-            kept = tuple(f"{name}." for name in precision.kept_in_fp32(self.model))
-            return [name for name in found if not f"{name}.".startswith(kept)]
-
-        names = self.world.on_first(search)
-        convolution.compute_in_fp32(self.model, names, dtype)
-        return names
 
     def few(self) -> Batch:
         """Return the first samples, enough for a forward pass that only inspects the model."""

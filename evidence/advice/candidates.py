@@ -20,8 +20,9 @@ from trainer.formats import about
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.kernels.optimizers import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
-from trainer.precision.modes import AUTOCAST_DTYPE, BASIC_MODES, WEIGHTS_DTYPE, family
-from trainer.profiling.rates import hopeless, slowdown
+from trainer.precision.kernels import not_timed_here
+from trainer.precision.modes import BASIC_MODES, WEIGHTS_DTYPE, family
+from trainer.profiling.rates import slowdown
 from trainer.recipe import Recipe
 from trainer.run.memory.forecast import meta_model
 
@@ -170,7 +171,7 @@ class _Builder:
     left_out: list[Entry] = field(default_factory=list)
 
     def precision(self) -> None:
-        """What the hardware computes natively, or not much slower than fp32."""
+        """For speed, what the hardware computes in instructions of its own, or not much slower than fp32."""
         now = self.config.precision.mode
         values = [Value(now)]
         if not given(self.overrides, "precision"):
@@ -185,10 +186,12 @@ class _Builder:
         self.factors.append(Factor("precision", tuple(values)))
 
     def _too_slow(self, mode: str) -> str | None:
+        if self.goal != "speed":
+            return None
+        if why := not_timed_here(mode, self.hardware):
+            return why
         times = slowdown(mode, self.hardware)
-        if self.goal == "speed" and times > SLOWER:
-            return f"{family(mode)} products take {about(times)} times as long as fp32's here"
-        return hopeless(mode, self.hardware)
+        return f"{family(mode)} matmuls are {about(times)} times slower than fp32's here" if times > SLOWER else None
 
     def compile(self) -> None:
         """On and off."""
@@ -225,11 +228,7 @@ class _Builder:
             self._vary(f"recipe.{name}", ["false" if now is True else "true"])
         if "attention" in own:
             now = vars(recipe)["attention"]
-            half = AUTOCAST_DTYPE.keys() & {value.words for value in self.factors[0].values}
-            # Recipes whose attention is "auto" have a form in fp32.
-            forms = ["sdpa", "eager", *(["sdpa_fp32"] if half and now == "auto" else [])]
-            # auto becomes sdpa, or the faster of the two forms of it.
-            self._vary("recipe.attention", [form for form in forms if form != now and (now, form) != ("auto", "sdpa")])
+            self._vary("recipe.attention", [form for form in ("sdpa", "eager") if form != now])
 
     def threads(self) -> None:
         """One, half of the cores, all cores: on a CPU, unless the user or the environment says how many."""

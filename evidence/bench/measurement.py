@@ -16,7 +16,7 @@ from rich.text import Text
 from evidence.bench.turns import Times, interleave
 from trainer.formats import duration
 from trainer.hardware import Hardware
-from trainer.profiling.rates import hopeless
+from trainer.precision.kernels import not_timed_here
 
 
 class Result(Protocol):
@@ -47,7 +47,7 @@ class Bench:
     report: Callable[[str], None] = silent
     """Takes what is being done now, such as ``gpt2 mini: bf16, repeat 2 of 5``; cheap enough for every block."""
     modes: frozenset[str] = frozenset()
-    """Precisions that are measured however slow they are."""
+    """Precisions that are measured also in fp32 arithmetic."""
     text: str = ""
     """A file of text for ``nanogpt``; empty: the source of the standard library."""
     failures: dict[str, str] = field(default_factory=dict, init=False)
@@ -61,8 +61,8 @@ class Bench:
         return f"failed: {self.failures[what]}"
 
     def left_out(self, mode: str) -> str | None:
-        """Return why a precision is not measured, where its products are too slow here; None: it is."""
-        return None if mode in self.modes else hopeless(mode, self.hardware)
+        """Return why a precision is not measured: its speed here is not that of its format; None: it is."""
+        return None if mode in self.modes else not_timed_here(mode, self.hardware)
 
     @property
     def mode(self) -> str:

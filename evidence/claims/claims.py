@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from evidence.claims.criteria import Criterion
 from evidence.claims.schema import read
-from evidence.measures import MEASURES, PROBE_MEASURES
+from evidence.measures import MEASURES, PROBE_MEASURES, TIMED
 from evidence.runs import NULL_SHIFT, Arm
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
-from trainer.precision.modes import family
-from trainer.profiling.rates import hopeless
+from trainer.precision.kernels import not_timed_here
 
 FOLDER = PROJECT / "evidence" / "claims" / "published"
 NULL_ARM = "null_arm"
@@ -146,31 +145,26 @@ class Claim:
         words = [*self.setups[setup].split(), *own]
         return next((word.removeprefix(_PRECISION) for word in reversed(words) if word.startswith(_PRECISION)), "fp32")
 
-    def too_slow(self, hardware: Hardware, include: Sequence[str]) -> dict[str, str]:
-        """Return why arms that this machine could run are not run: matrix products in their format are too slow.
+    def not_timed(self, hardware: Hardware) -> dict[str, str]:
+        """Return why the speed of arms that run here is not that of their format, by arm."""
+        found = {name: not_timed_here(self.mode(name), hardware) for name in self.arms_here(hardware)}
+        return {name: why for name, why in found.items() if why}
 
-        Args:
-            hardware: this machine.
-            include: precisions (``fp16_pure``) or formats (``fp16``) that the user asked for by name.
-        """
-        found = {}
-        for name in self.arms_here(hardware):
-            mode = self.mode(name)
-            if not {mode, family(mode)} & set(include) and (why := hopeless(mode, hardware)):
-                found[name] = why
-        return found
-
-    def to_run(self, hardware: Hardware, include: Sequence[str] = ()) -> list[str]:
+    def to_run(self, hardware: Hardware) -> list[str]:
         """Return the names of the arms to run here: those that a criterion needs which can be tested with the rest.
 
         Empty: nothing that decides can be tested.
         """
-        slow = self.too_slow(hardware, include)
-        here = [name for name in self.arms_here(hardware) if name not in slow]
-        if len(here) == len(self.arms):
-            return here
+        here, not_timed = self.arms_here(hardware), self.not_timed(hardware)
         there = {*here, *([NULL_ARM] if self.null_arm in here else [])}
-        testable = [criterion for criterion in self.criteria if there.issuperset(criterion.arms)]
+        timed = {*there} - {*not_timed, *([NULL_ARM] if self.null_arm in not_timed else [])}
+        testable = [
+            criterion
+            for criterion in self.criteria
+            if (timed if criterion.measure in TIMED else there).issuperset(criterion.arms)
+        ]
+        if len(testable) == len(self.criteria):
+            return here
         if not any(criterion.decides for criterion in testable):
             return []
         useful = {name for criterion in testable for name in criterion.arms}

@@ -24,7 +24,6 @@ from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.files import make_folder, write_json
 from trainer.hardware import Hardware, detect
-from trainer.precision.modes import MODES, family
 
 
 @dataclass
@@ -34,7 +33,6 @@ class ReproduceOptions:
     claim: list[str] = field(default_factory=list)
     all: bool = False
     budget: str = ""
-    include: list[str] = field(default_factory=list)
     reduced: bool = False
     pages: bool = False
     device: str = "auto"
@@ -65,13 +63,11 @@ def main(arguments: list[str]) -> int:
             _check(load(name), hardware, given, options)
     folder = options.output_dir.absolute() / "reproduce"
     budget = Budget(duration(options.budget)) if options.budget else None
-    reproduction = Reproduction(
-        hardware, folder, given, reduced=options.reduced, include=options.include, budget=budget
-    )
+    reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, budget=budget)
     if not options.reduced:
         records = results.read()
         here = records.get(machine_name(hardware), {})
-        known = _known(claims, here, hardware, options.include)
+        known = _known(claims, here)
         wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
         reproduction.elsewhere = estimates(records, hardware, folder)
@@ -116,10 +112,6 @@ def _check_options(options: ReproduceOptions, wanted: list[str], given: list[str
     """Refuse what cannot be meant, before anything is run."""
     if options.budget:
         duration(options.budget)
-    formats = {family(mode) for mode in MODES}
-    if unknown := [name for name in options.include if name not in {*MODES, *formats}]:
-        near = nearest(unknown[0], MODES)
-        raise UserError(f"include={unknown[0]} is not a precision{near}; set include=fp16, for example")
     asked = {key for name in wanted for key in load(name).asks}
     if others := [override for override in given if override.partition("=")[0] not in asked]:
         near = nearest(others[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)
@@ -135,12 +127,10 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
         claim.reduce()
     if missing := claim.lacking(hardware, given):
         raise UserError(f"claim={claim.id} is {NOT_HERE}: it needs {', '.join(missing)}")
-    arms = list(claim.arms) if options.reduced else claim.to_run(hardware, options.include)
+    arms = list(claim.arms) if options.reduced else claim.to_run(hardware)
     if not arms and not claim.combines:
-        name, why = next(iter(claim.too_slow(hardware, options.include).items()), ("", ""))
-        modes = family(claim.mode(name)) if name else ""
-        hint = f": {why}; set include={modes} to run it" if why else ": its arms need another machine"
-        raise UserError(f"claim={claim.id} is {NOT_HERE}{hint}")
+        why = next(iter(claim.not_timed(hardware).values()), "its arms need another machine")
+        raise UserError(f"claim={claim.id} is {NOT_HERE}: {why}")
     for arm in claim.runs(arms, given, hardware.device.type, memory_ledger=False):
         if arm.script == TRAIN:
             try:
@@ -155,13 +145,8 @@ def _made_anew(claim: Claim | None, wanted: list[str], known: dict[str, dict[str
     return bool(parts & set(wanted)) and parts <= {*wanted, *known}
 
 
-def _known(
-    claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]], hardware: Hardware, include: list[str]
-) -> dict[str, dict[str, Any]]:
-    """Return the outcomes that are still valid.
-
-    They are of the present files of the claims, have no failed run, are explained, and have all arms that are wanted.
-    """
+def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the outcomes that are still valid: of the present files of the claims, without a failed run, explained."""
     return {
         name: record
         for name, record in outcomes.items()
@@ -170,7 +155,6 @@ def _known(
         and record["verdict"] != NOT_HERE
         and not record.get("failures")
         and not record.get("unexplained")
-        and not record.get("too_slow", {}).keys() - claims[name].too_slow(hardware, include)
         and record.get("parts", {})
         == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
     }
@@ -212,10 +196,8 @@ def _print(record: dict[str, Any], claim: Claim, reduced: bool) -> None:
     print(f"\n{record['claim']}: {record['verdict']}" + (f" ({claim.label})" if claim.label else ""))
     if record.get("needs"):
         print(f"  needs {', '.join(record['needs'])}")
-    for why in dict.fromkeys(record.get("too_slow", {}).values()):
-        arms = [name for name, reason in record["too_slow"].items() if reason == why]
-        modes = ",".join(dict.fromkeys(family(claim.mode(name)) for name in arms))
-        print(f"  not run: {', '.join(arms)}, since {why}; set include={modes} to run them")
+    for sentence in results.not_timed(record):
+        print(f"  {sentence}")
     for finding in record.get("findings", []):
         bounds = f"  criterion {finding['bounds']}" if finding["bounds"] else ""
         published = f"  published {finding['published']}" if finding["published"] else ""

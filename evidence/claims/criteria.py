@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evidence.intervals import EQUIVALENT, INCONCLUSIVE, equivalence, mean_interval, ratio_interval
-from evidence.measures import MEASURES, measured
+from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import Outcome
 from trainer.errors import UserError
 
@@ -104,6 +104,10 @@ def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
         runs.setdefault(outcome.arm, {})[outcome.seed] = outcome
     if missing := [name for name in criterion.arms if name not in runs]:
         return Finding(criterion, NOT_HERE if criterion.decides else "", why=f"the arm {missing[0]} does not run here")
+    every = (run for name in criterion.arms for run in runs[name].values())
+    wide = next(filter(None, (run.summary.get("fp32_arithmetic") for run in every)), None)
+    if wide and criterion.measure in TIMED:
+        return Finding(criterion, NOT_HERE if criterion.decides else "", why=f"not testable: {wide}")
     values = _values(criterion, runs)
     finding = Finding(criterion, "", values=values)
     if values:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from evidence.claims.claims import Claim, lacking, load
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import MOST, reasons
 from evidence.intervals import INCONCLUSIVE
-from evidence.measures import MEASURES, measured
+from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Outcome, Runner, interleaved, outcome_line
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
@@ -41,8 +41,6 @@ class Reproduction:
     """Called with each line of progress."""
     launch: Callable[[list[str], Path], int] | None = None
     """See ``Runner``."""
-    include: Sequence[str] = ()
-    """Precisions or formats to run although their products are too slow here."""
     budget: Budget | None = None
     """Of time; it launches the runs then."""
     elsewhere: dict[str, Seconds] = field(default_factory=dict)
@@ -76,7 +74,7 @@ class Reproduction:
 
         The short runs that explain an outcome are not among them: they are made if there is time.
         """
-        names = list(claim.arms) if self.reduced else claim.to_run(self.hardware, self.include)
+        names = list(claim.arms) if self.reduced else claim.to_run(self.hardware)
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
         launch = self.budget.launch if self.budget else self.launch
@@ -122,14 +120,15 @@ class Reproduction:
         )
 
     def _not_run(self, claim: Claim) -> dict[str, Any]:
-        """Return why arms are not run: what they need, or that their format is hopeless here."""
+        """Return what arms need that are not run, and why the speed of others is not that of their format."""
         needs = {
             name: [words for need in claim.arms_need.get(name, ()) if (words := lacking(need, self.hardware))]
             for name in claim.arms
         }
         left_out = {name: "; ".join(words) for name, words in needs.items() if words}
-        slow = claim.too_slow(self.hardware, self.include)
-        return {"left_out": left_out} | ({"too_slow": slow} if slow else {})
+        timed = any(criterion.measure in TIMED for criterion in claim.criteria)
+        not_timed = claim.not_timed(self.hardware) if timed else {}
+        return {"left_out": left_out} | ({"not_timed": not_timed} if not_timed else {})
 
     def _combined(self, claim: Claim) -> dict[str, Any]:
         parts = [self.test(name) for name in claim.combines]
@@ -151,9 +150,9 @@ class Reproduction:
             why=[
                 *(sentence for part in parts for sentence in part.get("why", [])),
                 *(
-                    f"{part['claim']} was not tested: {'; '.join(dict.fromkeys(part['too_slow'].values()))}."
+                    f"{part['claim']} was not tested: {'; '.join(dict.fromkeys(part['not_timed'].values()))}."
                     for part in parts
-                    if part["verdict"] == NOT_HERE and "too_slow" in part
+                    if part["verdict"] == NOT_HERE and "not_timed" in part
                 ),
             ],
             failures=[failure for part in parts for failure in part.get("failures", [])],
@@ -174,7 +173,6 @@ class Reproduction:
 
     def _record(self, claim: Claim, verdict: str, **measured_here: Any) -> dict[str, Any]:
         asked = [f"{key}=…" for key in claim.asks]
-        asked += [f"include={','.join(self.include)}"] * bool(self.include)
         record = {
             "claim": claim.id,
             "verdict": "reduced: no verdict" if self.reduced else verdict,

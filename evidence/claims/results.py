@@ -160,6 +160,7 @@ def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
     if record["verdict"] == NOT_HERE:
         why = [
             *(f"needs {need}" for need in record.get("needs", [])),
+            *record.get("not_timed", {}).values(),
             *record.get("too_slow", {}).values(),
             *record.get("left_out", {}).values(),
         ]
@@ -202,17 +203,28 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
 
 
 def _left_out(record: dict[str, Any]) -> list[str]:
-    """Return a sentence for each reason why arms were not run."""
+    """Return a sentence for each reason why arms were not run, or not timed."""
     lacks = {name: f"; it needs {needs}" for name, needs in record.get("left_out", {}).items()}
-    slow = record.get("too_slow", {})
-    reasons = {why: [name for name in slow if slow[name] == why] for why in slow.values()}
     return [
         *(f"The arm {name} was not run{why}." for name, why in lacks.items()),
         *(
             f"The arm{'s' * (len(names) > 1)} {', '.join(names)} {'were' if len(names) > 1 else 'was'} not run: {why}."
-            for why, names in reasons.items()
+            for why, names in _by_reason(record.get("too_slow", {}))
         ),
+        *not_timed(record),
     ]
+
+
+def not_timed(record: dict[str, Any]) -> list[str]:
+    """Return a sentence for each reason why the speed of arms was not tested."""
+    return [
+        f"The speed of {', '.join(names)} is not testable: {why}."
+        for why, names in _by_reason(record.get("not_timed", {}))
+    ]
+
+
+def _by_reason(reasons: dict[str, str]) -> list[tuple[str, list[str]]]:
+    return [(why, [name for name in reasons if reasons[name] == why]) for why in dict.fromkeys(reasons.values())]
 
 
 def _short(finding: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ from trainer.errors import UserError
 from trainer.files import in_use, write_json
 from trainer.formats import loss
 from trainer.hardware import detect
-from trainer.profiling.rates import hopeless
 from trainer.run.provenance import git_facts, versions
 
 PLAN_FILE, RESULT_FILE = "plan.json", "comparison.json"
@@ -96,9 +95,6 @@ def compare(comparison: Comparison, configs: dict[str, Config], show: Callable[[
         "git": git_facts(),
     }
     _begin(comparison, common, facts)
-    for arm in arms:
-        if not arm.seed_shift and (why := hopeless(configs[arm.label].precision.mode, hardware)):
-            show(f"arm {arm.label} will take long: {why}")
     show(f"{len(arms)} arms × {len(seeds)} seeds, alternating; every run is a fresh process. {folder}")
     with in_use(folder):  # a second process would remove this one's unfinished runs
         outcomes = Runner(folder, common).run_all(arms, seeds, _progress(show, first.recipe.unit))

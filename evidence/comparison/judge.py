@@ -71,6 +71,8 @@ class ArmResult:
     ledger: dict[str, int] | None = None
     """Bytes at the peak by category, of the first run that recorded them."""
     skipped_steps: int = 0
+    not_timed: str = ""
+    """What used fp32 arithmetic in it or in the baseline only, so that their speeds compare no formats."""
 
 
 def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float) -> list[ArmResult]:
@@ -91,18 +93,20 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
         runs = by_arm[arm.label]
         done = _finished(runs)
         against = None if arm.label == baseline else base
+        not_timed = _not_timed(done, against or {})
         result = ArmResult(
             label=arm.label,
             overrides=list(arm.overrides),
             is_null=bool(arm.seed_shift),
             seeds=list(done),
             failures={seed: o.reason for seed, o in runs.items() if not o.finished},
-            speed=_ratio(speed, done, against),
+            speed=_ratio(speed, done, None if not_timed else against),
             memory=_ratio(memory, done, against),
-            energy=_ratio(energy, done, against),
+            energy=_ratio(energy, done, None if not_timed else against),
             quality=_quality(runs, None if against is None else by_arm[baseline]),
             ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
+            not_timed=not_timed,
         )
         if against is not None and not arm.seed_shift and noise:
             result.quality.separates_at = _separation(curve_distances(done, base), noise)
@@ -111,6 +115,12 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
     _set_verdicts(others, margin)
     _set_verdicts([result.quality for result in results if result.is_null], margin)
     return results
+
+
+def _not_timed(runs: dict[int, Outcome], base: dict[int, Outcome]) -> str:
+    """Return what used fp32 arithmetic in one of two arms only, whose speeds then compare no formats."""
+    ways = [{o.summary.get("fp32_arithmetic") for o in each.values()} for each in (runs, base)]
+    return "; ".join(sorted(filter(None, ways[0] ^ ways[1]))) if all(ways) else ""
 
 
 def _set_verdicts(qualities: list[Quality], margin: float) -> None:

@@ -50,7 +50,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
         (
             f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
             _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s"),
-            _ratio(result, arm, arm.speed),
+            "fp32 arithmetic" if arm.not_timed else _ratio(result, arm, arm.speed),
             _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
             _ratio(result, arm, arm.memory),
             _ratio(result, arm, arm.energy),
@@ -103,6 +103,8 @@ def _sentence(result: Result, arm: ArmResult) -> str:
     if arm.energy.ratio:
         changes.append(_change(arm.energy.ratio, "more energy for the same work", "less energy for the same work"))
     clauses = [f"{', '.join(changes)} than {base}"] if changes else []
+    if arm.not_timed:
+        clauses.append(f"speed not testable here ({arm.not_timed})")
     if arm.skipped_steps:
         clauses.append(
             f"{arm.skipped_steps} of {result.facts['steps'] * len(arm.seeds):,} steps skipped for an overflow"

@@ -18,8 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from trainer.errors import UserError
 from trainer.formats import about, dtype_name, quantity
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
-from trainer.precision import fp8, operators
+from trainer.precision import fp8, kernels, operators
 from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
+from trainer.precision.kernels import Forms
 from trainer.precision.names import matching
 
 BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
@@ -65,6 +66,8 @@ class Precision:
     """Operators (``softmax``, ``layer_norm``) that compute in fp32, see ``trainer.precision.operators``."""
     low_ops: list[str] | None = None
     """Operators that compute in the 16-bit dtype, where autocast or the model would take fp32."""
+    kernels: str = "auto"
+    """How a CPU multiplies 16-bit operands: ``auto``, ``native`` or ``fp32``, see ``trainer.precision.kernels``."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -75,6 +78,14 @@ class Precision:
                     f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype; "
                     "remove it, or use precision=bf16 or precision=fp16"
                 )
+        if self.kernels not in kernels.KERNELS:
+            raise UserError(
+                f"precision.kernels={self.kernels} is unknown; use precision.kernels={'|'.join(kernels.KERNELS)}"
+            )
+        if self.kernels != "auto" and self.half is None:
+            raise UserError(
+                f"precision.kernels has no effect with precision={self.mode}, which has no 16-bit dtype; remove it"
+            )
         # Runs of earlier versions, which have no such lists, can be resumed.
         self.fp32_ops, self.low_ops = self.fp32_ops or None, self.low_ops or None
         if self.mode == "fp8":
@@ -102,6 +113,8 @@ class Precision:
             raise UserError(
                 "precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16"
             )
+        if self.kernels != "auto" and hardware.device.type != "cpu":
+            raise UserError(f"precision.kernels has no effect on device={hardware.device}; remove it")
         variable, value = _NO_TF32
         if self.mode == "tf32" and os.environ.get(variable) == value:
             raise UserError(
@@ -118,25 +131,32 @@ class Precision:
                 )
 
     def warning(self, hardware: Hardware, rates: dict[str, float]) -> str | None:
-        """Return a warning for the user if this hardware only emulates the mode.
+        """Return a warning for the user if this hardware has no instructions for the mode and its matmuls are slow.
 
         ``rates`` are measured, of products in 10^12 FLOP/s: of the mode's format and of fp32, see ``product_rates``.
         """
-        if hardware.support(self.mode) != EMULATED:
+        if hardware.support(self.mode) != EMULATED or (self.half and kernels.in_use(self.half, "mm")):
             return None
         name = family(self.mode)
         text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
         figures = f"{quantity(rates[name])} against {quantity(rates['fp32'])} TFLOP/s, measured"
         slowdown = rates["fp32"] / rates[name]
         if slowdown < 1.5:
-            return f"{text}do not expect a speedup over fp32 (matrix products: {figures})"
-        return f"{text}matrix products take {about(slowdown)} times as long as in fp32 ({figures}); set precision=fp32"
+            return f"{text}do not expect a speedup over fp32 (matmuls: {figures})"
+        remedy = "precision.kernels=auto" if hardware.device.type == "cpu" else "precision=fp32"
+        return f"{text}matmuls are {about(slowdown)} times slower than in fp32 ({figures}); set {remedy}"
 
-    def apply(self) -> None:
-        """Set every backend's fp32 mode for this process.
+    def in_fp32_arithmetic(self, hardware: Hardware, deterministic: bool = False) -> Forms:
+        """Return the operators that compute in fp32 arithmetic on 16-bit operands here, see ``kernels.choose``."""
+        return {} if self.half is None else kernels.choose(self.half, self.kernels, hardware, deterministic)
+
+    def apply(self, in_fp32_arithmetic: Forms | None = None) -> None:
+        """Set every backend's fp32 mode for this process, and the kernels of 16-bit operands.
 
         One flag is not enough: ``torch.set_float32_matmul_precision("highest")`` leaves cuDNN in TF32.
         """
+        if self.half is not None:
+            kernels.use(self.half, in_fp32_arithmetic or {})
         fp32 = "tf32" if self.mode == "tf32" else "ieee"
         with warnings.catch_warnings():
             # The older flags are deprecated, but torch.compile's kernel templates read them, and torch raises

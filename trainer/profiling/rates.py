@@ -17,14 +17,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from trainer.errors import UserError
 from trainer.files import remembered
-from trainer.formats import about
 from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor
+from trainer.precision import kernels
 from trainer.precision.modes import family
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = (*DTYPES, "fp8")
-HOPELESS = 10.0
-"""Times as long as in fp32, from which on a format is not tried unless the user names it."""
 
 _SMALLEST, _LARGEST = 128, 8192
 _LARGEST_ON_CPU = 4096
@@ -40,10 +38,10 @@ def product_rates(hardware: Hardware, formats: Sequence[str] | None = None) -> d
     """Return the rates of matrix products here, in 10^12 FLOP/s by format; formats that the device lacks are left out.
 
     Measured are the three products of a linear layer in training, of square matrices: forward, the gradient of the
-    input, the gradient of the weight. They differ in which factor is transposed, which matters where a format is
-    emulated. On a CPU the higher of two rates counts: of one thread by its CPU time, and of all of torch's threads. The
-    shortest of several times counts. This takes some 0.1 to 0.5 s for a format, once for each device, number of threads
-    and torch.
+    input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
+    which matters where a processor has no instructions for the format. On a CPU the higher of two rates counts: of one
+    thread by its CPU time, and of all of torch's threads. The shortest of several times counts. This takes some 0.1 to
+    0.5 s for a format, once for each device, number of threads and torch.
 
     Args:
         hardware: the device.
@@ -51,7 +49,7 @@ def product_rates(hardware: Hardware, formats: Sequence[str] | None = None) -> d
     """
     of = _of(hardware)
     return {
-        name: remembered("products", of | {"format": name}, partial(measure, name, hardware.device))
+        name: remembered("products", of | _arithmetic(name), partial(measure, name, hardware.device))
         for name in (FORMATS if formats is None else formats)
         if hardware.support(name) != UNAVAILABLE
     }
@@ -75,18 +73,10 @@ def slowdown(mode: str, hardware: Hardware) -> float:
     else:
         of = _of(hardware) | {"threads": 1, "by": "CPU time"}
         rates = {
-            each: remembered("products", of | {"format": each}, partial(measure, each, hardware.device, alone=True))
+            each: remembered("products", of | _arithmetic(each), partial(measure, each, hardware.device, alone=True))
             for each in ("fp32", name)
         }
     return rates["fp32"] / rates[name]
-
-
-def hopeless(mode: str, hardware: Hardware) -> str | None:
-    """Return why a mode is not tried here unless the user names it; None: it can be tried, or is not available."""
-    if hardware.support(mode) == UNAVAILABLE:
-        return None
-    times = slowdown(mode, hardware)
-    return f"{family(mode)} products take {about(times)} times as long as fp32's here" if times >= HOPELESS else None
 
 
 def measure(name: str, device: torch.device, alone: bool = False) -> float:
@@ -214,6 +204,12 @@ def _fp32_products(name: str, device: torch.device) -> Iterator[None]:
         yield
     finally:
         choose(before)
+
+
+def _arithmetic(name: str) -> dict[str, Any]:
+    """Return the format, and whether its products use fp32 arithmetic in this process."""
+    wide = {"arithmetic": "fp32"} if kernels.in_use(DTYPES.get(name, torch.float32), "mm") else {}
+    return {"format": name} | wide
 
 
 def _of(hardware: Hardware) -> dict[str, Any]:

@@ -156,8 +156,6 @@ def _as_before(before: dict[str, Any], config: Config) -> Config:
     recipe, config = config.recipe, replace(config, source=None)
     if before.get("recipe") != recipe.name:
         return config  # another run, which check_same will report
-    left = [name for name in recipe.measured if getattr(recipe, name) == "auto" and f"recipe.{name}" in before]
-    config = replace(config, recipe=replace(recipe, **{name: before[f"recipe.{name}"] for name in left}))
     taken_over = config.init_from is not None and config.resume in NO_FOLDER
     if taken_over and hasattr(config.data, "tokenizer") and "data.tokenizer" in before:
         tokenizer: Any = {"tokenizer": before["data.tokenizer"]}  # where it is now

@@ -51,7 +51,8 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective, formats = manifest["effective"], dict.fromkeys(("fp32", family(config.precision.mode)))
     effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
-    effective |= {"sdpa_allowed": attention.enabled(), "conv_in_fp32": trainer.conv_in_fp32} | trainer.operator_calls
+    effective |= {"sdpa_allowed": attention.enabled()} | trainer.operator_calls
+    effective["fp32_arithmetic"] = trainer.in_fp32_arithmetic
     flops, kernels, modules = ModelFlops(), attention.KernelsTaken(), ModuleDtypes(trainer.model)
     trainer.observe(flops, kernels, modules)
     if trainer.device.type == "cuda":

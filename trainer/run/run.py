@@ -18,8 +18,8 @@ from trainer.data.loader import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.formats import finite, loss
 from trainer.hardware import Hardware, peak_memory_bytes
-from trainer.kernels import convolution
 from trainer.parallel.world import World
+from trainer.precision import kernels
 from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Choice
@@ -269,9 +269,8 @@ class Run:
         self.scores.load_state_dict(saved.progress)
 
     def _show_start(self, choices: list[Choice]) -> None:
-        emulated = self.config.precision.warning(self.hardware, self.manifest["effective"]["product_tflops"])
-        unwritten = convolution.warning(self.trainer.conv_in_fp32, self.folder.path / "precision.json")
-        for sentence in filter(None, [emulated, unwritten, *report.warnings(self.trainer)]):
+        slow = self.config.precision.warning(self.hardware, self.manifest["effective"]["product_tflops"])
+        for sentence in filter(None, [slow, *report.warnings(self.trainer)]):
             self.terminal.warn(sentence)
         title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
@@ -336,6 +335,7 @@ class Run:
             units=monitor.units,
             peak_memory_bytes=peak_memory_bytes(self.trainer.device),
             memory_is="allocated on the GPU" if self.hardware.is_gpu else "process memory (RSS)",
+            fp32_arithmetic=kernels.not_timed(config.precision.mode, self.trainer.in_fp32_arithmetic, self.hardware),
             parallel=config.parallel.kind,
             processes=self.world.size,
             checkpoints=self.writer.facts(),

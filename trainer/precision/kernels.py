@@ -1,0 +1,353 @@
+"""fp32 arithmetic on 16-bit operands, on CPUs: what the hardware that people train on does in 16 bits.
+
+A tensor core multiplies 16-bit operands, adds the products up in fp32, and rounds once. torch's CPU kernels do so at
+speed where the processor has instructions for it; elsewhere they are up to a hundred times slower than in fp32. Here
+the operands are widened to fp32, torch's fp32 kernel is called, and its result is rounded once: for each operator, form
+of its operands and format in which that is measured to be faster.
+
+The kernels are replaced at torch's dispatch key ``CPU``, below autograd. So models, backward passes, optimizers,
+recomputation and compiled code (inductor leaves matmuls and convolutions to these operators) need no change.
+docs/design.md compares this place with others.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from trainer.files import remembered
+from trainer.hardware import NATIVE, Hardware, processor
+
+KERNELS = ("auto", "native", "fp32")
+"""auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic in every operator and form."""
+
+Forms = dict[str, list[str]]
+"""The operators (names of ``OPERATORS``) that use fp32 arithmetic, each with the forms of operands in which it does."""
+
+UNSEEN = "taps that see only padding"
+"""The form of ``convolution_backward`` that oneDNN computes wrongly in 16 bits: docs/onednn-conv-gradients.md."""
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_CLEARLY = 0.8
+"""fp32 arithmetic is chosen where it takes less than this fraction of the time of torch's own kernel."""
+_ENOUGH_S = 0.01
+"""Of timing for each form, of this thread's own time; at least two rounds."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Overloads of ``aten`` that share a kernel.
+
+    The first ``operands`` arguments have the format, or are None. Of the results the first ``rounded`` are in the
+    format, too; others are fp32 anyway.
+    """
+
+    overloads: tuple[str, ...]
+    """The first one is timed."""
+    examples: Callable[[], dict[str, tuple[Any, ...]]]
+    """Returns fp32 arguments of the first overload, by form."""
+    forms_of: Callable[[Sequence[Any]], tuple[str, ...]]
+    """Returns the forms that a call's arguments have: what decides how fast torch's own kernel is, and whether it is
+    right."""
+    operands: int = 3
+    rounded: int = 3
+
+
+def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: bool = False) -> Forms:
+    """Return the operators and forms that use fp32 arithmetic on 16-bit operands on this machine.
+
+    With ``auto`` each form is timed both ways, in milliseconds, once for this processor and torch. With
+    ``deterministic`` the processor's instructions decide instead, as a measurement may differ when it is repeated.
+
+    Args:
+        dtype: the 16-bit format.
+        kernels: of ``KERNELS``.
+        hardware: where it runs; other devices than CPUs keep their kernels.
+        deterministic: whether a repeated run must have the same bits.
+    """
+    if hardware.device.type != "cpu":
+        return {}
+    every = {name: sorted(operator.examples()) for name, operator in OPERATORS.items()}
+    chosen: Forms = {}
+    if kernels == "fp32" or (kernels == "auto" and deterministic and hardware.support(_FORMATS[dtype]) != NATIVE):
+        chosen = every
+    elif kernels == "auto" and not deterministic:
+        for name, forms in times(dtype, hardware).items():
+            if faster := [form for form, took in forms.items() if took["fp32"] < _CLEARLY * took["native"]]:
+                chosen[name] = sorted(faster)
+    if (backward := chosen.get("convolution_backward")) != every["convolution_backward"] and computed_by_onednn(dtype):
+        chosen["convolution_backward"] = [*(backward or []), UNSEEN]
+    return chosen
+
+
+def times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the seconds of each operator in each form: of torch's ``native`` kernel, and of ``fp32`` arithmetic.
+
+    Measured once for this processor and torch, then cached. It is one thread's own time, in which other programs do not
+    count, whatever the number of threads of the run.
+    """
+    return remembered("kernels", processor(hardware) | {"dtype": str(dtype)}, functools.partial(measure, dtype))
+
+
+def measure(dtype: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure ``times``, which takes a fraction of a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False), _unreplaced():
+            return {
+                name: {form: _times(operator, arguments, dtype) for form, arguments in operator.examples().items()}
+                for name, operator in OPERATORS.items()
+            }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _times(operator: Operator, arguments: tuple[Any, ...], dtype: torch.dtype) -> dict[str, float]:
+    native = getattr(torch.ops.aten, operator.overloads[0]).default
+    narrow = [argument.to(dtype) if isinstance(argument, Tensor) else argument for argument in arguments]
+    narrow[operator.operands :] = arguments[operator.operands :]
+    ways = {"native": lambda: native(*narrow), "fp32": lambda: _in_fp32(native, narrow, {}, dtype, operator.rounded)}
+    result = dict.fromkeys(ways, float("inf"))
+    began, rounds = time.thread_time(), 0
+    while rounds < 3 or time.thread_time() < began + _ENOUGH_S:
+        for name, way in ways.items():
+            started = time.thread_time()
+            way()
+            if rounds:  # the first is for warming up
+                result[name] = min(result[name], time.thread_time() - started)
+        rounds += 1
+    return result
+
+
+def computed_by_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes convolutions of this 16-bit format on this CPU."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    supported: bool = getattr(torch.ops.mkldnn, f"_is_mkldnn_{_FORMATS[dtype]}_supported")()
+    return supported
+
+
+def sentence(mode: str, forms: Forms, hardware: Hardware) -> str | None:
+    """Return what the user reads about the kernels of a run in ``mode``; None: they are torch's own."""
+    used = [words for name, words in _WORDS.items() if forms.get(name)]
+    if not used:
+        return None
+    name = mode.partition("_")[0]
+    lacks = hardware.support(mode) != NATIVE
+    why = f"this CPU has no {name} instructions" if lacks else "faster here than torch's own kernels"
+    return f"{name} {', '.join(used)}: fp32 arithmetic, {why}"
+
+
+_WORDS = {"mm": "matmuls", "bmm": "batched matmuls", "convolution": "convolutions", "attention": "attention"}
+
+
+def not_timed(mode: str, forms: Forms, hardware: Hardware) -> str | None:
+    """Return why the speed of a run is not that of its format: its matmuls use fp32 arithmetic; None: it is."""
+    return sentence(mode, {"mm": forms["mm"]}, hardware) if "mm" in forms else None
+
+
+def not_timed_here(mode: str, hardware: Hardware) -> str | None:
+    """Return the same of runs in ``mode`` on this machine, with the default of ``precision.kernels``."""
+    dtype = next((dtype for dtype, name in _FORMATS.items() if name == mode.partition("_")[0]), None)
+    return None if dtype is None else not_timed(mode, choose(dtype, "auto", hardware), hardware)
+
+
+# --- the kernels in use ---
+
+_in_use: dict[torch.dtype, dict[str, frozenset[str]]] = {}
+_library: torch.library.Library | None = None
+
+
+def use(dtype: torch.dtype, forms: Forms) -> None:
+    """Replace torch's kernels for operands of ``dtype`` in this process, in these forms and no others.
+
+    An operator that is replaced costs operands of other dtypes some 3 microseconds a call. So nothing is replaced in
+    a process that never asks for it, and nothing is left when no format does.
+    """
+    global _library
+    _in_use.pop(dtype, None)
+    if forms:
+        _in_use[dtype] = {name: frozenset(each) for name, each in forms.items()}
+    if _library is not None and not _in_use:
+        _library._destroy()
+        _library = None
+    if _library is None and _in_use:
+        _library = torch.library.Library("aten", "IMPL")
+        for name, operator in OPERATORS.items():
+            for overload in operator.overloads:
+                kernel = _replacement(name, operator, overload)
+                _library.impl(overload, kernel, "CPU", with_keyset=True, allow_override=True)
+
+
+def in_use(dtype: torch.dtype, name: str) -> bool:
+    """Return whether an operator uses fp32 arithmetic on operands of ``dtype`` in this process, in any form."""
+    return bool(_in_use.get(dtype, {}).get(name))
+
+
+@contextmanager
+def _unreplaced() -> Iterator[None]:
+    """Let operators take torch's own kernels."""
+    kept = dict(_in_use)
+    _in_use.clear()
+    try:
+        yield
+    finally:
+        _in_use.update(kept)
+
+
+def _replacement(name: str, operator: Operator, overload: str) -> Callable[..., Any]:
+    """Return the kernel of one overload: torch's own, or fp32 arithmetic where the operands have such a form."""
+    every = frozenset(operator.examples())
+    own = torch.library.get_kernel(f"aten::{overload}", "CPU")
+    base = overload.removesuffix(".out").removesuffix("_")
+    functional = torch.library.get_kernel(f"aten::{base}", "CPU")
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = args[0].dtype
+        forms = _in_use.get(dtype, {}).get(name)
+        if (
+            forms is None
+            or any(each is not None and each.dtype is not dtype for each in args[: operator.operands])
+            or (forms != every and forms.isdisjoint(operator.forms_of(args)))
+        ):
+            return own.call_boxed(keyset, *args, **kwargs)
+        target = kwargs.pop("out", None) if overload != base else None
+        with torch._C.DisableTorchFunction():  # a mode, such as an operator policy, is for what the model calls
+            result = _in_fp32(functools.partial(functional.call_boxed, keyset), args, kwargs, dtype, operator.rounded)
+            if overload == base:
+                return result
+            target = args[0] if target is None else target
+            return target.resize_(result.shape).copy_(result)
+
+    return kernel
+
+
+def _in_fp32(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype, rounded: int
+) -> Any:
+    """Call a function with fp32 copies of the tensors of ``dtype``, and round its first results to ``dtype``."""
+    wide = [each.float() if isinstance(each, Tensor) and each.dtype is dtype else each for each in args]
+    if kwargs:
+        kwargs = {
+            key: each.float() if isinstance(each, Tensor) and each.dtype is dtype else each
+            for key, each in kwargs.items()
+        }
+    result = function(*wide, **kwargs)
+    if isinstance(result, Tensor):
+        return result.to(dtype)
+    return tuple(
+        each.to(dtype) if each is not None and number < rounded else each for number, each in enumerate(result)
+    )
+
+
+# --- the operators ---
+
+
+def _layouts(args: Sequence[Any]) -> tuple[str, ...]:
+    """Return how the factors of a matmul lie in memory: row by row (N), or transposed (T)."""
+    return ("".join("N" if factor.stride(-1) == 1 else "T" for factor in args[-2:]),)
+
+
+def _matmuls(*batch: int) -> dict[str, tuple[Any, ...]]:
+    size = 64 if batch else 128
+    x, y = _random(*batch, size, size), _random(*batch, size, size)
+    transposed = {"N": (x, y), "T": (x.mT, y.mT)}
+    return {a + b: (transposed[a][0], transposed[b][1]) for a in "NT" for b in "NT"}
+
+
+def _kinds(input: Tensor, weight: Tensor, groups: int) -> str:
+    kind = "grouped" if groups > 1 else "pointwise" if weight[0, 0].numel() == 1 else "dense"
+    return f"{kind} {'channels_last' if input.stride(1) == 1 else 'contiguous'}"
+
+
+def _convolutions() -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for width, kernel, groups in ((16, 3, 1), (32, 1, 1), (32, 3, 32)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = _random(4, width, 16, 16).to(memory_format=layout)
+            weight = _random(width, width // groups, kernel, kernel).to(memory_format=layout)
+            options = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
+            found[_kinds(x, weight, groups)] = (x, weight, None, *options)
+    return found
+
+
+def _convolutions_backward() -> dict[str, tuple[Any, ...]]:
+    return {
+        form: (torch.randn_like(x), x, weight, None, *options, [True, True, False])
+        for form, (x, weight, _, *options) in _convolutions().items()
+    }
+
+
+def _forms_of_backward(args: Sequence[Any]) -> tuple[str, ...]:
+    upstream, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = args
+    outer, inner = (upstream, x) if transposed else (x, upstream)
+    sizes = (*outer.shape[2:], *inner.shape[2:], *weight.shape[2:])
+    unseen = _sees_only_padding(sizes, tuple(stride), tuple(padding), tuple(dilation))
+    return (_kinds(x, weight, groups), *([UNSEEN] if unseen else []))
+
+
+@functools.lru_cache(1024)
+def _sees_only_padding(
+    sizes: tuple[int, ...], strides: tuple[int, ...], paddings: tuple[int, ...], dilations: tuple[int, ...]
+) -> bool:
+    """Return whether some tap of a kernel lies outside of the image at every position.
+
+    Args:
+        sizes: of the image, of the positions, of the kernel, by dimension.
+        strides: by dimension, or one for all; the others likewise.
+        paddings: on either side.
+        dilations: of the kernel.
+    """
+    dims = len(sizes) // 3
+    images, positions, kernels = (sizes[dims * part : dims * (part + 1)] for part in range(3))
+    for dim in range(dims):
+        stride, padding, dilation = (each[dim % len(each)] for each in (strides, paddings, dilations))
+        for tap in range(kernels[dim]):
+            places = (position * stride - padding + tap * dilation for position in range(positions[dim]))
+            if not any(0 <= place < images[dim] for place in places):
+                return True
+    return False
+
+
+def _attention() -> dict[str, tuple[Any, ...]]:
+    query, key, value = (_random(1, 128, 4, 32).transpose(1, 2) for _ in range(3))
+    return {"any": (query, key, value, 0.0, True)}
+
+
+def _attention_backward() -> dict[str, tuple[Any, ...]]:
+    (arguments,) = _attention().values()
+    output, logsumexp = getattr(torch.ops.aten, _FLASH).default(*arguments)
+    return {"any": (torch.randn_like(output), *arguments[:3], output, logsumexp, *arguments[3:])}
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
+
+
+def _any_form(args: Sequence[Any]) -> tuple[str, ...]:
+    return ("any",)
+
+
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+OPERATORS = {
+    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out", "addmm_"), _matmuls, _layouts, operands=2),
+    "bmm": Operator(
+        ("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"), lambda: _matmuls(8), _layouts, operands=2
+    ),
+    "convolution": Operator(
+        ("convolution",), _convolutions, lambda args: (_kinds(args[0], args[1], args[8]),)
+    ),
+    "convolution_backward": Operator(("convolution_backward",), _convolutions_backward, _forms_of_backward),
+    "attention": Operator((_FLASH,), _attention, _any_form, rounded=1),
+    "attention_backward": Operator((f"{_FLASH}_backward",), _attention_backward, _any_form, operands=5),
+}
+"""What is replaced. Other operators of 16-bit tensors are as fast as fp32's, or faster: norms, activations, softmax,
+embeddings, sums, products with a vector (docs/speed.md)."""
