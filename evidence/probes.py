@@ -18,6 +18,7 @@ from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.files import write_json
 from trainer.hardware import Hardware, detect
+from trainer.precision import kernels
 from trainer.precision.modes import Precision
 
 _BLOCK_S = 5e-3
@@ -31,6 +32,8 @@ class Probe:
 
     takes_overrides: ClassVar[bool] = True
     """Whether train.py's overrides say what is measured."""
+    not_timed: ClassVar[str | None] = None
+    """Why its times are not those of its format, see ``kernels.not_timed``."""
     device: str = "auto"
     seed: int = 0
     output_dir: Path = Path("outputs")
@@ -62,7 +65,9 @@ class Gemm(Probe):
             raise UserError(f"precision={self.precision} is not one of {', '.join(_DTYPES)}")
         precision = Precision(mode=self.precision)
         precision.check(hardware)
-        precision.apply()
+        forms = precision.in_fp32_arithmetic(hardware)
+        precision.apply(forms)
+        type(self).not_timed = kernels.not_timed(precision.mode, forms, hardware)
         generator = torch.Generator().manual_seed(self.seed)
         a, b = (torch.randn(self.size, self.size, generator=generator) for _ in range(2))
         exact = a[: self.rows].double() @ b.double()
@@ -190,6 +195,7 @@ def measure(arguments: list[str]) -> Path:
         "probe": name,
         "measures": measures,
         "wall_time_s": time.monotonic() - began,
+        "fp32_arithmetic": probe.not_timed,
         "hardware": hardware.facts(),
     }
     write_json(folder / "summary.json", summary)

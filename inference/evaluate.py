@@ -86,7 +86,7 @@ def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:
     targets, units, text_bytes = [], [], 0
     sums: list[dict[str, Tensor]] = []
     confusion: Tensor | None = None
-    config.precision.apply()
+    opened.setting.apply()
     started, warm = _now(device), 0.0
     with torch.inference_mode():
         for microbatch in config.loader.batches(opened.part, batches, hardware):

@@ -35,8 +35,6 @@ class Setting:
     hardware: Hardware
     own_data: bool
     """Whether it is the data that the run was trained on."""
-    own_precision: bool
-    """Whether it is the precision that the run was trained in."""
     eval_samples: int | None
     """Samples to evaluate; None: all of them."""
 
@@ -46,7 +44,8 @@ class Setting:
 
     def apply(self) -> None:
         """Set torch's fp32 mode, kernels and determinism for this process, as training does."""
-        self.config.precision.apply()
+        precision = self.config.precision
+        precision.apply(precision.in_fp32_arithmetic(self.hardware, self.config.deterministic))
         attention.allow_cudnn(not self.config.recipe.masks_attention)
         set_determinism(self.config.deterministic)
 
@@ -80,7 +79,6 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
         config,
         hardware,
         own_data=exported.run is not None and not other_data,
-        own_precision=exported.run is not None and not any(key.partition(".")[0] == "precision" for key in typed),
         eval_samples=samples if isinstance(samples, int) else None,
     )
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from recipes import attention
 from tests.composing import compose_quickly
+from trainer.hardware import NATIVE, Hardware
+from trainer.precision import kernels
 from trainer.profiling import rates
-from trainer.recipe import Choice
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -24,10 +25,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: PROJECT / "tests" / "parallel" not in item.path.parents)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_timing() -> Iterator[None]:
+    """The processor's instructions decide about kernels: measuring takes time, and between equals chance decides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "times", lambda dtype, hardware: made_up_times(dtype, hardware))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between equally fast choices a measurement decides by chance, and compared runs would differ."""
-    monkeypatch.setattr(attention, "choose", lambda *_: Choice("recipe.attention", "sdpa", "not measured in tests"))
+def own_kernels() -> Iterator[None]:
+    """A test leaves torch's own kernels behind."""
+    yield
+    for dtype in (torch.bfloat16, torch.float16):
+        kernels.use(dtype, {})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,6 +48,13 @@ def no_product_rates() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "remembered", lambda kind, of, work: given[of["format"]])
         yield
+
+
+def made_up_times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str, dict[str, float]]]:
+    """As ``kernels.times`` on a machine whose processor is ten times faster in formats that it has instructions for."""
+    native = hardware.support({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]) == NATIVE
+    took = {"native": 0.1 if native else 10.0, "fp32": 1.0}
+    return {name: dict.fromkeys(operator.examples(), took) for name, operator in kernels.OPERATORS.items()}
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def _evaluation(bench: Bench, job: Job, batches: int = 4) -> Row:
     trainer = Trainer.from_config(config, hardware)
     config, size = trainer.config, trainer.plan.batching.micro_batch_size
     count = min(batches * size, len(trainer.datasets.valid))
-    setting = Setting(config, hardware, own_data=True, own_precision=True, eval_samples=count)
+    setting = Setting(config, hardware, own_data=True, eval_samples=count)
     opened = Opened(setting, trainer.datasets, trainer.datasets.valid, trainer.model, None)
     device, stream = hardware.device, trainer.batches()
     # Already in memory: loading counts for the evaluation only.

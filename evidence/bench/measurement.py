@@ -62,7 +62,8 @@ class Bench:
 
     def left_out(self, mode: str) -> str | None:
         """Return why a precision is not measured: its speed here is not that of its format; None: it is."""
-        return None if mode in self.modes else not_timed_here(mode, self.hardware)
+        why = None if mode in self.modes else not_timed_here(mode, self.hardware)
+        return f"{why}; measured with modes={mode}" if why else None
 
     @property
     def mode(self) -> str:

@@ -117,7 +117,7 @@ def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))) and hardware.device.type == "cpu":
         forms = [(mode, compiled) for mode, compiled in forms if not compiled]
     for mode in contest.modes:
-        if why := unworthy(bench, mode):
+        if why := bench.left_out(mode):
             forms = [form for form in forms if form[0] != mode]
             yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], f"left out: {why}")
     blocks: dict[str, Callable[[], float]] = {}
@@ -133,13 +133,6 @@ def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
             yield _step_row(times, f"ours {form}", f"{other} {form}", job, command, target)
         if form != _form("fp32", False) and "fp32" in contest.modes:
             yield _step_row(times, f"ours {form}", f"{PLAIN} fp32", job, command, None)
-
-
-def unworthy(bench: Bench, mode: str) -> str | None:
-    """Return why a format is not measured; None: it is."""
-    if mode == "fp32" or mode in bench.modes or bench.hardware.support(mode) == NATIVE:
-        return None
-    return f"{mode} is {bench.hardware.support(mode)} here; measured with modes={mode}"
 
 
 def _step_row(times: Times, ours: str, other: str, job: Job, command: str, target: float | None) -> Row:

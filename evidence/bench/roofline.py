@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from evidence.bench.jobs import Job, gpt2_job, resnet_job, steps_of
 from evidence.bench.measurement import Bench
-from evidence.bench.nanogpt import shakespeare, unworthy
+from evidence.bench.nanogpt import shakespeare
 from evidence.bench.turns import Row, synchronise
 from evidence.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
 from trainer.hardware import UNAVAILABLE
@@ -28,8 +28,7 @@ def roofline(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
         for mode in BASIC_MODES:
             if hardware.support(mode) == UNAVAILABLE:
                 continue
-            why = unworthy(bench, mode) or bench.left_out(mode)
-            if why is None:
+            if (why := bench.left_out(mode)) is None:
                 yield from _rows(bench, job, mode)
             else:
                 yield Row(f"{job.name} {mode}, rate of its products / measured", "x", [], f"left out: {why}")

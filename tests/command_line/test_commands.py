@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers import SHIPPED
-from trainer.kernels import convolution
+from trainer.precision import kernels
 
 PROJECT = Path(__file__).resolve().parents[2]
 CHOICES = sorted(f"{path.parent.name}/{path.stem}" for path in SHIPPED if path.stem != "config")
@@ -144,7 +144,10 @@ def test_recipes_run_in_every_precision_a_cpu_has(
     assert manifest["effective"]["fp32_in_mkldnn_matmul"] == "ieee"
     assert manifest["support"] in ("native", "emulated")
     assert f"requested {precision}; matmuls run in {dtype}" in done.out
-    assert ("no fp16 instructions" in done.out) == (manifest["support"] == "emulated" and precision == "fp16")
+    operators = f"{precision} matmuls, batched matmuls, convolutions, attention"
+    wide = f"{operators}: fp32 arithmetic, this CPU has no {precision}"
+    assert (wide in done.out) == (manifest["support"] == "emulated")
+    assert manifest["effective"]["arithmetic"].startswith(wide) == (manifest["support"] == "emulated")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2]
     unit = read(run / "summary.json")["unit"]
@@ -192,16 +195,15 @@ def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path
     assert {path.suffix for path in (run / "best").iterdir()} == {".json", ".safetensors"}
 
 
-def test_convolutions_with_wrong_gradients_are_named_and_computed_in_fp32(
+def test_gradients_that_onednn_leaves_unwritten_are_computed_in_fp32_also_with_its_own_kernels(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convolution, "computed_by_onednn", lambda dtype: True)
-    monkeypatch.setattr(convolution, "written_whole", lambda layer, shape, *rest: shape[1] != 3)
-    done = train(*TINY["resnet"], *SHORT, "precision=bf16")
+    monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: True)
+    done = train(*TINY["resnet"], *SHORT, "precision=bf16", "precision.kernels=native")
     assert done.code == 0, done.err
-    assert "compute in fp32" in done.out + done.err
-    assert "docs/onednn-conv-gradients.md): conv1.0\n" in done.out + done.err
-    assert read(only_run(folder) / "precision.json")["effective"]["conv_in_fp32"] == ["conv1.0"]
+    effective = read(only_run(folder) / "precision.json")["effective"]
+    assert effective["fp32_arithmetic"] == {"convolution_backward": [kernels.UNSEEN]}
+    assert "fp32 arithmetic" not in done.out  # a few small gradients are no news
 
 
 def test_best_weights_of_gpt2_open_with_transformers(train: Callable[..., Any], folder: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(capsys: pytes
 
 @pytest.fixture
 def no_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "hopeless", lambda mode, _: WHY if mode in ("fp16", "bf16") else None)
+    monkeypatch.setattr(measurement, "not_timed_here", lambda mode, _: WHY if mode in ("fp16", "bf16") else None)
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("no_fp16")
-def test_a_hopeless_format_is_left_out_and_named(tmp_path: Path, trained: list[str]) -> None:
+def test_a_format_in_fp32_arithmetic_is_left_out_and_named(tmp_path: Path, trained: list[str]) -> None:
     job = Job("a job", ())
     rows = list(bench.precision(Bench(detect("cpu"), 1, tmp_path), (job, job)))
     assert trained == []  # fp32 alone says nothing
@@ -194,7 +194,7 @@ def test_a_hopeless_format_is_left_out_and_named(tmp_path: Path, trained: list[s
 
 
 @pytest.mark.usefixtures("no_fp16")
-def test_a_hopeless_format_is_measured_where_it_is_asked_for(tmp_path: Path, trained: list[str]) -> None:
+def test_a_format_in_fp32_arithmetic_is_measured_where_it_is_asked_for(tmp_path: Path, trained: list[str]) -> None:
     job = Job("a job", ())
     rows = list(bench.precision(Bench(detect("cpu"), 1, tmp_path, modes=frozenset({"fp16"})), (job, job)))
     assert trained == ["precision=fp32", "precision=fp16"]
@@ -203,7 +203,7 @@ def test_a_hopeless_format_is_measured_where_it_is_asked_for(tmp_path: Path, tra
 
 
 @pytest.mark.usefixtures("no_fp16")
-def test_what_compares_no_precisions_is_measured_in_fp32_where_bf16_is_hopeless(tmp_path: Path) -> None:
+def test_what_compares_no_precisions_is_measured_in_fp32_where_bf16_is_not_timed(tmp_path: Path) -> None:
     given = Bench(detect("cpu"), 1, tmp_path)
     assert given.mode == "fp32"
     assert Bench(given.hardware, 1, tmp_path, modes=frozenset({"bf16"})).mode == "bf16"

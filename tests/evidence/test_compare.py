@@ -209,13 +209,3 @@ def test_two_at_a_time_do_not_remove_each_others_unfinished_runs(tmp_path: Path)
     comparison.folder.mkdir(parents=True)
     with in_use(comparison.folder), pytest.raises(UserError, match="in use by another process"):
         compare(comparison, check_arms(comparison), show=lambda line: None)
-
-
-def test_an_arm_in_a_hopeless_format_is_announced(tmp_path: Path) -> None:
-    """It was named, so it is run. (The rates of products are given in tests.)"""
-    comparison = planned([*TINY, "arms=fp32,bf16,fp16", f"output_dir={tmp_path}", "name=it"])
-    comparison.folder.mkdir(parents=True)
-    shown: list[str] = []
-    with in_use(comparison.folder), pytest.raises(UserError):
-        compare(comparison, check_arms(comparison), show=shown.append)
-    assert shown[:-1] == ["arm fp16 will take long: fp16 products take 100 times as long as fp32's here"]

@@ -29,8 +29,8 @@ FACTS: dict[str, Any] = {
 }
 
 
-def result(folder: Path, labels: list[str], seeds: int, energy: bool = False) -> Result:
-    """The first label is the baseline; the last arm is the null arm."""
+def result(folder: Path, labels: list[str], seeds: int, energy: bool = False, wide: str | None = None) -> Result:
+    """The first label is the baseline; the last arm is the null arm; ``wide``: what the others' matmuls use."""
     generator = np.random.default_rng(0)
     arms = [Arm(label, (f"precision={label}",)) for label in labels] + [Arm("null", (), 1000)]
     outcomes = []
@@ -53,6 +53,7 @@ def result(folder: Path, labels: list[str], seeds: int, energy: bool = False) ->
                 "energy_j": 100.0 + number if energy else None,
                 "units": 1000,
                 "skipped_steps": 0,
+                "fp32_arithmetic": None if arm.seed_shift or not number else wide,
             }
             outcomes.append(Outcome(arm.label, seed, run, 0, summary=summary))
     comparison = Comparison(arms, labels[0], list(range(seeds)), output_dir=folder, name="a<b")
@@ -82,6 +83,18 @@ def found(tmp_path: Path) -> Result:
 def cells(found: Result, arm: str) -> dict[str, str]:
     head, *below = rows(found)
     return next(dict(zip(head, row, strict=True)) for row in below if row[0].startswith(arm))
+
+
+def test_a_speed_in_fp32_arithmetic_is_said_not_to_be_the_formats(tmp_path: Path) -> None:
+    why = "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"
+    found = result(tmp_path, ["fp32", "bf16"], 3, wide=why)
+    head, _, bf16, null = rows(found)
+    assert bf16[head.index("speedup")] == "fp32 arithmetic"
+    assert "x" in null[head.index("speedup")]
+    (sentence,) = (line for line in sentences(found) if line.startswith("bf16"))
+    assert f"; speed not testable here ({why});" in sentence
+    assert "faster" not in sentence
+    assert "slower" not in sentence
 
 
 def test_the_table(found: Result) -> None:

@@ -38,6 +38,7 @@ class Runs:
         peak_bytes: int | None = None,
         energy_j: float | None = None,
         skipped_steps: int = 0,
+        fp32_arithmetic: str | None = None,
     ) -> None:
         folder = self.folder / f"{arm.label}-s{seed}"
         folder.mkdir(parents=True)
@@ -57,6 +58,7 @@ class Runs:
             "energy_j": energy_j,
             "units": 50,
             "skipped_steps": skipped_steps,
+            "fp32_arithmetic": fp32_arithmetic,
         }
         self.outcomes.append(Outcome(arm.label, seed, folder, 0, summary=summary))
 
@@ -70,6 +72,23 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
+
+
+def test_the_speed_of_fp32_arithmetic_is_compared_with_no_other_formats(runs: Runs) -> None:
+    """Two arms that both use it can be compared: then it says something about what else differs."""
+    why, compiled = "bf16 matmuls: fp32 arithmetic", Arm("compiled", ("precision=bf16", "compile=default"))
+    for seed in range(3):
+        runs.add(FP32, seed, energy_j=5.0, peak_bytes=100)
+        runs.add(BF16, seed, energy_j=2.0, peak_bytes=60, speed=80.0, fp32_arithmetic=why)
+        runs.add(compiled, seed, energy_j=2.0, speed=160.0, fp32_arithmetic=why)
+    found = runs.judged([FP32, BF16])
+    assert (found["bf16"].speed.ratio, found["bf16"].energy.ratio, found["bf16"].not_timed) == (None, None, why)
+    assert found["bf16"].memory.ratio
+    assert found["bf16"].memory.ratio.mean == pytest.approx(0.6)
+    assert (found["fp32"].not_timed, found["bf16"].quality.verdict) == ("", EQUIVALENT)
+    both = {arm.label: arm for arm in judge([BF16, compiled], "bf16", runs.outcomes, MARGIN)}
+    assert both["compiled"].speed.ratio
+    assert both["compiled"].speed.ratio.mean == pytest.approx(2)
 
 
 def test_ratios_are_of_runs_of_the_same_seed(runs: Runs) -> None:

@@ -53,7 +53,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTISSA_CACHE", str(folder / "cache"))
         patch.setattr(drawn, lambda *_: [])
-        patch.setattr("recipes.attention.choose", _sdpa)
         patch.chdir(folder)
         torch.set_num_threads(1)
         for name, job in JOBS.items():
@@ -66,12 +65,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sdpa(*_: object) -> object:
-    from trainer.recipe import Choice
-
-    return Choice("recipe.attention", "sdpa", "not measured in tests")
 
 
 @pytest.fixture

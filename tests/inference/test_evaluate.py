@@ -288,21 +288,6 @@ def test_data_without_a_test_split_is_named_with_a_source_that_has_one(recipe: s
         part_of(config.resolve(CPU).config.open_datasets(), "test", config.data)
 
 
-def test_convolutions_that_training_computed_in_fp32_are_so_here(
-    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree("outputs/images", tmp_path / "run")
-    path = tmp_path / "run/precision.json"
-    manifest = json.loads(path.read_text())
-    manifest["effective"]["conv_in_fp32"] = ["conv1.0"]
-    path.write_text(json.dumps(manifest))
-    seen: list[list[str]] = []
-    monkeypatch.setattr("inference.model.convolution.compute_in_fp32", lambda _, names, dtype: seen.append(names))
-    for options in ((), ("precision=fp32",)):
-        assert evaluate(f"run={tmp_path}/run", *options).code == 0
-    assert seen == [["conv1.0"]]
-
-
 def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:
     tuned = (
         "recipe=bert",

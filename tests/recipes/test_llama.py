@@ -112,7 +112,7 @@ def test_the_export_opens_in_transformers_with_the_same_logits(tmp_path: Path) -
         (["recipe.heads=4", "recipe.kv_heads=3"], r"kv_heads=3 must divide recipe.heads=4; use recipe.kv_heads=2"),
         (
             ["recipe.attention=flash"],
-            r"recipe.attention=flash is unknown; use recipe.attention=auto\|sdpa\|sdpa_fp32\|eager",
+            r"recipe.attention=flash is unknown; use recipe.attention=sdpa\|eager",
         ),
         (["recipe.context=1"], r"recipe.context=1 must be at least 2"),
         (["recipe.vocabulary_multiple=0"], r"recipe.vocabulary_multiple=0 must be at least 1"),

@@ -58,6 +58,8 @@ class Operator:
     right."""
     operands: int = 3
     rounded: int = 3
+    in_fp32: Callable[..., Any] | None = None
+    """What computes it on fp32 operands; None: torch's kernel. Its first argument is that kernel."""
 
 
 def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: bool = False) -> Forms:
@@ -114,7 +116,7 @@ def _times(operator: Operator, arguments: tuple[Any, ...], dtype: torch.dtype) -
     native = getattr(torch.ops.aten, operator.overloads[0]).default
     narrow = [argument.to(dtype) if isinstance(argument, Tensor) else argument for argument in arguments]
     narrow[operator.operands :] = arguments[operator.operands :]
-    ways = {"native": lambda: native(*narrow), "fp32": lambda: _in_fp32(native, narrow, {}, dtype, operator.rounded)}
+    ways = {"native": lambda: native(*narrow), "fp32": lambda: _in_fp32(operator, native, narrow, {}, dtype)}
     result = dict.fromkeys(ways, float("inf"))
     began, rounds = time.thread_time(), 0
     while rounds < 3 or time.thread_time() < began + _ENOUGH_S:
@@ -208,44 +210,53 @@ def _replacement(name: str, operator: Operator, overload: str) -> Callable[..., 
     every = frozenset(operator.examples())
     own = torch.library.get_kernel(f"aten::{overload}", "CPU")
     base = overload.removesuffix(".out").removesuffix("_")
+    in_place = overload.endswith("_")
     functional = torch.library.get_kernel(f"aten::{base}", "CPU")
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = args[0].dtype
+        dtype, out = args[0].dtype, kwargs.get("out")
         forms = _in_use.get(dtype, {}).get(name)
         if (
             forms is None
-            or any(each is not None and each.dtype is not dtype for each in args[: operator.operands])
+            or any(each is not None and each.dtype is not dtype for each in (*args[: operator.operands], out))
             or (forms != every and forms.isdisjoint(operator.forms_of(args)))
+            or (in_place and args[0].shape != (*args[1].shape[:-1], args[2].shape[-1]))  # torch refuses to grow it
         ):
             return own.call_boxed(keyset, *args, **kwargs)
-        target = kwargs.pop("out", None) if overload != base else None
+        kwargs.pop("out", None)
         with torch._C.DisableTorchFunction():  # a mode, such as an operator policy, is for what the model calls
-            result = _in_fp32(functools.partial(functional.call_boxed, keyset), args, kwargs, dtype, operator.rounded)
+            result = _in_fp32(operator, functools.partial(functional.call_boxed, keyset), args, kwargs, dtype)
             if overload == base:
                 return result
-            target = args[0] if target is None else target
-            return target.resize_(result.shape).copy_(result)
+            if out is None:
+                return args[0].copy_(result)
+            return out.resize_(result.shape).copy_(result)
 
     return kernel
 
 
 def _in_fp32(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype, rounded: int
+    operator: Operator, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> Any:
-    """Call a function with fp32 copies of the tensors of ``dtype``, and round its first results to ``dtype``."""
-    wide = [each.float() if isinstance(each, Tensor) and each.dtype is dtype else each for each in args]
-    if kwargs:
-        kwargs = {
-            key: each.float() if isinstance(each, Tensor) and each.dtype is dtype else each
-            for key, each in kwargs.items()
-        }
-    result = function(*wide, **kwargs)
+    """Call torch's kernel with fp32 copies of the tensors of ``dtype``, and round its first results to ``dtype``."""
+
+    def widen(each: Any) -> Any:
+        return each.float() if isinstance(each, Tensor) and each.dtype is dtype else each
+
+    if operator.in_fp32 is not None:
+        function = functools.partial(operator.in_fp32, function)
+    result = function(*map(widen, args), **{key: widen(each) for key, each in kwargs.items()})
     if isinstance(result, Tensor):
-        return result.to(dtype)
+        return _rounded(result, dtype)
     return tuple(
-        each.to(dtype) if each is not None and number < rounded else each for number, each in enumerate(result)
+        _rounded(each, dtype) if each is not None and number < operator.rounded else each
+        for number, each in enumerate(result)
     )
+
+
+def _rounded(result: Tensor, dtype: torch.dtype) -> Tensor:
+    # For images of three dimensions the layout is that of torch's 16-bit kernels, which compiled code relies on.
+    return result.to(dtype, memory_format=torch.contiguous_format if result.ndim == 5 else torch.preserve_format)
 
 
 # --- the operators ---
@@ -281,7 +292,7 @@ def _convolutions() -> dict[str, tuple[Any, ...]]:
 
 def _convolutions_backward() -> dict[str, tuple[Any, ...]]:
     return {
-        form: (torch.randn_like(x), x, weight, None, *options, [True, True, False])
+        form: (x.neg(), x, weight, None, *options, [True, True, False])
         for form, (x, weight, _, *options) in _convolutions().items()
     }
 
@@ -325,7 +336,23 @@ def _attention() -> dict[str, tuple[Any, ...]]:
 def _attention_backward() -> dict[str, tuple[Any, ...]]:
     (arguments,) = _attention().values()
     output, logsumexp = getattr(torch.ops.aten, _FLASH).default(*arguments)
-    return {"any": (torch.randn_like(output), *arguments[:3], output, logsumexp, *arguments[3:])}
+    return {"any": (output.neg(), *arguments[:3], output, logsumexp, *arguments[3:])}
+
+
+def _attention_backward_in_fp32(
+    kernel: Callable[..., Any],
+    upstream: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    *options: Any,
+    **masks: Any,
+) -> Any:
+    """Compute the output anew: that of the forward pass is rounded, which can cost more than all other roundings."""
+    output, logsumexp = getattr(torch.ops.aten, _FLASH).default(query, key, value, *options, **masks)
+    return kernel(upstream, query, key, value, output, logsumexp, *options, **masks)
 
 
 def _random(*shape: int) -> Tensor:
@@ -338,16 +365,14 @@ def _any_form(args: Sequence[Any]) -> tuple[str, ...]:
 
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS = {
-    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out", "addmm_"), _matmuls, _layouts, operands=2),
-    "bmm": Operator(
-        ("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"), lambda: _matmuls(8), _layouts, operands=2
-    ),
-    "convolution": Operator(
-        ("convolution",), _convolutions, lambda args: (_kinds(args[0], args[1], args[8]),)
-    ),
+    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out", "addmm_"), _matmuls, _layouts),
+    "bmm": Operator(("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"), lambda: _matmuls(8), _layouts),
+    "convolution": Operator(("convolution",), _convolutions, lambda args: (_kinds(args[0], args[1], args[8]),)),
     "convolution_backward": Operator(("convolution_backward",), _convolutions_backward, _forms_of_backward),
     "attention": Operator((_FLASH,), _attention, _any_form, rounded=1),
-    "attention_backward": Operator((f"{_FLASH}_backward",), _attention_backward, _any_form, operands=5),
+    "attention_backward": Operator(
+        (f"{_FLASH}_backward",), _attention_backward, _any_form, operands=5, in_fp32=_attention_backward_in_fp32
+    ),
 }
 """What is replaced. Other operators of 16-bit tensors are as fast as fp32's, or faster: norms, activations, softmax,
 embeddings, sums, products with a vector (docs/speed.md)."""

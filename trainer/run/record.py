@@ -16,6 +16,7 @@ from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.kernels import attention
+from trainer.precision.kernels import sentence
 from trainer.precision.modes import dtypes_in_use, family
 from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.dtypes import ModuleDtypes
@@ -53,6 +54,8 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled()} | trainer.operator_calls
     effective["fp32_arithmetic"] = trainer.in_fp32_arithmetic
+    own = f"{manifest['support']} on this hardware"
+    effective["arithmetic"] = sentence(config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware) or own
     flops, kernels, modules = ModelFlops(), attention.KernelsTaken(), ModuleDtypes(trainer.model)
     trainer.observe(flops, kernels, modules)
     if trainer.device.type == "cuda":

@@ -14,7 +14,6 @@ from trainer.files import read_object
 from trainer.formats import duration, loss, quantity, size
 from trainer.kernels.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
-from trainer.precision import kernels
 from trainer.precision.modes import family
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Choice
@@ -39,9 +38,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         precision += (
             f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
         )
-    arithmetic = kernels.sentence(config.precision.mode, trainer.in_fp32_arithmetic, hardware)
-    precision += f", {arithmetic or manifest['support'] + ' on this hardware'}"
-    precision += f" ({_product_rates(config.precision.mode, effective)})"
+    precision += f"; {effective['arithmetic']} ({_product_rates(config.precision.mode, effective)})"
     precision += f"; weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}"
     if layers := effective["fp8_modules"]:
         precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"

@@ -35,6 +35,7 @@ def varied(*overrides: str, goal: str = "speed", quality: bool = False) -> dict[
 
 def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 9.0 if "fp16" in mode else 0.3)
+    monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda mode, hardware: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert varied(*SMALL) == {
         "precision": ["fp32", "bf16"],
@@ -48,7 +49,7 @@ def test_attention_has_the_forms_that_the_recipe_knows(monkeypatch: pytest.Monke
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.3)
     small = ("data=synthetic", "data.vocab_size=500", "recipe.context=16")
     gpt2 = varied("recipe=gpt2", "recipe.size=nano", *small)["recipe.attention"]
-    assert gpt2 == ["", "attention=eager", "attention=sdpa_fp32"]
+    assert gpt2 == ["", "attention=eager"]
     assert varied("recipe=bert", *small)["recipe.attention"] == ["", "attention=eager"]
 
 
@@ -61,10 +62,16 @@ def test_what_the_user_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 4.9)
-    space, _ = space_of(SMALL, detect("cpu"))
-    reasons = {entry.candidate.label: entry.reason for entry in space.left_out}
-    assert reasons["bf16"] == "bf16 products take 4.9 times as long as fp32's here"
-    space, _ = space_of([*SMALL, "precision=bf16"], detect("cpu"))
+    plain, native = (replace(detect("cpu"), cpu_flags=frozenset(flags)) for flags in ((), ("amx_bf16",)))
+    for hardware, why in (
+        (native, "bf16 matmuls are 4.9 times slower than fp32's here"),
+        (plain, "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"),
+    ):
+        space, _ = space_of(SMALL, hardware)
+        assert {entry.candidate.label: entry.reason for entry in space.left_out}["bf16"] == why
+    space, _ = space_of(SMALL, plain, "memory")
+    assert "bf16" in {value.words for value in space.factors[0].values}, "memory is the format's"
+    space, _ = space_of([*SMALL, "precision=bf16"], plain)
     assert space.candidate(space.baseline).label == "bf16", "asked for by name"
 
 

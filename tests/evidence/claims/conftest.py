@@ -34,12 +34,12 @@ def made_up() -> Machine:
 
 
 @pytest.fixture(autouse=True)
-def slow(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """By format, why it is hopeless here: nothing is, unless a test says so. Nothing is measured."""
+def wide(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """By format, why its speed is not tested here: it is, unless a test says so."""
     reasons: dict[str, str] = {}
 
-    def hopeless(mode: str, hardware: Hardware) -> str | None:
+    def not_timed_here(mode: str, hardware: Hardware) -> str | None:
         return reasons.get(mode.partition("_")[0])
 
-    monkeypatch.setattr(claims, "hopeless", hopeless)
+    monkeypatch.setattr(claims, "not_timed_here", not_timed_here)
     return reasons

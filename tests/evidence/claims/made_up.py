@@ -32,6 +32,8 @@ class Machine:
         self.words = "it broke"
         self.git: dict[str, str] = {}
         self.now = 0.0
+        self.fp32_arithmetic: dict[str, str] = {}
+        """By precision, what its runs say that they computed in fp32 arithmetic."""
         self.takes: dict[str, float] = {}
         """Seconds of an arm's runs; others take ten."""
 
@@ -71,6 +73,7 @@ class Machine:
             "git": self.git,
             "units": 10,
             "skipped_steps": 0,
+            "fp32_arithmetic": self.fp32_arithmetic.get(options["precision"]),
             "step": 3,
             "hardware": {"device": "cpu"},
         }

@@ -192,7 +192,6 @@ def test_what_the_user_gave_is_not_recorded(tmp_path: Path, files: Callable[...,
         (["all=true", "budget=25"], "budget=25 is not a time: set budget=25min, or with another unit budget=90s"),
         (["all=true", "budget=soon"], "budget=soon is not a time: set budget=25min"),
         (["all=true", "budget=0min"], "budget=0min is not a time: set budget=25min"),
-        (["all=true", "include=pf16"], "include=pf16 is not a precision; did you mean 'fp16'?"),
     ],
 )
 def test_an_error_is_reported_with_what_to_set(
@@ -277,72 +276,71 @@ def test_the_list_shows_every_claim(capsys: pytest.CaptureFixture[str], monkeypa
         assert re.search(rf"^{name}\b", shown, re.MULTILINE)
 
 
-def test_arms_in_a_hopeless_format_run_only_where_the_user_names_it(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine, slow: dict[str, str]
+WIDE = "fp16 matmuls: fp32 arithmetic, this CPU has no fp16 instructions"
+
+
+def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine, wide: dict[str, str]
 ) -> None:
-    slow["fp16"] = "fp16 products take 95 times as long as fp32's here"
+    wide["fp16"] = WIDE
     arms = CLAIM["arms"] | {"fp16": "net precision=fp16_pure"}  # type: ignore[operator]
-    criteria = [{"measure": "speed", "arm": arm, "over": "fp32", "at_least": 2.0} for arm in ("bf16", "fp16")]
-    files("mine", arms=arms, criteria=criteria)
+    speeds = [{"measure": "speed", "arm": arm, "over": "fp32", "at_least": 2.0} for arm in ("bf16", "fp16")]
+    files("mine", arms=arms, criteria=speeds)
     record = reproduction(tmp_path, made_up).test("mine")
     assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, NOT_HERE]
-    assert record["too_slow"] == {"fp16": slow["fp16"]}
+    assert record["not_timed"] == {"fp16": WIDE}
     assert record["verdict"] == CONFIRMED
     assert "fp16-s0" not in made_up.started
     text = "\n".join(results._outcome("here", record, claims.load("mine", tmp_path / "claim")))
-    assert "The arm fp16 was not run: fp16 products take 95 times as long as fp32's here." in text
-    asked = reproduction(tmp_path, made_up, include=["fp16"]).test("mine")
+    assert f"The speed of fp16 is not testable: {WIDE}." in text
+    files("both", arms=arms, criteria=[*speeds, {"measure": "loss", "arm": "fp16", "over": "fp32", "at_most": 9.0}])
+    made_up.fp32_arithmetic = {"fp16_pure": WIDE}
+    record = reproduction(tmp_path, made_up).test("both")
     assert made_up.started.count("fp16-s0") == 1
-    assert "too_slow" not in asked
-    assert asked["command"] == "python scripts/reproduce.py claim=mine include=fp16"
+    assert [finding["verdict"] for finding in record["findings"]] == [CONFIRMED, NOT_HERE, CONFIRMED]
+    assert record["findings"][1]["why"] == f"not testable: {WIDE}"
+    assert record["findings"][1]["values"] == []
 
 
 def test_nothing_is_run_where_nothing_that_decides_is_left(
     tmp_path: Path,
     files: Callable[..., None],
     made_up: Machine,
-    slow: dict[str, str],
+    wide: dict[str, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    slow["bf16"] = "bf16 products take 95 times as long as fp32's here"
-    files("mine")
+    wide["bf16"] = WIDE
+    files("mine", criteria=[{"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 2.0}])
     record = reproduction(tmp_path, made_up).test("mine")
-    assert (record["verdict"], record["too_slow"]) == (NOT_HERE, {"bf16": slow["bf16"]})
+    assert (record["verdict"], record["not_timed"]) == (NOT_HERE, {"bf16": WIDE})
     assert not made_up.started
     reproduce_cli._print(record, claims.load("mine", tmp_path / "claim"), False)
-    assert f"  not run: bf16, since {slow['bf16']}; set include=bf16 to run them" in capsys.readouterr().out
+    assert f"  The speed of bf16 is not testable: {WIDE}." in capsys.readouterr().out
     (line,) = results._outcome("here", record, claims.load("mine", tmp_path / "claim"))
-    assert line == f"**{NOT_HERE}** on `here`. The arm bf16 was not run: {slow['bf16']}."
+    assert line == f"**{NOT_HERE}** on `here`. The speed of bf16 is not testable: {WIDE}."
 
 
-def test_a_claim_says_which_of_those_that_it_combines_was_too_slow(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine, slow: dict[str, str]
+def test_a_claim_says_which_of_those_that_it_combines_was_not_timed(
+    tmp_path: Path, files: Callable[..., None], made_up: Machine, wide: dict[str, str]
 ) -> None:
-    slow["fp16"] = "fp16 products take 95 times as long as fp32's here"
-    files("two", arms=CLAIM["arms"] | {"bf16": "net precision=fp16"})  # type: ignore[operator]
+    wide["fp16"] = WIDE
+    criteria = [{"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 2.0}]
+    files("two", arms=CLAIM["arms"] | {"bf16": "net precision=fp16"}, criteria=criteria)  # type: ignore[operator]
     empty: dict[str, Any] = {"setups": {}, "arms": {}, "criteria": []}
     files("both", **empty, combines=["two"])
     record = reproduction(tmp_path, made_up).test("both")
-    assert (record["verdict"], record["why"]) == (NOT_HERE, [f"two was not tested: {slow['fp16']}."])
+    assert (record["verdict"], record["why"]) == (NOT_HERE, [f"two was not tested: {WIDE}."])
     (line,) = results._outcome("here", record, claims.load("both", tmp_path / "claim"))
-    assert line == f"**{NOT_HERE}** on `here`. two was not tested: {slow['fp16']}."
+    assert line == f"**{NOT_HERE}** on `here`. two was not tested: {WIDE}."
 
 
-def test_a_claim_that_is_too_slow_here_is_refused_by_name_with_the_option(
-    slow: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_claim_about_speed_that_cannot_be_tested_here_is_refused_by_name(
+    wide: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow["fp16"] = "fp16 products take 95 times as long as fp32's here"
+    wide["bf16"] = WIDE
     monkeypatch.setattr(Reproduction, "test", lambda *_: pytest.fail("it ran"))
-    assert run(reproduce_cli.main, None, ["claim=scaler_needed", "device=cpu"]) == 2
-    assert f"NOT TESTABLE HERE: {slow['fp16']}; set include=fp16 to run it" in capsys.readouterr().err
-
-
-def test_an_outcome_without_an_arm_that_is_now_asked_for_is_not_kept(slow: dict[str, str]) -> None:
-    two_x = claims.load("two_x")
-    record = {"claim_sha256": two_x.digest, "verdict": CONFIRMED, "too_slow": {"gpt2_bf16": "why"}}
-    slow["bf16"] = "why"
-    assert "two_x" in reproduce_cli._known({"two_x": two_x}, {"two_x": record}, CPU, [])
-    assert "two_x" not in reproduce_cli._known({"two_x": two_x}, {"two_x": record}, CPU, ["bf16"])
+    assert run(reproduce_cli.main, None, ["claim=old_or_small", "device=cpu"]) == 2
+    assert f"NOT TESTABLE HERE: {WIDE}" in capsys.readouterr().err
 
 
 def test_an_interrupt_says_how_to_continue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,10 +141,11 @@ def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None
 def test_the_warning_about_an_emulated_format_has_the_measured_rates() -> None:
     """That fp16 is 100 times slower must not read as "no faster"."""
     slow = str(Precision("fp16").warning(PLAIN_CPU, {"fp32": 0.09, "fp16": 0.0009}))
-    assert "products take 100 times as long as in fp32 (0.0009 against 0.09 TFLOP/s, measured)" in slow
-    assert slow.endswith("set precision=fp32")
+    assert "matmuls are 100 times slower than in fp32 (0.0009 against 0.09 TFLOP/s, measured)" in slow
+    assert slow.endswith("set precision.kernels=auto")
+    assert str(Precision("bf16").warning(T4, {"fp32": 8.0, "bf16": 2.0})).endswith("set precision=fp32")
     even = str(Precision("bf16_master").warning(PLAIN_CPU, {"fp32": 0.09, "bf16": 0.081}))
-    assert "do not expect a speedup over fp32 (matrix products: 0.081 against 0.09 TFLOP/s, measured)" in even
+    assert "do not expect a speedup over fp32 (matmuls: 0.081 against 0.09 TFLOP/s, measured)" in even
 
 
 def test_values_that_cannot_work_are_named() -> None:

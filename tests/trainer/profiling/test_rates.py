@@ -1,4 +1,4 @@
-"""The measured rates of matrix products: what is measured, the cache, and which formats are hopeless."""
+"""The measured rates of matrix products: what is measured, and the cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from trainer import files
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
+from trainer.precision import kernels
 from trainer.profiling import rates
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def test_the_rate_counts_three_products_of_the_shortest_time(monkeypatch: pytest
     assert products.size == 1024  # 5 ms are reached at 1024, and the rate was as high before
 
 
-def test_a_hopeless_format_is_measured_on_small_matrices() -> None:
+def test_a_slow_format_is_measured_on_small_matrices() -> None:
     class Hopeless(rates._Products):
         def _prepare(self) -> None:
             self._products = [lambda: torch.zeros(1, 1)] * 3
@@ -93,13 +94,17 @@ def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypat
     assert measured[3:] == ["fp32", "fp32"]
 
 
-def test_what_is_hopeless_is_ten_times_slower_than_fp32(measured: list[str]) -> None:
+def test_a_slowdown_is_of_one_threads_own_time(measured: list[str]) -> None:
     assert rates.slowdown("fp16_master", PLAIN_CPU) == pytest.approx(100)
     assert rates.slowdown("fp32", PLAIN_CPU) == 1
-    assert rates.hopeless("fp16_pure", PLAIN_CPU) == "fp16 products take 100 times as long as fp32's here"
-    assert rates.hopeless("bf16", PLAIN_CPU) is None  # 9.9 times
-    assert measured == ["fp32 alone", "fp16 alone", "bf16 alone"]  # not with all threads, which other programs hold up
-    assert rates.hopeless("fp32", PLAIN_CPU) is None
-    assert rates.hopeless("fp8", PLAIN_CPU) is None  # it is not available, which is another matter
+    assert measured == ["fp32 alone", "fp16 alone"]  # not with all threads, which other programs hold up
     with pytest.raises(UserError, match=r"precision=fp8 is not available on an old CPU; use precision=fp32"):
         rates.slowdown("fp8", PLAIN_CPU)
+
+
+def test_the_rate_in_fp32_arithmetic_is_another_one(measured: list[str]) -> None:
+    rates.product_rates(PLAIN_CPU, ["bf16"])
+    kernels.use(torch.bfloat16, kernels.choose(torch.bfloat16, "fp32", PLAIN_CPU))
+    rates.product_rates(PLAIN_CPU, ["bf16"])
+    rates.product_rates(PLAIN_CPU, ["bf16"])
+    assert measured == ["bf16", "bf16"]

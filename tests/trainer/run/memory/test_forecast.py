@@ -17,7 +17,7 @@ from trainer.data.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
 from trainer.profiling.ledger import CATEGORIES, Ledger
-from trainer.recipe import Choice, LossOutput
+from trainer.recipe import LossOutput
 from trainer.run.memory.forecast import Forecast, forecast, table
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=64", "data=synthetic", "data.vocab_size=512")
@@ -158,15 +158,3 @@ def test_an_optimizer_whose_shapes_depend_on_values_is_named_and_not_the_model(m
     with pytest.raises(RunError, match=r"^optimizer\.name=Rprop takes steps .* or use another optimizer") as raised:
         forecast(compose(*line, "~optimizer.options.betas"))
     assert "model" not in str(raised.value)
-
-
-def test_the_form_of_attention_is_the_one_that_training_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = ("recipe=gpt2", "recipe.size=nano", "data=synthetic", "batch_size=2", "micro_batch_size=2", "precision=bf16")
-
-    def chosen(*given: object) -> Choice:
-        return Choice("recipe.attention", "sdpa_fp32", "as this test wants it")
-
-    plain, in_fp32 = (forecast(compose(*job, f"recipe.attention={form}")) for form in ("sdpa", "sdpa_fp32"))
-    assert plain.peak_bytes < in_fp32.peak_bytes
-    monkeypatch.setattr("recipes.language.attention.choose", chosen)
-    assert forecast(compose(*job, "recipe.attention=auto")).peak_bytes == in_fp32.peak_bytes
