@@ -1,0 +1,297 @@
+"""fp32 arithmetic on 16-bit operands beside torch's own kernels: steps, operators, training, on this CPU.
+
+  python benchmarks/kernels.py steps        time of a training step: formats × recipes × kernels, in turns
+  python benchmarks/kernels.py operators    time and error of each operator, by format and form of its operands
+  python benchmarks/kernels.py training     200 steps with either kernels, from the same and from shaken weights
+  python benchmarks/kernels.py pages        write the tables of docs/speed.md from results/
+
+  rounds=8         steps of each arm that are timed; native=2: of torch's own kernels, where they are slow
+  only=gpt2        one recipe
+Each run is appended to results/<machine>/kernels.jsonl.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PROJECT))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from evidence.claims.reproduce import machine_name  # noqa: E402
+from evidence.intervals import ratio_interval  # noqa: E402
+from trainer.config.compose import compose  # noqa: E402
+from trainer.files import write_text  # noqa: E402
+from trainer.hardware import NATIVE, detect  # noqa: E402
+from trainer.precision import kernels  # noqa: E402
+from trainer.run.provenance import git_facts, versions  # noqa: E402
+from trainer.trainer import StepRecord, Trainer  # noqa: E402
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMMON = ("device=cpu", "steps=100000", "schedule=constant", "schedule.warmup_steps=0", "checkpoint=none")
+RECIPES = {
+    "gpt2 mini": "recipe=gpt2 recipe.size=mini data=synthetic data.vocab_size=4096 batch_size=4",
+    "resnet18": "recipe=resnet recipe.arch=resnet18 recipe.image_size=64 data=synthetic data.classes=10 batch_size=32",
+    "bignet": "recipe=bignet",
+}
+SMALL = {
+    "gpt2 nano": "recipe=gpt2 recipe.size=nano recipe.context=16 data=python_docs data.tokenizer=chars batch_size=4",
+    "resnet18": "recipe=resnet recipe.arch=resnet18 batch_size=4",
+    "bignet": "recipe=bignet recipe.width=128 recipe.layers=6 data.samples=4096 batch_size=64",
+}
+STEPS, SEEDS = 200, 2
+BEGIN, END = "<!-- kernels: made by benchmarks/kernels.py pages -->", "<!-- end of kernels -->"
+PAGE = PROJECT / "docs" / "speed.md"
+
+
+class Arm:
+    """One trainer, whose steps are timed one by one."""
+
+    def __init__(self, line: str, precision: str, setting: str) -> None:
+        options = [*line.split(), *COMMON, f"precision={precision}"]
+        if precision != "fp32":
+            options.append(f"precision.kernels={setting}")
+        self.trainer = Trainer.from_config(compose(options))
+        self.batches = self.trainer.batches()
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """Take a step with this arm's own kernels, and note its time."""
+        for dtype in FORMATS.values():
+            kernels.use(dtype, {})  # fp32 does not pay for kernels that it does not need
+        self.trainer.config.precision.apply(self.trainer.in_fp32_arithmetic)
+        batch = next(self.batches)
+        began = time.perf_counter()
+        self.trainer.train_step(batch).loss.item()
+        self.seconds.append(time.perf_counter() - began)
+
+
+def steps(rounds: int, native: int, only: str) -> Iterator[dict[str, Any]]:
+    """Time a step of each recipe in fp32 twice (a null pair), and in both formats with both kernels, in turns."""
+    for name, line in RECIPES.items():
+        if only not in name:
+            continue
+        settings = [("fp32", "native"), *itertools.product(FORMATS, ("auto", "native"))]
+        arms = {(precision, setting): Arm(line, precision, setting) for precision, setting in settings}
+        arms["fp32", "again"] = Arm(line, "fp32", "native")
+        slow = {arm for arm in arms if arm[1] == "native" and arm[0] != "fp32" and _lacks(arm[0])}
+        for number in range(rounds + 1):
+            for arm in list(arms) if number % 2 else reversed(arms):
+                if arm not in slow or number <= native:
+                    arms[arm].step()
+        base = arms["fp32", "native"].seconds[1:]
+        for (precision, setting), arm in arms.items():
+            times = arm.seconds[1:]
+            ratios = [one / other for one, other in zip(times, base, strict=False)]
+            interval = (
+                ratio_interval(ratios) if len(ratios) > 2 and (precision, setting) != ("fp32", "native") else None
+            )
+            yield {
+                "recipe": name,
+                "command": f"python scripts/train.py {line} precision={precision}",
+                "precision": precision,
+                "kernels": setting,
+                "fp32_arithmetic": sorted(arm.trainer.in_fp32_arithmetic),
+                "step_ms": [round(1e3 * each, 2) for each in times],
+                "over_fp32": round(statistics.median(ratios), 4),
+                "interval": interval and [round(interval.low, 4), round(interval.high, 4)],
+            }
+
+
+def operators(*_: Any) -> Iterator[dict[str, Any]]:
+    """Time each operator and form, and compare its largest error against fp64 with that of torch's kernel."""
+    for precision, dtype in FORMATS.items():
+        took = kernels.measure(dtype)
+        for name, operator in kernels.OPERATORS.items():
+            call = getattr(torch.ops.aten, operator.overloads[0]).default
+            for form, arguments in operator.examples().items():
+                narrow = [each.to(dtype) if isinstance(each, Tensor) else each for each in arguments]
+                narrow[operator.operands :] = arguments[operator.operands :]
+                exactly = (
+                    call if operator.in_fp32 is None else lambda *args, op=operator, call=call: op.in_fp32(call, *args)
+                )
+                exact = exactly(*(each.double() if isinstance(each, Tensor) else each for each in narrow))
+                errors = {}
+                for way, forms in (("native", {}), ("fp32", {name: [form]})):
+                    kernels.use(dtype, forms)
+                    errors[way] = _error(call(*narrow), exact, dtype)
+                kernels.use(dtype, {})
+                ms = {f"{way}_ms": round(1e3 * seconds, 4) for way, seconds in took[name][form].items()}
+                yield {"precision": precision, "operator": name, "form": form, **ms} | {
+                    f"{way}_error": round(error, 4) for way, error in errors.items()
+                }
+
+
+def _error(result: Any, exact: Any, dtype: torch.dtype) -> float:
+    """Return the largest error in units of the format's spacing at the largest exact element."""
+    pairs = zip(result, exact, strict=True) if isinstance(result, tuple) else [(result, exact)]
+    errors = [
+        (one.double() - other).abs().max() / (torch.finfo(dtype).eps * 2.0 ** other.abs().max().log2().floor())
+        for one, other in pairs
+        if one is not None and one.dtype == dtype
+    ]
+    return float(max(errors))
+
+
+def training(_: int, __: int, only: str) -> Iterator[dict[str, Any]]:
+    """Train 200 steps with torch's kernels, with fp32 arithmetic, and with torch's from weights half a unit off."""
+    for (name, line), (precision, dtype), seed in itertools.product(SMALL.items(), FORMATS.items(), range(SEEDS)):
+        if only not in name:
+            continue
+        options = [*line.split(), "device=cpu", f"steps={STEPS}", f"seed={seed}", f"precision={precision}"]
+        options += ["scaler=dynamic", "scaler.init=4294967296", "scaler.interval=40"] * (precision == "fp16")
+        curves, skipped = {}, {}
+        for arm in ("native", "fp32", "null"):
+            setting = "fp32" if arm == "fp32" else "native"
+            trainer = Trainer.from_config(compose([*options, f"precision.kernels={setting}"]))
+            if arm == "null":
+                _shake(trainer, dtype)
+            batches = trainer.batches()
+            records: list[StepRecord] = [trainer.train_step(next(batches)) for _ in range(STEPS)]
+            trainer.close()
+            curves[arm] = torch.stack([record.loss.detach().double() for record in records])
+            skipped[arm] = sum(int(record.skipped.item()) for record in records)
+        ends = {arm: curve[-20:].mean().item() for arm, curve in curves.items()}
+        distance = {arm: (curve - curves["native"]).abs().mean().item() for arm, curve in curves.items()}
+        yield {"recipe": name, "command": f"python scripts/train.py {' '.join(options)}", "precision": precision} | {
+            "seed": seed,
+            "last_20": {arm: round(value, 6) for arm, value in ends.items()},
+            "mean_distance": {arm: round(value, 8) for arm, value in distance.items()},
+            "skipped": skipped,
+        }
+
+
+@torch.no_grad()
+def _shake(trainer: Trainer, dtype: torch.dtype) -> None:
+    """Move every weight by half a unit in the last place of the format, up or down at random."""
+    generator = torch.Generator().manual_seed(1)
+    for weight in trainer.model.parameters():
+        signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+        weight.mul_(1 + signs * torch.finfo(dtype).eps / 2)
+
+
+def _lacks(precision: str) -> bool:
+    return detect("cpu").support(precision) != NATIVE
+
+
+def _results() -> Path:
+    return PROJECT / "results" / machine_name(detect("cpu")) / "kernels.jsonl"
+
+
+# --- the pages ---
+
+
+def records() -> dict[str, list[dict[str, Any]]]:
+    """Return what was measured, by machine, the newest last."""
+    found = sorted((PROJECT / "results").glob("*/kernels.jsonl"))
+    return {path.parent.name: [json.loads(line) for line in path.read_text().splitlines()] for path in found}
+
+
+def tables() -> str:
+    """Return the tables of docs/speed.md: every run, each under its command, commit, date and machine."""
+    lines = []
+    for machine, runs in records().items():
+        for run in runs:
+            about = f"`{run['command']}` on `{machine}`, {run['threads']} threads, torch {run['torch']}"
+            lines += [
+                "",
+                f"{about}, {run['date']}, commit {run['commit'][:9]}:",
+                "",
+                *_TABLES[run["what"]](run["rows"]),
+            ]
+    return "\n".join(lines[1:])
+
+
+def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["| recipe | precision | kernels | step, ms | of the fp32 step |", "|---|---|---|---|---|"]
+    for row in rows:
+        kind = "fp32 arithmetic" if row["fp32_arithmetic"] else "torch's own"
+        if row["kernels"] == "again":
+            kind = "torch's own, again (null pair)"
+        interval = f" [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]" if row["interval"] else ""
+        count = "" if len(row["step_ms"]) > 2 else f" ({len(row['step_ms'])} steps)"
+        cells = (row["recipe"], row["precision"], kind, f"{statistics.median(row['step_ms']):,.0f}{count}")
+        lines.append(f"| {' | '.join(cells)} | {row['over_fp32']:.3f}x{interval} |")
+    return lines
+
+
+def _operators_table(rows: list[dict[str, Any]]) -> list[str]:
+    head = (
+        "operator",
+        "operands",
+        "precision",
+        "torch's own, ms",
+        "fp32 arithmetic, ms",
+        "error, torch's own",
+        "error",
+    )
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        times, errors = (f"{row[f'{way}_{unit}']:.3f}" for unit in ("ms", "error") for way in ("native", "fp32")), ()
+        cells = (row["operator"].replace("_", " "), row["form"], row["precision"], *times, *errors)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _training_table(rows: list[dict[str, Any]]) -> list[str]:
+    head = ("recipe", "precision", "seed", "last 20 steps: torch's own", "fp32 arithmetic", "null")
+    head += ("mean distance: fp32 arithmetic", "null", "skipped steps")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        ends = [f"{row['last_20'][arm]:.5f}" for arm in ("native", "fp32", "null")]
+        distances = [f"{row['mean_distance'][arm]:.2g}" for arm in ("fp32", "null")]
+        skipped = ", ".join(str(row["skipped"][arm]) for arm in ("native", "fp32", "null"))
+        lines.append(
+            f"| {' | '.join((row['recipe'], row['precision'], str(row['seed']), *ends, *distances, skipped))} |"
+        )
+    return lines
+
+
+_TABLES = {"steps": _steps_table, "operators": _operators_table, "training": _training_table}
+MEASUREMENTS = {"steps": steps, "operators": operators, "training": training}
+
+
+def main(arguments: list[str]) -> int:
+    """Measure what the first argument names, and append it to the results; or write the page."""
+    what, *rest = arguments or [""]
+    options = dict(argument.split("=", 1) for argument in rest)
+    if what == "pages":
+        head, _, after = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        write_text(PAGE, f"{head}{BEGIN}\n{tables()}\n{END}{after.partition(END)[2]}")
+        return 0
+    if what not in MEASUREMENTS:
+        print(__doc__)
+        return 2
+    rows = []
+    rounds, native = int(options.get("rounds", 8)), int(options.get("native", 2))
+    for row in MEASUREMENTS[what](rounds, native, options.get("only", "")):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    run = {
+        "what": what,
+        "command": " ".join(["python benchmarks/kernels.py", *arguments]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": git_facts().get("commit", "unknown"),
+        "dirty": git_facts().get("dirty"),
+        "hardware": detect("cpu").facts(),
+        "threads": torch.get_num_threads(),
+        "torch": versions()["torch"],
+        "rows": rows,
+    }
+    with _results().open("a", encoding="utf-8") as file:
+        file.write(json.dumps(run) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
