@@ -143,6 +143,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     text = ("data=text", f"data.path={root / 'text.txt'}", f"data.cache_dir={root / 'cache'}", "data.vocab_size=300")
     jobs = {name: ("recipe=gpt2", "recipe.size=nano", *SMALL, *text, f"data.tokenizer={name}") for name in TOKENIZERS}
     jobs["llama"] = ("recipe=llama", "recipe.layers=1", "precision=bf16_pure", *SMALL, *text, "data.tokenizer=bpe")
+    jobs["llama"] += ("precision.kernels=native",)  # the other process knows no others
     jobs["numbers"] = ("recipe=gpt2", "recipe.size=nano", *SMALL, "data=synthetic", "data.vocab_size=90")
     here: dict[str, Any] = {}
     texts = dict.fromkeys(jobs, "The fox") | {"numbers": "<3><89>"}
