@@ -3,6 +3,7 @@
   python benchmarks/kernels.py steps        time of a training step: formats × recipes × kernels, in turns
   python benchmarks/kernels.py operators    time and error of each operator, by format and form of its operands
   python benchmarks/kernels.py training     200 steps with either kernels, from the same and from shaken weights
+  python benchmarks/kernels.py places       what it costs in other places: a dispatch mode, an autograd function
   python benchmarks/kernels.py pages        write the tables of docs/speed.md from results/
 
   rounds=8         steps of each arm that are timed; native=2: of torch's own kernels, where they are slow
@@ -18,7 +19,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,9 @@ PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from evidence.claims.reproduce import machine_name  # noqa: E402
 from evidence.intervals import ratio_interval  # noqa: E402
@@ -86,9 +91,9 @@ def steps(rounds: int, native: int, only: str) -> Iterator[dict[str, Any]]:
         arms["fp32", "again"] = Arm(line, "fp32", "native")
         slow = {arm for arm in arms if arm[1] == "native" and arm[0] != "fp32" and _lacks(arm[0])}
         for number in range(rounds + 1):
-            for arm in list(arms) if number % 2 else reversed(arms):
-                if arm not in slow or number <= native:
-                    arms[arm].step()
+            for key in list(arms) if number % 2 else reversed(arms):
+                if key not in slow or number <= native:
+                    arms[key].step()
         base = arms["fp32", "native"].seconds[1:]
         for (precision, setting), arm in arms.items():
             times = arm.seconds[1:]
@@ -117,9 +122,7 @@ def operators(*_: Any) -> Iterator[dict[str, Any]]:
             for form, arguments in operator.examples().items():
                 narrow = [each.to(dtype) if isinstance(each, Tensor) else each for each in arguments]
                 narrow[operator.operands :] = arguments[operator.operands :]
-                exactly = (
-                    call if operator.in_fp32 is None else lambda *args, op=operator, call=call: op.in_fp32(call, *args)
-                )
+                exactly = call if operator.in_fp32 is None else partial(operator.in_fp32, call)
                 exact = exactly(*(each.double() if isinstance(each, Tensor) else each for each in narrow))
                 errors = {}
                 for way, forms in (("native", {}), ("fp32", {name: [form]})):
@@ -178,6 +181,65 @@ def _shake(trainer: Trainer, dtype: torch.dtype) -> None:
     for weight in trainer.model.parameters():
         signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
         weight.mul_(1 + signs * torch.finfo(dtype).eps / 2)
+
+
+class _Mode(TorchDispatchMode):
+    """fp32 arithmetic as a dispatch mode."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.mm.default and args[0].dtype is torch.bfloat16:
+            return function(*(each.float() for each in args)).bfloat16()
+        return function(*args, **(kwargs or {}))
+
+
+class _Function(torch.autograd.Function):
+    """fp32 arithmetic as an autograd function, which a model has to call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x.float() @ weight.float().t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        (x, weight), wide = ctx.saved_tensors, upstream.float()
+        return (wide @ weight.float()).to(x.dtype), (wide.t() @ x.float()).to(x.dtype)
+
+
+def places(*_: Any) -> Iterator[dict[str, Any]]:
+    """Time small calls, of one thread: what each place costs a matmul in fp32, one in bf16, and any other operator."""
+    torch.set_num_threads(1)
+    x = torch.randn(32, 32)
+    half, weight = (torch.randn(32, 32).bfloat16().requires_grad_() for _ in range(2))
+    everything = kernels.choose(torch.bfloat16, "fp32", detect("cpu"))
+    ways: list[tuple[str, kernels.Forms, AbstractContextManager[Any], Callable[..., Tensor]]]
+    ways = [("torch's own", {}, nullcontext(), F.linear), ("dispatch key", everything, nullcontext(), F.linear)]
+    ways += [("dispatch mode", {}, _Mode(), F.linear), ("autograd function", {}, nullcontext(), _Function.apply)]
+    for place, forms, mode, linear in ways:
+
+        def step(linear: Any = linear) -> None:
+            y = half
+            for _ in range(4):
+                y = torch.relu(linear(y, weight))
+            torch.autograd.grad(y.sum(), (half, weight))
+
+        kernels.use(torch.bfloat16, forms)
+        calls: dict[str, Callable[[], Any]] = {"fp32 matmul": lambda: x @ x, "fp32 add": lambda: x + x}
+        with mode:
+            calls |= {"bf16 layer": partial(linear, half, weight), "step of four bf16 layers": step}
+            yield {"place": place} | {f"{name}, us": round(_us(call), 1) for name, call in calls.items()}
+        kernels.use(torch.bfloat16, {})
+
+
+def _us(call: Callable[[], Any]) -> float:
+    """Return the shortest of several times, in microseconds."""
+    blocks = []
+    for _ in range(9):
+        began = time.thread_time()
+        for _ in range(100):
+            call()
+        blocks.append((time.thread_time() - began) / 100)
+    return 1e6 * min(blocks)
 
 
 def _lacks(precision: str) -> bool:
@@ -244,7 +306,7 @@ def _operators_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _training_table(rows: list[dict[str, Any]]) -> list[str]:
-    head = ("recipe", "precision", "seed", "last 20 steps: torch's own", "fp32 arithmetic", "null")
+    head: tuple[str, ...] = ("recipe", "precision", "seed", "last 20 steps: torch's own", "fp32 arithmetic", "null")
     head += ("mean distance: fp32 arithmetic", "null", "skipped steps")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
@@ -257,8 +319,18 @@ def _training_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-_TABLES = {"steps": _steps_table, "operators": _operators_table, "training": _training_table}
-MEASUREMENTS = {"steps": steps, "operators": operators, "training": training}
+def _places_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
+    return lines + [f"| {' | '.join(map(str, row.values()))} |" for row in rows]
+
+
+_TABLES = {
+    "steps": _steps_table,
+    "operators": _operators_table,
+    "training": _training_table,
+    "places": _places_table,
+}
+MEASUREMENTS = {"steps": steps, "operators": operators, "training": training, "places": places}
 
 
 def main(arguments: list[str]) -> int:

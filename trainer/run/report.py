@@ -80,9 +80,15 @@ def _product_rates(mode: str, effective: dict[str, Any]) -> str:
     return f"products {quantity(rates[name])} TFLOP/s{beside}"
 
 
-def warnings(trainer: Trainer) -> list[str]:
-    """Return what in the config will not have the effect that the user expects of it."""
+def warnings(trainer: Trainer, folder: Path) -> list[str]:
+    """Return what will not be as the user expects: options without their effect, other kernels than before a resume."""
     found, plan = [], trainer.plan
+    before = read_object(folder / "precision.json").get("effective")
+    if isinstance(before, dict) and before.get("fp32_arithmetic", {}) != trainer.in_fp32_arithmetic:
+        found.append(
+            "other operators use fp32 arithmetic than before the run was resumed, as on another processor or with "
+            "another precision.kernels: its results may differ in their last bits"
+        )
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
     if plan.batching.batch_size > samples:
         found.append(

@@ -169,7 +169,7 @@ def _is_free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
         return False
     if key == "debug":  # one that trains on a single batch is other training data
         return Overfit.kind not in (before.get(key), now.get(key))
-    if key == "micro_batch_size":  # rounding, and what batch norm sees
+    if key in ("micro_batch_size", "precision.kernels"):  # rounding; and of the first what batch norm sees
         return not now.get("deterministic")
     return key in _FREE or key.partition(".")[0] in _FREE_GROUPS
 

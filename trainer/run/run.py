@@ -270,7 +270,7 @@ class Run:
 
     def _show_start(self, choices: list[Choice]) -> None:
         slow = self.config.precision.warning(self.hardware, self.manifest["effective"]["product_tflops"])
-        for sentence in filter(None, [slow, *report.warnings(self.trainer)]):
+        for sentence in filter(None, [slow, *report.warnings(self.trainer, self.folder.path)]):
             self.terminal.warn(sentence)
         title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
