@@ -99,9 +99,9 @@ def _label_curves(axes: Any, quantity: str) -> None:
 def _speed(result: Result) -> Any:
     from matplotlib.ticker import EngFormatter
 
-    arms = [arm for arm in result.arms if arm.speed.values]
-    if not arms:
-        return None
+    arms = [arm for arm in result.arms if arm.speed.values and not arm.not_timed]
+    if not arms or (len(arms) < len(result.arms) and all(arm.is_null for arm in arms[1:])):
+        return None  # of the baseline alone it would compare nothing
     figure, axes = bare_figure(*SIZE)
     for row, arm in enumerate(arms):
         values = arm.speed.values
@@ -155,7 +155,7 @@ def _memory(result: Result) -> Any:
 
 def _tradeoff(result: Result) -> Any:
     arms = [arm for arm in result.arms if arm.speed.ratio and arm.quality.test]
-    if not arms:
+    if all(arm.is_null for arm in arms):
         return None
     figure, axes = bare_figure(*SIZE)
     margin = 100 * result.comparison.margin

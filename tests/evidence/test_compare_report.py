@@ -13,7 +13,7 @@ import pytest
 
 from evidence.comparison.compare import Comparison, Result
 from evidence.comparison.judge import judge
-from evidence.comparison.plots import mebibytes
+from evidence.comparison.plots import figures, mebibytes
 from evidence.comparison.report import HEAD, markdown, page, rows, sentences, table, write_report
 from evidence.runs import Arm, Outcome
 from trainer.profiling.ledger import CATEGORIES
@@ -89,7 +89,10 @@ def test_a_speed_in_fp32_arithmetic_is_said_not_to_be_the_formats(tmp_path: Path
     why = "bf16 matmuls: fp32 arithmetic, this CPU has no bf16 instructions"
     found = result(tmp_path, ["fp32", "bf16"], 3, wide=why)
     head, _, bf16, null = rows(found)
-    assert bf16[head.index("speedup")] == "fp32 arithmetic"
+    assert bf16[head.index("speedup")] == "not testable"
+    assert bf16[head.index("throughput")].endswith(" in fp32 arithmetic")
+    assert {"speed", "tradeoff"}.isdisjoint(figures(found))
+    assert {"speed", "tradeoff"} <= figures(result(tmp_path / "timed", ["fp32", "bf16"], 3)).keys()
     assert "x" in null[head.index("speedup")]
     (sentence,) = (line for line in sentences(found) if line.startswith("bf16"))
     assert f"; speed not testable here ({why});" in sentence
