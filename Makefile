@@ -9,8 +9,6 @@
 FITS   := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
             $$python -c '$(FITS)' 2>/dev/null && { echo $$python; break; }; done)
-# bf16 where the processor or GPU has instructions for it; without them it can be a hundred times slower than fp32.
-BF16   := from trainer.hardware import detect; print(detect("auto").support("bf16"))
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
@@ -22,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 .PHONY: train test test-oldest ui bench bench-peers setup clean
 
 train: $(VENV)/.run
-	$(BIN)/python scripts/train.py recipe=gpt2 precision=$(if $(filter native,$(shell $(BIN)/python -c '$(BF16)')),bf16,fp32)
+	$(BIN)/python scripts/train.py recipe=gpt2 precision=bf16
 
 test: $(VENV)/.test
 	$(BIN)/ruff format --check .
