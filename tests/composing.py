@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra._internal import defaults_list
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig
@@ -33,6 +36,7 @@ def compose_quickly() -> None:
     ConfigLoaderImpl._compose_config_from_defaults_list = _merged_once(  # type: ignore[method-assign]
         ConfigLoaderImpl._compose_config_from_defaults_list
     )
+    config_loader_impl.create_defaults_list = _listed_once(config_loader_impl.create_defaults_list)
     Hydra.get_mode = _mode(Hydra.get_mode)  # type: ignore[method-assign]
     defaults_list._create_interpolation_map = _where_used(defaults_list._create_interpolation_map)
 
@@ -49,6 +53,33 @@ def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
         return pickle.loads(known[key])  # a copy, faster than copy.deepcopy
 
     return remembering
+
+
+def _listed_once(create: Callable[..., DefaultsList]) -> Callable[..., DefaultsList]:
+    known: dict[str, DefaultsList] = {}
+
+    def listed_once(
+        repo: Any, config_name: str | None, overrides_list: list[Override], prepend_hydra: bool, skip_missing: bool
+    ) -> DefaultsList:
+        # Which files are merged depends on the choices of groups only, not on the values of keys.
+        single = [override for override in overrides_list if not override.is_sweep_override()]
+        values = [
+            override
+            for override in single
+            if isinstance(override.value(), dict) or not repo.group_exists(override.key_or_group)
+        ]
+        choices = [override for override in single if override not in values]
+        sources = [(source.scheme(), source.path) for source in repo.get_sources()]
+        if any(scheme == "file" and path != CONF for scheme, path in sources):
+            return create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+        schemas = _schemas(ConfigStore.instance().repo)
+        lines = [override.input_line for override in choices]
+        key = repr((sources, config_name, lines, prepend_hydra, skip_missing, schemas))
+        if key not in known:
+            known[key] = create(repo, config_name, choices, prepend_hydra, skip_missing)
+        return replace(known[key], config_overrides=values)
+
+    return listed_once
 
 
 def _merged_once(merge: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
