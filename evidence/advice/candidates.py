@@ -173,17 +173,21 @@ class _Builder:
     def precision(self) -> None:
         """For speed, what the hardware computes in instructions of its own, or not much slower than fp32."""
         now = self.config.precision.mode
-        values = [Value(now)]
+        values = [Value(self._words(now))]
         if not given(self.overrides, "precision"):
             for mode in (*BASIC_MODES, *(WEIGHTS_DTYPE if self.quality else ())):
                 if mode == now or self.hardware.support(mode) == UNAVAILABLE or mode.endswith("_pure"):
                     continue
-                value = Value(mode, (f"precision={mode}",))
+                overrides = (f"precision={mode}",)
                 if why := self._too_slow(mode):
-                    self._leave_out(value, why)
+                    self._leave_out(Value(mode, overrides), why)
                 else:
-                    values += self._possible(value)
+                    values += self._possible(Value(self._words(mode), overrides))
         self.factors.append(Factor("precision", tuple(values)))
+
+    def _words(self, mode: str) -> str:
+        """Return the name of a precision, with what its times are of where that is not its format."""
+        return f"{mode} (fp32 arithmetic)" if not_timed_here(mode, self.hardware) else mode
 
     def _too_slow(self, mode: str) -> str | None:
         if self.goal != "speed":

@@ -70,9 +70,10 @@ def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.
         space, _ = space_of(SMALL, hardware)
         assert {entry.candidate.label: entry.reason for entry in space.left_out}["bf16"] == why
     space, _ = space_of(SMALL, plain, "memory")
-    assert "bf16" in {value.words for value in space.factors[0].values}, "memory is the format's"
+    words = {value.words for value in space.factors[0].values}
+    assert "bf16 (fp32 arithmetic)" in words, "memory is the format's, the time beside it is not"
     space, _ = space_of([*SMALL, "precision=bf16"], plain)
-    assert space.candidate(space.baseline).label == "bf16", "asked for by name"
+    assert space.candidate(space.baseline).label == "bf16 (fp32 arithmetic)", "asked for by name"
 
 
 def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +88,7 @@ def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest
 
 def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.5)
+    monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda mode, hardware: None)
     found = varied(*SMALL, goal="memory", quality=True)
     assert found["activation_checkpointing"][1:] == [
         "activation_checkpointing=blocks",
