@@ -3,6 +3,7 @@
   python benchmarks/kernels.py steps        time of a training step: formats × recipes × kernels, in turns
   python benchmarks/kernels.py operators    time and error of each operator, by format and form of its operands
   python benchmarks/kernels.py training     200 steps with either kernels, from the same and from shaken weights
+  python benchmarks/kernels.py memory       peak memory of a run in each format, each in a process of its own
   python benchmarks/kernels.py places       what it costs in other places: a dispatch mode, an autograd function
   python benchmarks/kernels.py pages        write the tables of docs/speed.md from results/
 
@@ -17,7 +18,9 @@ import datetime
 import itertools
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -111,6 +114,22 @@ def steps(rounds: int, native: int, only: str) -> Iterator[dict[str, Any]]:
                 "over_fp32": round(statistics.median(ratios), 4),
                 "interval": interval and [round(interval.low, 4), round(interval.high, 4)],
             }
+
+
+def memory(_: int, __: int, only: str) -> Iterator[dict[str, Any]]:
+    """Measure the peak of the resident memory of a run of four steps, each in a process of its own."""
+    for (name, line), precision in itertools.product(RECIPES.items(), ("fp32", *FORMATS)):
+        if only not in name:
+            continue
+        own = [*line.split(), "device=cpu", "steps=4", "eval_samples=4", f"precision={precision}"]
+        with tempfile.TemporaryDirectory() as folder:
+            quiet = ["checkpoint=none", "tracking=local", "tracking.epilogue=false", f"output_dir={folder}"]
+            script = str(PROJECT / "scripts" / "train.py")
+            subprocess.run([sys.executable, script, *own, *quiet], check=True, stdout=subprocess.DEVNULL)
+            (summary,) = (json.loads(path.read_text()) for path in Path(folder).glob("*/summary.json"))
+        command = f"python scripts/train.py {' '.join(own)}"
+        peak = round(summary["peak_memory_bytes"] / 2**20, 1)
+        yield {"recipe": name, "command": command, "precision": precision, "peak_mib": peak}
 
 
 def operators(*_: Any) -> Iterator[dict[str, Any]]:
@@ -319,6 +338,15 @@ def _training_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _memory_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["| recipe | precision | peak of the process, MiB | over fp32, MiB |", "|---|---|---|---|"]
+    base = {row["recipe"]: row["peak_mib"] for row in rows if row["precision"] == "fp32"}
+    for row in rows:
+        more = f"{row['peak_mib'] - base[row['recipe']]:+.1f}" if row["precision"] != "fp32" else ""
+        lines.append(f"| {row['recipe']} | {row['precision']} | {row['peak_mib']} | {more} |")
+    return lines
+
+
 def _places_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
     return lines + [f"| {' | '.join(map(str, row.values()))} |" for row in rows]
@@ -328,9 +356,10 @@ _TABLES = {
     "steps": _steps_table,
     "operators": _operators_table,
     "training": _training_table,
+    "memory": _memory_table,
     "places": _places_table,
 }
-MEASUREMENTS = {"steps": steps, "operators": operators, "training": training, "places": places}
+MEASUREMENTS = {"steps": steps, "operators": operators, "training": training, "memory": memory, "places": places}
 
 
 def main(arguments: list[str]) -> int:
