@@ -75,8 +75,7 @@ class Arm:
 
     def step(self) -> None:
         """Take a step with this arm's own kernels, and note its time."""
-        for dtype in FORMATS.values():
-            kernels.use(dtype, {})  # fp32 does not pay for kernels that it does not need
+        kernels.clear()  # fp32 does not pay for kernels that it does not need
         self.trainer.config.precision.apply(self.trainer.in_fp32_arithmetic)
         batch = next(self.batches)
         began = time.perf_counter()

@@ -32,8 +32,8 @@ class Probe:
 
     takes_overrides: ClassVar[bool] = True
     """Whether train.py's overrides say what is measured."""
-    not_timed: ClassVar[str | None] = None
-    """Why its times are not those of its format, see ``kernels.not_timed``."""
+    not_timed = ""
+    """Why its times are not those of its format, see ``kernels.not_timed``; empty: they are."""
     device: str = "auto"
     seed: int = 0
     output_dir: Path = Path("outputs")
@@ -67,7 +67,7 @@ class Gemm(Probe):
         precision.check(hardware)
         forms = precision.in_fp32_arithmetic(hardware)
         precision.apply(forms)
-        type(self).not_timed = kernels.not_timed(precision.mode, forms, hardware)
+        self.not_timed = kernels.not_timed(precision.mode, forms, hardware) or ""
         generator = torch.Generator().manual_seed(self.seed)
         a, b = (torch.randn(self.size, self.size, generator=generator) for _ in range(2))
         exact = a[: self.rows].double() @ b.double()
@@ -195,7 +195,7 @@ def measure(arguments: list[str]) -> Path:
         "probe": name,
         "measures": measures,
         "wall_time_s": time.monotonic() - began,
-        "fp32_arithmetic": probe.not_timed,
+        "fp32_arithmetic": probe.not_timed or None,
         "hardware": hardware.facts(),
     }
     write_json(folder / "summary.json", summary)

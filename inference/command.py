@@ -104,8 +104,9 @@ def _made(target: Path) -> Path:
 
 def _report_one(folder: Path, facts: dict[str, Any], opened: Opened, result: Evaluation, unit: str) -> None:
     print("  ".join(f"{name} {loss(value)}" for name, value in result.metrics.items()))
-    print(f"{result.units_per_s:,.0f} {unit}/s in {facts['precision']}")
-    facts |= {"metrics": result.metrics, f"{unit}_per_s": result.units_per_s}
+    wide = " (fp32 arithmetic)" if result.not_timed else ""
+    print(f"{result.units_per_s:,.0f} {unit}/s in {facts['precision']}{wide}")
+    facts |= {"metrics": result.metrics, f"{unit}_per_s": result.units_per_s, "fp32_arithmetic": result.not_timed}
     if result.confusion is not None:
         names = getattr(opened.datasets, "classes", [])
         scores = class_scores(result.confusion, names)
@@ -127,6 +128,7 @@ def _report_several(folder: Path, facts: dict[str, Any], results: dict[str, Eval
         label: {
             "metrics": result.metrics,
             f"{unit}_per_s": result.units_per_s,
+            "fp32_arithmetic": result.not_timed,
             "costs": {name: Cost._asdict(cost) for name, cost in costs.get(label, {}).items()},
             "verdict": sentences.get(label),
         }

@@ -39,6 +39,8 @@ class Evaluation:
     units_per_s: float
     """Units of the recipe (images, tokens) per second from the second batch on, loading included; of a single batch,
     of that one."""
+    not_timed: str | None = None
+    """Why ``units_per_s`` is not the speed of the format; None: it is."""
     confusion: np.ndarray | None = None
     """int64, classes × classes of the model: how many samples of the row's class were given the column's."""
 
@@ -117,6 +119,7 @@ def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:
         sum(map(len, batches)),
         len(batches[0]),
         sum(units[several:]) / max(ended - (warm if several else started), 1e-9),
+        opened.setting.not_timed,
         None if confusion is None else confusion.cpu().numpy(),
     )
 

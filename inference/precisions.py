@@ -68,7 +68,8 @@ def table(results: dict[str, Evaluation], costs: dict[str, dict[str, Cost]], uni
     for label, result in results.items():
         own = costs.get(label)
         shown = [_shown(own[name]) if own else "" for name in sums]
-        rows.append([label, *(loss(result.metrics[name]) for name in names), *shown, f"{result.units_per_s:,.0f}"])
+        speed = f"{result.units_per_s:,.0f}{' (fp32 arithmetic)' if result.not_timed else ''}"
+        rows.append([label, *(loss(result.metrics[name]) for name in names), *shown, speed])
     return columns(rows)
 
 

@@ -16,6 +16,7 @@ from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
 from trainer.kernels import attention
 from trainer.kernels.determinism import set_determinism
+from trainer.precision import kernels
 from trainer.run.resume import recorded_overrides
 
 _KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "deterministic")
@@ -38,14 +39,22 @@ class Setting:
     eval_samples: int | None
     """Samples to evaluate; None: all of them."""
 
+    @property
+    def not_timed(self) -> str | None:
+        """Why its speed is not that of its format, see ``kernels.not_timed``."""
+        return kernels.not_timed(self.config.precision.mode, self._in_fp32_arithmetic, self.hardware)
+
+    @property
+    def _in_fp32_arithmetic(self) -> kernels.Forms:
+        return self.config.precision.in_fp32_arithmetic(self.hardware, self.config.deterministic)
+
     def with_data(self, datasets: Datasets) -> Setting:
         """Return the setting with what the open data decides."""
         return replace(self, config=self.config.with_data(datasets, self.hardware)[0])
 
     def apply(self) -> None:
         """Set torch's fp32 mode, kernels and determinism for this process, as training does."""
-        precision = self.config.precision
-        precision.apply(precision.in_fp32_arithmetic(self.hardware, self.config.deterministic))
+        self.config.precision.apply(self._in_fp32_arithmetic)
         attention.allow_cudnn(not self.config.recipe.masks_attention)
         set_determinism(self.config.deterministic)
 

@@ -37,8 +37,7 @@ def no_timing() -> Iterator[None]:
 def own_kernels() -> Iterator[None]:
     """A test leaves torch's own kernels behind."""
     yield
-    for dtype in (torch.bfloat16, torch.float16):
-        kernels.use(dtype, {})
+    kernels.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

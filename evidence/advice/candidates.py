@@ -187,12 +187,13 @@ class _Builder:
 
     def _words(self, mode: str) -> str:
         """Return the name of a precision, with what its times are of where that is not its format."""
-        return f"{mode} (fp32 arithmetic)" if not_timed_here(mode, self.hardware) else mode
+        kernels = self.config.precision.kernels
+        return f"{mode} (fp32 arithmetic)" if not_timed_here(mode, self.hardware, kernels) else mode
 
     def _too_slow(self, mode: str) -> str | None:
         if self.goal != "speed":
             return None
-        if why := not_timed_here(mode, self.hardware):
+        if why := not_timed_here(mode, self.hardware, self.config.precision.kernels):
             return why
         times = slowdown(mode, self.hardware)
         return f"{family(mode)} matmuls are {about(times)} times slower than fp32's here" if times > SLOWER else None

@@ -23,6 +23,7 @@ from evidence.bench.turns import Row, ratios, stopwatch
 from trainer.errors import RunError
 from trainer.files import PROJECT
 from trainer.hardware import UNAVAILABLE, Hardware
+from trainer.precision import kernels
 from trainer.precision.modes import BASIC_MODES
 from trainer.trainer import Trainer
 
@@ -75,7 +76,8 @@ def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) ->
     timed = stopwatch(steps_of(trainer), hardware.device)
 
     def block() -> float:
-        trainer.config.precision.apply()  # sets flags of the whole process
+        kernels.clear()  # those of the block before
+        trainer.config.precision.apply(trainer.in_fp32_arithmetic)  # sets flags of the whole process
         return timed(job.steps)
 
     return block

@@ -155,6 +155,7 @@ def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dic
         and record["verdict"] != NOT_HERE
         and not record.get("failures")
         and not record.get("unexplained")
+        and not record.get("too_slow")  # its arms can run now
         and record.get("parts", {})
         == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
     }

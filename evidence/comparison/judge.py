@@ -71,6 +71,8 @@ class ArmResult:
     ledger: dict[str, int] | None = None
     """Bytes at the peak by category, of the first run that recorded them."""
     skipped_steps: int = 0
+    arithmetic: str = ""
+    """Why the speed of its own runs is not that of their format; empty: it is."""
     not_timed: str = ""
     """What used fp32 arithmetic in it or in the baseline only, so that their speeds compare no formats."""
 
@@ -106,6 +108,7 @@ def judge(arms: list[Arm], baseline: str, outcomes: list[Outcome], margin: float
             quality=_quality(runs, None if against is None else by_arm[baseline]),
             ledger=next((o.ledger["at_peak"] for o in done.values() if o.ledger), None),
             skipped_steps=sum(o.summary["skipped_steps"] for o in done.values()),
+            arithmetic=next((wide for o in done.values() if (wide := o.summary.get("fp32_arithmetic"))), ""),
             not_timed=not_timed,
         )
         if against is not None and not arm.seed_shift and noise:

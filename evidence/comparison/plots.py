@@ -99,7 +99,7 @@ def _label_curves(axes: Any, quantity: str) -> None:
 def _speed(result: Result) -> Any:
     from matplotlib.ticker import EngFormatter
 
-    arms = [arm for arm in result.arms if arm.speed.values and not arm.not_timed]
+    arms = [arm for arm in result.arms if arm.speed.values and not (arm.arithmetic or arm.not_timed)]
     if not arms or (len(arms) < len(result.arms) and all(arm.is_null for arm in arms[1:])):
         return None  # of the baseline alone it would compare nothing
     figure, axes = bare_figure(*SIZE)

@@ -50,7 +50,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
         (
             f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
             _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s")
-            + (" in fp32 arithmetic" if arm.not_timed else ""),
+            + (" in fp32 arithmetic" if arm.arithmetic else ""),
             "not testable" if arm.not_timed else _ratio(result, arm, arm.speed),
             _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
             _ratio(result, arm, arm.memory),

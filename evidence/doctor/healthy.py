@@ -22,7 +22,7 @@ PURE = ("bf16_pure", "fp16_pure")
 ALLOWED_IN_PURE = (LOST, MOMENT)
 """What is true of these modes: the optimizer's updates are rounded away, its second moment becomes 0."""
 BUDGET_S = 120
-"""Of each: the steps of ``divergence`` are left out where a format is emulated, and so too slow."""
+"""Of each: the steps of ``divergence`` are left out where they would take longer."""
 
 
 def combinations() -> Iterator[tuple[str, ...]]:

@@ -31,7 +31,7 @@ def launch(train: Callable[..., Any], trained: Trained, no_plots: None) -> Calla
     """What a Runner calls in place of a process of its own: the same command line, in this process.
 
     Arms that differ only in their names are trained once; at the reduced size there are many. SqueezeNet stands for
-    ShuffleNet: where 16 bits are emulated, ShuffleNet's grouped convolutions give a profile of 110,000 events.
+    ShuffleNet, whose grouped convolutions give a profile of 110,000 events in torch's own 16-bit kernels.
     """
 
     def run(command: list[str], log: Path) -> int:

@@ -55,7 +55,9 @@ def test_the_shares_of_a_step_and_the_rate_of_its_products(tmp_path: Path, monke
     monkeypatch.setattr(module, "product_rates", lambda hardware, formats: dict.fromkeys(formats, 1e3))
     hardware = replace(detect("cpu"), cpu_flags=frozenset())
     rows = {row.name.removeprefix("small "): row for row in roofline(Bench(hardware, 2, tmp_path), [SMALL])}
-    assert rows["bf16, rate of its products / measured"].measured.startswith("left out: bf16 matmuls: fp32 arithmetic")
+    assert rows["bf16, rate of its products / measured"].measured.startswith(
+        "left out: bf16 matmuls, convolutions: fp32 arithmetic"
+    )
     assert not any("tf32" in name for name in rows), "this device does not have it"
     rate = rows["fp32, rate of its products / measured"]
     assert all(0 < value < 1e-2 for value in rate.values)  # of 1000 TFLOP/s

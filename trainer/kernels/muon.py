@@ -20,8 +20,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon replaces the momentum of a matrix by the nearest orthogonal matrix, by five Newton-Schulz iterations in bf16
     (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024), or in fp32 on a CPU that has no
-    bf16 instructions and takes many times as long to emulate them. It is for the weights of hidden
-    layers; embeddings, the head, norms and biases are left to AdamW, as there. By default its updates are scaled by
+    bf16 instructions. It is for the weights of hidden layers; embeddings, the head, norms and biases are left to AdamW,
+    as there. By default its updates are scaled by
     0.2 · √(larger dimension), to the size of AdamW's, so that both take the same learning rate and weight decay
     (``match_rms_adamw``; Liu et al., "Muon is Scalable for LLM Training", Moonshot AI, 2025).
 

@@ -1,9 +1,10 @@
 """fp32 arithmetic on 16-bit operands, on CPUs: what the hardware that people train on does in 16 bits.
 
-A tensor core multiplies 16-bit operands, adds the products up in fp32, and rounds once. torch's CPU kernels do so at
-speed where the processor has instructions for it; elsewhere they are up to a hundred times slower than in fp32. Here
-the operands are widened to fp32, torch's fp32 kernel is called, and its result is rounded once: for each operator, form
-of its operands and format in which that is measured to be faster.
+Matrix units multiply 16-bit operands, add the products up in fp32, and round once. torch's CPU kernels do so at speed
+where the processor has instructions for it; elsewhere they are up to a hundred times slower than in fp32. Here the
+operands are widened to fp32, torch's fp32 kernel is called, and its result is rounded once: for each operator, form of
+its operands and format in which that is measured to be faster. Inside of fused attention, scores and probabilities and
+their gradients stay fp32 then, as on the way through torch's own kernel only a part of them does.
 
 The kernels are replaced at torch's dispatch key ``CPU``, below autograd. So models, backward passes, optimizers,
 recomputation and compiled code (inductor leaves matmuls and convolutions to these operators) need no change.
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from trainer.files import remembered
-from trainer.hardware import NATIVE, Hardware, processor
+from trainer.hardware import EMULATED, NATIVE, Hardware, processor
 
 KERNELS = ("auto", "native", "fp32")
 """auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic in every operator and form."""
@@ -35,8 +36,9 @@ Forms = dict[str, list[str]]
 UNSEEN = "taps that see only padding"
 """The form of ``convolution_backward`` that oneDNN computes wrongly in 16 bits: docs/onednn-conv-gradients.md."""
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_CLEARLY = 0.8
-"""fp32 arithmetic is chosen where it takes less than this fraction of the time of torch's own kernel."""
+_CLEARLY = {EMULATED: 0.8, NATIVE: 0.5}
+"""fp32 arithmetic is chosen where it takes less than this fraction of the time of torch's own kernel. Where the
+processor has instructions for the format, these pay more on larger operands than on those that are timed."""
 _ENOUGH_S = 0.01
 """Of timing for each form, of this thread's own time; at least two rounds."""
 
@@ -81,8 +83,9 @@ def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: 
     if kernels == "fp32" or (kernels == "auto" and deterministic and hardware.support(_FORMATS[dtype]) != NATIVE):
         chosen = every
     elif kernels == "auto" and not deterministic:
+        clearly = _CLEARLY[hardware.support(_FORMATS[dtype])]
         for name, forms in times(dtype, hardware).items():
-            if faster := [form for form, took in forms.items() if took["fp32"] < _CLEARLY * took["native"]]:
+            if faster := [form for form, took in forms.items() if took["fp32"] < clearly * took["native"]]:
                 chosen[name] = sorted(faster)
     if (backward := chosen.get("convolution_backward")) != every["convolution_backward"] and computed_by_onednn(dtype):
         chosen["convolution_backward"] = [*(backward or []), UNSEEN]
@@ -95,7 +98,9 @@ def times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str, dict[st
     Measured once for this processor and torch, then cached. It is one thread's own time, in which other programs do not
     count, whatever the number of threads of the run.
     """
-    return remembered("kernels", processor(hardware) | {"dtype": str(dtype)}, functools.partial(measure, dtype))
+    forms = {name: sorted(operator.examples()) for name, operator in OPERATORS.items()}
+    of = processor(hardware) | {"dtype": str(dtype), "forms": forms}
+    return remembered("kernels", of, functools.partial(measure, dtype))
 
 
 def measure(dtype: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
@@ -143,23 +148,30 @@ def sentence(mode: str, forms: Forms, hardware: Hardware) -> str | None:
     if not used:
         return None
     name = mode.partition("_")[0]
-    lacks = hardware.support(mode) != NATIVE
-    why = f"this CPU has no {name} instructions" if lacks else "faster here than torch's own kernels"
-    return f"{name} {', '.join(used)}: fp32 arithmetic, {why}"
+    why = f", this CPU has no {name} instructions" if hardware.support(mode) != NATIVE else ""
+    return f"{name} {', '.join(used)}: fp32 arithmetic{why}"
 
 
 _WORDS = {"mm": "matmuls", "bmm": "batched matmuls", "convolution": "convolutions", "attention": "attention"}
 
 
 def not_timed(mode: str, forms: Forms, hardware: Hardware) -> str | None:
-    """Return why the speed of a run is not that of its format: its matmuls use fp32 arithmetic; None: it is."""
-    return sentence(mode, {"mm": forms["mm"]}, hardware) if "mm" in forms else None
+    """Return why the speed of a run is not that of its format; None: it is.
+
+    Its matmuls, or convolutions other than grouped ones, use fp32 arithmetic.
+    """
+    deciding = {
+        name: kept
+        for name in ("mm", "convolution")
+        if (kept := [form for form in forms.get(name, ()) if not form.startswith("grouped")])
+    }
+    return sentence(mode, deciding, hardware)
 
 
-def not_timed_here(mode: str, hardware: Hardware) -> str | None:
-    """Return the same of runs in ``mode`` on this machine, with the default of ``precision.kernels``."""
+def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto") -> str | None:
+    """Return the same of runs in ``mode`` on this machine, with this ``precision.kernels``."""
     dtype = next((dtype for dtype, name in _FORMATS.items() if name == mode.partition("_")[0]), None)
-    return None if dtype is None else not_timed(mode, choose(dtype, "auto", hardware), hardware)
+    return None if dtype is None else not_timed(mode, choose(dtype, kernels, hardware), hardware)
 
 
 # --- the kernels in use ---
@@ -192,6 +204,12 @@ def use(dtype: torch.dtype, forms: Forms) -> None:
 def in_use(dtype: torch.dtype, name: str) -> bool:
     """Return whether an operator uses fp32 arithmetic on operands of ``dtype`` in this process, in any form."""
     return bool(_in_use.get(dtype, {}).get(name))
+
+
+def clear() -> None:
+    """Let this process use torch's own kernels again."""
+    for dtype in _FORMATS:
+        use(dtype, {})
 
 
 @contextmanager
@@ -270,8 +288,7 @@ def _layouts(args: Sequence[Any]) -> tuple[str, ...]:
 def _matmuls(*batch: int) -> dict[str, tuple[Any, ...]]:
     size = 64 if batch else 128
     x, y = _random(*batch, size, size), _random(*batch, size, size)
-    transposed = {"N": (x, y), "T": (x.mT, y.mT)}
-    return {a + b: (transposed[a][0], transposed[b][1]) for a in "NT" for b in "NT"}
+    return {"NN": (x, y), "NT": (x, y.mT), "TN": (x.mT, y)}  # a layer's forward and backward pass have these
 
 
 def _kinds(input: Tensor, weight: Tensor, groups: int) -> str:

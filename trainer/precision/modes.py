@@ -113,8 +113,6 @@ class Precision:
             raise UserError(
                 "precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16"
             )
-        if self.kernels != "auto" and hardware.device.type != "cpu":
-            raise UserError(f"precision.kernels has no effect on device={hardware.device}; remove it")
         variable, value = _NO_TF32
         if self.mode == "tf32" and os.environ.get(variable) == value:
             raise UserError(
@@ -143,7 +141,9 @@ class Precision:
         slowdown = rates["fp32"] / rates[name]
         if slowdown < 1.5:
             return f"{text}do not expect a speedup over fp32 (matmuls: {figures})"
-        remedy = "precision.kernels=auto" if hardware.device.type == "cpu" else "precision=fp32"
+        remedy = "precision=fp32"
+        if hardware.device.type == "cpu":
+            remedy = "precision.kernels=" + ("auto" if self.kernels == "native" else "fp32")
         return f"{text}matmuls are {about(slowdown)} times slower than in fp32 ({figures}); set {remedy}"
 
     def in_fp32_arithmetic(self, hardware: Hardware, deterministic: bool = False) -> Forms:

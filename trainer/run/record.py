@@ -101,6 +101,7 @@ def open_tracker(
         "recipe": config.recipe.name,
         "precision": config.precision.mode,
         "precision.support": manifest["support"],
+        "precision.arithmetic": manifest["effective"]["arithmetic"],
         "hardware": trainer.hardware.name,
         "parallel": config.parallel.kind,
         "processes": str(trainer.world.size),

@@ -87,7 +87,7 @@ def warnings(trainer: Trainer, folder: Path) -> list[str]:
     if isinstance(before, dict) and before.get("fp32_arithmetic", {}) != trainer.in_fp32_arithmetic:
         found.append(
             "other operators use fp32 arithmetic than before the run was resumed, as on another processor or with "
-            "another precision.kernels: its results may differ in their last bits"
+            "another precision.kernels: its results differ as after another rounding"
         )
     samples, patience = len(trainer.datasets.train), trainer.config.early_stopping.patience
     if plan.batching.batch_size > samples:
@@ -226,7 +226,8 @@ class RunSummary:
         if self.stopped_early:
             rows.append(("stopped early", self.stopped_early))
         if self.units_per_s:
-            rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s"))
+            wide = " in fp32 arithmetic" if self.fp32_arithmetic else ""
+            rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s{wide}"))
         if self.step_time_s:
             rows.append(("step time", f"{quantity(1e3 * self.step_time_s)} ms"))
         if share := mfu_text(self.utilisation, self.processes):

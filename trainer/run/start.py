@@ -16,6 +16,7 @@ from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
 from trainer.files import in_use
 from trainer.hardware import detect, threads
+from trainer.precision import kernels
 from trainer.run.earlier import continued, earlier_folder, earlier_result
 from trainer.run.folder import RunFolder
 from trainer.run.memory.fit import fit_plan
@@ -43,6 +44,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
         Interrupted: a signal stopped the run after saving a checkpoint.
     """
     with Signals(config.checkpoint.save_on_signal) as signals, ExitStack() as stack, threads(config.threads):
+        kernels.clear()  # those of an earlier run in this process
         world = config.parallel.world(config.device)
         terminal = Terminal(shown=world.first)
         hardware = detect(config.device)

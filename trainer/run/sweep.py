@@ -235,13 +235,14 @@ class Sweep:
         summary = row.summary
         best, final, speed = summary.get("best"), summary.get("final") or {}, summary.get("units_per_s")
         memory = summary.get("peak_memory_bytes")
+        wide = " (fp32 arithmetic)" if summary.get("fp32_arithmetic") else ""
         return [
             summary.get("run", row.name),
             *(row.values.get(key, "") for key in self.keys),
             loss(best["value"]) if best else "",
             f"{best['step']:.0f}" if best else "",
             loss(final["valid/loss"]) if "valid/loss" in final else "",
-            f"{quantity(speed)} {summary['unit']}/s" if speed else "",
+            f"{quantity(speed)} {summary['unit']}/s{wide}" if speed else "",
             size(memory) if memory else "",
             str(summary.get("status", row.ended)).lower(),
         ]

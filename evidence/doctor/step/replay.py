@@ -116,6 +116,11 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     check_same(folder, flatten(config), config.recipe.unit == "images", defaults(config))
     trainer, notes = _trainer(config)
     notes += _other_software(summary)
+    if summary and summary.get("fp32_arithmetic") != (here := _not_timed(trainer)):
+        before = summary.get("fp32_arithmetic") or "torch's own kernels"
+        notes.append(
+            f"the run used {before}, this is {here or before}: its numbers may differ as after another rounding"
+        )
     failed = int(failure.get("step", 0))
     finished = not step and not failed and summary.get("status") == "FINISHED"
     saved = store.steps(folder.checkpoints)
@@ -246,6 +251,10 @@ def following(case: Case, count: int) -> list[list[Batch]]:
     config, plan = case.config, case.plan
     order = DataOrder(len(case.datasets.train), config.seed)
     return list(config.loader.steps(case.datasets.train, order, plan.batching, case.step - 1, count, case.hardware))
+
+
+def _not_timed(trainer: Trainer) -> str | None:
+    return kernels.not_timed(trainer.config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware)
 
 
 def _other_software(summary: dict[str, Any]) -> list[str]:

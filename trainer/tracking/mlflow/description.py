@@ -76,6 +76,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"test {name}, with the best weights", "not finite" if value is None else f"{value:.4g}"))
     if summary["units_per_s"]:
         speed = f"{quantity(summary['units_per_s'])} {summary['unit']}/s"
+        speed += " in fp32 arithmetic" if summary.get("fp32_arithmetic") else ""
         rows.append(("throughput", f"{speed}, {quantity(1e3 * summary['step_time_s'])} ms a step"))
     if mfu := summary.get("utilisation", {}).get("mfu"):
         rows.append(("MFU", f"{mfu:.1%} of the measured rate of products"))
