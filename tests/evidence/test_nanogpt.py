@@ -164,9 +164,8 @@ def test_a_format_in_fp32_arithmetic_is_left_out_unless_named(contest: Contest, 
     assert not any("bf16" in row.name for row in rows if row not in left_out)
 
 
-WHY = (
-    "left out: bf16 matmuls, convolutions: fp32 arithmetic, this CPU has no bf16 instructions; measured with modes=bf16"
-)
+WIDE = "bf16 matmuls, convolutions: fp32 arithmetic, this CPU has no bf16 instructions"
+WHY = f"left out: {WIDE}; measured with modes=bf16"
 
 
 def test_without_a_text_the_standard_library_is_read() -> None:

@@ -25,6 +25,7 @@ from trainer.hardware import UNAVAILABLE, detect, peak_memory_bytes, reset_peak_
 from trainer.kernels.optimizers import optimizer_class
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
+from trainer.precision import kernels
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.profiling.updates import ParameterUpdate, UpdateMeter, elementwise
@@ -117,10 +118,8 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     trainer, notes = _trainer(config)
     notes += _other_software(summary)
     if summary and summary.get("fp32_arithmetic") != (here := _not_timed(trainer)):
-        before = summary.get("fp32_arithmetic") or "torch's own kernels"
-        notes.append(
-            f"the run used {before}, this is {here or before}: its numbers may differ as after another rounding"
-        )
+        before, now = (each or "torch's own kernels" for each in (summary.get("fp32_arithmetic"), here))
+        notes.append(f"the run used {before}; here: {now}; its numbers may differ as by another rounding")
     failed = int(failure.get("step", 0))
     finished = not step and not failed and summary.get("status") == "FINISHED"
     saved = store.steps(folder.checkpoints)

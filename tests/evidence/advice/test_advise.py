@@ -35,7 +35,7 @@ def varied(*overrides: str, goal: str = "speed", quality: bool = False) -> dict[
 
 def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 9.0 if "fp16" in mode else 0.3)
-    monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda mode, hardware: None)
+    monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert varied(*SMALL) == {
         "precision": ["fp32", "bf16"],
@@ -88,7 +88,7 @@ def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest
 
 def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.5)
-    monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda mode, hardware: None)
+    monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda *_: None)
     found = varied(*SMALL, goal="memory", quality=True)
     assert found["activation_checkpointing"][1:] == [
         "activation_checkpointing=blocks",
