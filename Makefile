@@ -1,5 +1,5 @@
 # make train   set up .venv, then train GPT-2 on text that needs no download
-# make test    set up what the tests need, then format, lint, type and behaviour checks, two tests at a time
+# make test    set up what the tests need, then format, lint, type and behaviour checks, three tests at a time
 # make ui      the runs side by side in MLflow
 # make bench   the ratios of docs/claims.md, measured here
 # make bench-peers   the trainer beside accelerate, transformers' Trainer, Lightning and timm: installs them, then measures
@@ -12,8 +12,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 OLDEST ?= .venv-oldest
-# Tests at a time, for two cores. Where other processes keep the cores busy, TESTS=3 takes less time.
-TESTS  ?= 2
+# Tests at a time, for two cores: many of them wait for processes that they start.
+TESTS  ?= 3
 CONSTRAINTS := constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
