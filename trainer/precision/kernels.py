@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -195,10 +196,12 @@ def use(dtype: torch.dtype, forms: Forms) -> None:
         _library = None
     if _library is None and _in_use:
         _library = torch.library.Library("aten", "IMPL")
-        for name, operator in OPERATORS.items():
-            for overload in operator.overloads:
-                kernel = _replacement(name, operator, overload)
-                _library.impl(overload, kernel, "CPU", with_keyset=True, allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.11 warns that a kernel is replaced
+            for name, operator in OPERATORS.items():
+                for overload in operator.overloads:
+                    kernel = _replacement(name, operator, overload)
+                    _library.impl(overload, kernel, "CPU", with_keyset=True, allow_override=True)
 
 
 def in_use(dtype: torch.dtype, name: str) -> bool:
