@@ -63,7 +63,7 @@ def text(facts: dict[str, Any], processes: int) -> str | None:
     if facts["mfu"] is None:
         return None
     each = " of each process" if processes > 1 else ""
-    rate = f"{quantity(facts['measured_tflops'])} TFLOP/s{each} measured here in {facts['format']} matmuls"
+    rate = f"{quantity(facts['measured_tflops'])} TFLOP/s{each} measured here in {facts['format']} products"
     row = f"{_percent(facts['mfu'])} of {rate}"
     if facts["mfu_of_data_sheet"] is not None:
         row += f"; {_percent(facts['mfu_of_data_sheet'])} of the data sheet's {quantity(facts['data_sheet_tflops'])}"
