@@ -179,26 +179,34 @@ def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto") -> str 
 
 _in_use: dict[torch.dtype, dict[str, frozenset[str]]] = {}
 _library: torch.library.Library | None = None
+_replaced: set[str] = set()
+"""The operators whose kernels ``_library`` replaces."""
 
 
 def use(dtype: torch.dtype, forms: Forms) -> None:
     """Replace torch's kernels for operands of ``dtype`` in this process, in these forms and no others.
 
     An operator that is replaced costs operands of other dtypes some 3 microseconds a call. So nothing is replaced in
-    a process that never asks for it, and nothing is left when no format does.
+    a process that never asks for it, only the operators that some format asks for, and nothing is left when none does.
     """
     global _library
     _in_use.pop(dtype, None)
     if forms:
         _in_use[dtype] = {name: frozenset(each) for name, each in forms.items()}
-    if _library is not None and not _in_use:
+    wanted = {name for formats in _in_use.values() for name in formats}
+    if wanted == _replaced:
+        return
+    _replaced.clear()
+    if _library is not None:
         _library._destroy()
         _library = None
-    if _library is None and _in_use:
+    if wanted:
+        _replaced.update(wanted)
         _library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.11 warns that a kernel is replaced
-            for name, operator in OPERATORS.items():
+            for name in sorted(wanted):
+                operator = OPERATORS[name]
                 for overload in operator.overloads:
                     kernel = _replacement(name, operator, overload)
                     _library.impl(overload, kernel, "CPU", with_keyset=True, allow_override=True)

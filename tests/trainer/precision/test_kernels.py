@@ -236,6 +236,25 @@ def test_only_the_chosen_forms_are_replaced() -> None:
     assert torch.equal(x @ y, own[0])
 
 
+def test_an_operator_that_no_format_asks_for_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with 16-bit instructions only some gradients of convolutions are: matmuls must not pay for that."""
+    replaced: list[str] = []
+    build = kernels._replacement
+
+    def noted(name: str, operator: Any, overload: str) -> Any:
+        replaced.append(overload)
+        return build(name, operator, overload)
+
+    monkeypatch.setattr(kernels, "_replacement", noted)
+    use(BF16, {"convolution_backward": [UNSEEN]})
+    use(BF16, {"convolution_backward": [UNSEEN]})
+    assert replaced == ["convolution_backward"]
+    use(FP16, {"bmm": ["NN"]})
+    assert replaced[1:] == ["bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_", "convolution_backward"]
+    use(BF16, {})
+    assert sorted(replaced[7:]) == sorted(OPERATORS["bmm"].overloads)
+
+
 class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
