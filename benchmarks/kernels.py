@@ -295,7 +295,9 @@ def tables() -> str:
 def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| recipe | precision | kernels | step, ms | of the fp32 step |", "|---|---|---|---|---|"]
     for row in rows:
-        kind = "fp32 arithmetic" if row["fp32_arithmetic"] else "torch's own"
+        kind = "fp32 arithmetic" if "mm" in row["fp32_arithmetic"] else "torch's own"
+        if row["precision"] != "fp32":
+            kind = f"{row['kernels']}: {kind}"
         if row["kernels"] == "again":
             kind = "torch's own, again (null pair)"
         interval = f" [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]" if row["interval"] else ""

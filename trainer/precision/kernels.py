@@ -285,7 +285,8 @@ def _in_fp32(
 
 def _rounded(result: Tensor, dtype: torch.dtype) -> Tensor:
     # For images of three dimensions the layout is that of torch's 16-bit kernels, which compiled code relies on.
-    return result.to(dtype, memory_format=torch.contiguous_format if result.ndim == 5 else torch.preserve_format)
+    contiguous = result.ndim == 5 and not computed_by_onednn(dtype)
+    return result.to(dtype, memory_format=torch.contiguous_format if contiguous else torch.preserve_format)
 
 
 # --- the operators ---

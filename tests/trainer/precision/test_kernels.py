@@ -470,6 +470,7 @@ def test_a_run_says_what_it_computes_and_records_it(tmp_path: Path, monkeypatch:
         return run, json.loads((folder / "precision.json").read_text())
 
     monkeypatch.setattr("trainer.run.start.detect", lambda device: CPU)
+    monkeypatch.setattr(kernels, "computed_by_onednn", lambda dtype: False)
     run, manifest = summary("precision=bf16", "precision.kernels=fp32", "run_name=wide")
     assert manifest["effective"]["fp32_arithmetic"] == EVERY
     wide = "bf16 matmuls, convolutions: fp32 arithmetic, this CPU has no bf16 instructions"
