@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests import shortcuts
 from tests.composing import compose_quickly
-from trainer.hardware import NATIVE, Hardware
 from trainer.precision import kernels
-from trainer.profiling import rates
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -26,11 +24,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_timing() -> Iterator[None]:
-    """The processor's instructions decide about kernels: measuring takes time, and between equals chance decides."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "times", lambda dtype, hardware: made_up_times(dtype, hardware))
-        yield
+def shortcuts_taken(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs that tests start measure no rates, migrate no databases and draw no plots."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    os.environ[shortcuts.STORE] = str(shared / "empty-mlflow.db")
+    shortcuts.take()
+
+
+@pytest.fixture
+def plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process draw their plots."""
+    monkeypatch.setattr("trainer.tracking.plots.plot_run", shortcuts.draw)
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +43,6 @@ def own_kernels() -> Iterator[None]:
     """A test leaves torch's own kernels behind."""
     yield
     kernels.clear()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_product_rates() -> Iterator[None]:
-    """The rates of matrix products are given, not measured: every run shows them, and measuring them takes time."""
-    given = {"fp32": 0.1, "tf32": 0.4, "bf16": 0.8, "fp16": 0.001, "fp8": 1.6}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rates, "remembered", lambda kind, of, work: given[of["format"]])
-        yield
-
-
-def made_up_times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str, dict[str, float]]]:
-    """As ``kernels.times`` on a machine whose processor is ten times faster in formats that it has instructions for."""
-    native = hardware.support({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]) == NATIVE
-    took = {"native": 0.1 if native else 10.0, "fp32": 1.0}
-    return {name: dict.fromkeys(operator.examples(), took) for name, operator in kernels.OPERATORS.items()}
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,9 @@
 ``Popen`` and ``run`` stand for those of ``subprocess`` where the command is ``[sys.executable, …]`` with a script, with
 ``-m module`` or with ``-c code``. ``monkeypatch.setattr("evidence.certificate.certify.subprocess", forks)`` lets a
 command start its own that way. What runs is a process of its own, with its own signals, standard streams, folder,
-environment and exit status; only the seconds of importing are saved. Not for tests of start-up itself, of another copy
-of the project, or of environment variables that are read while a library is imported, other than ``READ_EARLY``.
+environment and exit status; only the seconds of importing are saved, and what ``tests.shortcuts`` saves. Not for tests
+of start-up itself, of another copy of the project, or of environment variables that are read while a library is
+imported, other than ``READ_EARLY``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -35,13 +35,10 @@ PROJECT = Path(__file__).resolve().parents[1]
 READ_EARLY = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH")
 """What libraries read while they are imported; there is a server for each combination of values."""
 IMPORTED = (
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
     "torch._dynamo",
     "torch.distributed.run",
     "transformers.models.gpt2.modeling_gpt2",
     "trainer.run.command",
-    "trainer.tracking.plots",
     "trainer.tracking.mlflow.serving",
     "trainer.run.start",
 )
@@ -234,21 +231,21 @@ def main() -> None:
         importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from tests import shortcuts
     from tests.composing import compose_quickly
     from trainer.config import compose
-    from trainer.tracking import plots
     from trainer.tracking.mlflow import serving
     from trainer.tracking.mlflow import store as mlflow_store
 
     compose_quickly()
+    shortcuts.take()
     for recipe in sorted(path.stem for path in (compose.CONF / "recipe").glob("*.yaml")):
         compose.compose([f"recipe={recipe}"])  # imports them all, reads conf/, and the parser learns its grammar
     get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch, "metrics.jsonl")
-        log.write_text('{"step": 1, "loss": 2.0, "valid/loss": 2.0, "tokens_per_s": 3.0}\n', encoding="utf-8")
-        plots.plot_run(log, log.parent, "fonts are found, and letters drawn")
     serving._distributions()
+    for folder in ("trainer", "recipes"):
+        for path in (PROJECT / folder).rglob("*.py"):
+            serving._imported(path)
     mlflow_store.import_mlflow("sqlite:///x")
     import mlflow.pyfunc  # noqa: F401
     import sqlalchemy.dialects.sqlite  # noqa: F401

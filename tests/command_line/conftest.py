@@ -81,12 +81,6 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that do not look at the curves: drawing them takes longer than such small runs do."""
-    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *_: [])
-
-
-@pytest.fixture
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
     """``train("precision=bf16", …)``: scripts/train.py in this process, with its exit code and output."""
     threads = torch.get_num_threads()

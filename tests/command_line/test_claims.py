@@ -27,7 +27,7 @@ def trained() -> Trained:
 
 
 @pytest.fixture
-def launch(train: Callable[..., Any], trained: Trained, no_plots: None) -> Callable[[list[str], Path], int]:
+def launch(train: Callable[..., Any], trained: Trained) -> Callable[[list[str], Path], int]:
     """What a Runner calls in place of a process of its own: the same command line, in this process.
 
     Arms that differ only in their names are trained once; at the reduced size there are many. SqueezeNet stands for

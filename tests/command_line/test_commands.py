@@ -86,7 +86,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.usefixtures("user_data", "no_plots")
+@pytest.mark.usefixtures("user_data")
 @pytest.mark.parametrize("choice", [name for name in CHOICES if not name.startswith("compile/")])
 def test_every_choice_runs_two_steps(choice: str, train: Callable[..., Any], folder: Path) -> None:
     done = train(*tiny(choice))
@@ -112,7 +112,6 @@ def test_compile_off_and_default_agree(train: Callable[..., Any], folder: Path) 
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("mode", [name.partition("/")[2] for name in CHOICES if name.startswith("compile/")])
 def test_compile_on_a_cpu_needs_a_compiler(
     mode: str, train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +171,7 @@ def test_recipes_refuse_tf32_on_a_cpu(recipe: str, train: Callable[..., Any], fo
     assert not list(folder.iterdir())
 
 
+@pytest.mark.usefixtures("plots")
 def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path) -> None:
     done = train(*TINY["gpt2"], "precision=bf16", "steps=8", "batch_size=4", "micro_batch_size=2", "eval_samples=4",
                  "tracking=local", "profiler=torch", "precision.fp32_modules=[ln_f]")  # fmt: skip

@@ -172,7 +172,7 @@ def files(user_data: None, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("recipes.data.text.corpus.sysconfig", few)
 
 
-@pytest.mark.usefixtures("files", "no_plots")
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("page", sorted({path.name for path in PAGES if run_here(path.name)}))
 def test_the_commands_of_a_page_run(
     page: str,

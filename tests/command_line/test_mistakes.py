@@ -27,7 +27,6 @@ GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=16 batch_size=2 eval_samples
 TUNED = "recipe=gpt2 data=text data.path=long.txt batch_size=2 eval_samples=2 steps=2 tracking=local"
 TOKENS = f"{GPT2} data=synthetic data.vocab_size=300"
 RESNET = "recipe=resnet recipe.arch=shufflenet_v2_x0_5 batch_size=2 eval_samples=2 steps=2 tracking=local"
-pytestmark = pytest.mark.usefixtures("no_plots")
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
 
 

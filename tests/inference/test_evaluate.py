@@ -207,7 +207,6 @@ def test_a_run_in_mlflow_brings_its_weights_and_its_config(
     data = here / "text.txt"
     monkeypatch.chdir(tmp_path)
     job = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text", f"data.path={data}", "steps=2")
-    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *_: [])
     if name == "artifact":  # as of a recipe that cannot be served
         monkeypatch.setattr("trainer.run.export.write_serving", lambda *_: None)
     done = _command(*job, "batch_size=4", "eval_samples=8", "run_name=sent", "tracking.system_metrics=false")

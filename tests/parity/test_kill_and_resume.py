@@ -77,11 +77,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     return plan
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *arguments: [])
-
-
 def go(folder: Path, recipe: str, mode: str, resume: str = "null") -> dict[str, Any]:
     overrides = [
         f"precision={mode}",

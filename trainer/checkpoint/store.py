@@ -169,10 +169,13 @@ def best_step(folder: Path) -> int | None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints and the best one."""
+    """Remove all but the newest ``keep`` checkpoints and the best one, and what a killed process left."""
+    _clear_up(folder)
     saved = steps(folder)
     for step in set(saved[:-keep]) - {best_step(folder)}:
-        shutil.rmtree(path_of(folder, step))
+        removed = folder / f".{_name(step)}.partial"  # what a kill leaves of it is no checkpoint, and is removed later
+        path_of(folder, step).rename(removed)
+        shutil.rmtree(removed)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -275,7 +278,7 @@ def _replace(target: Path, new: Path, flush: Flush) -> None:
 
 
 def _clear_up(folder: Path) -> None:
-    """Remove what a process left that was killed while it saved; what it had set aside gets its name back."""
+    """Remove what a killed process left of a checkpoint; what it had set aside gets its name back."""
     for path in sorted(folder.iterdir()):
         if _PARTIAL.fullmatch(path.name):
             shutil.rmtree(path)

@@ -51,6 +51,8 @@ class CheckpointWriter:
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        if self.folder.is_dir():
+            self._prune()  # as the process that wrote them did, unless it was killed before
 
     def save(self, training: dict[str, Any], progress: dict[str, Any], score: float | None) -> float:
         """Save the state of the training and return how long it had to wait, in seconds.

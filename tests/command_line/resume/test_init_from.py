@@ -19,7 +19,6 @@ from trainer.checkpoint.reader import load
 from trainer.config.compose import compose as composed
 from trainer.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("no_plots")
 Train = Callable[..., Result]
 SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
 GPT2 = ("recipe=gpt2", "recipe.context=16", *SHORT)

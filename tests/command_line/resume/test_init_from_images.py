@@ -21,7 +21,6 @@ from trainer.config.compose import compose as composed
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("no_plots")
 Train = Callable[..., Result]
 SHORT = ("tracking=local", "device=cpu", "batch_size=4", "eval_samples=8", "steps=2")
 DARK = ("data=idx", "data.path=dark")

@@ -32,7 +32,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_resumed_run_is_the_same(rule: str, train: Train, folder: Path, no_plots: None) -> None:
+def test_a_resumed_run_is_the_same(rule: str, train: Train, folder: Path) -> None:
     line = (*BIGNET, *RULES[rule], *OPTIONS)
     assert train(*line, "steps=4", "run_name=whole").code == 0
     assert train(*line, "steps=2", "run_name=part").code == 0
@@ -43,9 +43,7 @@ def test_a_resumed_run_is_the_same(rule: str, train: Train, folder: Path, no_plo
         assert same_bits(one, two)
 
 
-def test_the_export_has_the_frozen_weights_and_a_run_keeps_what_is_frozen(
-    train: Train, folder: Path, no_plots: None
-) -> None:
+def test_the_export_has_the_frozen_weights_and_a_run_keeps_what_is_frozen(train: Train, folder: Path) -> None:
     line = (*BIGNET, *RULES["freeze"])
     ended = train(*line, *OPTIONS, "steps=2", "run_name=run")
     assert "1440 parameters, 864 of them frozen" in ended.out
@@ -62,9 +60,7 @@ def test_the_export_has_the_frozen_weights_and_a_run_keeps_what_is_frozen(
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
-def test_the_export_of_a_schedule_free_run_has_the_averaged_weights(
-    mode: str, train: Train, folder: Path, no_plots: None
-) -> None:
+def test_the_export_of_a_schedule_free_run_has_the_averaged_weights(mode: str, train: Train, folder: Path) -> None:
     """x = y + (1 - 1/β₁) · (z - y), of the best step, which is not the last."""
     line = (*BIGNET, "optimizer=schedulefree", "optimizer.lr=0.1", f"precision={mode}", *OPTIONS)
     ended = train(*line, "steps=6", "run_name=run", "checkpoint.keep=9", "eval_every=1")

@@ -15,7 +15,6 @@ from inference.setting import configure
 from tests.command_line.conftest import Result
 from trainer.checkpoint.reader import load
 
-pytestmark = pytest.mark.usefixtures("no_plots")
 Train = Callable[..., Result]
 RUN = (
     "recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=text", "data.path=one.txt", "data.tokenizer=bytes",

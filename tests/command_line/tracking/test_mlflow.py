@@ -75,6 +75,7 @@ def steps_of(uri: str, run_id: str | None, metric: str) -> list[int]:
     return sorted(point.step for point in connect(uri).get_metric_history(run_id, metric))
 
 
+@pytest.mark.usefixtures("plots")
 def test_a_run_arrives_whole(tmp_path: Path, uri: str) -> None:
     folder = tmp_path / "gpt2 bf16 s0"
     params: dict[str, object] = {
@@ -335,6 +336,7 @@ def test_a_locked_store_gets_what_it_missed(tmp_path: Path, uri: str) -> None:
     assert steps_of(uri, tracker.run_id, "loss") == list(range(50))
 
 
+@pytest.mark.usefixtures("plots")
 def test_an_artifact_that_cannot_be_kept_is_reported_and_the_run_ends(
     tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:

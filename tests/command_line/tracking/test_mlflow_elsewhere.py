@@ -134,6 +134,7 @@ def test_no_checkpoint_of_a_later_step_is_removed(folder: Path, store: str) -> N
     assert kept == {"00000007", "00000009"}
 
 
+@pytest.mark.usefixtures("plots")
 def test_what_is_refused_for_good_keeps_no_checkpoint_back(
     folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_every_recipe_is_served_without_this_project(train: Callable[..., Any], 
     assert np.allclose(answers["bignet"], x[""], atol=1e-5)
 
 
+@pytest.mark.usefixtures("plots")
 def test_models_are_ranked_by_their_scores_on_a_dataset(train: Callable[..., Any], store: str) -> None:
     for seed in (0, 1):
         done = train(*SMALL, *JOBS["bignet"], f"seed={seed}", "steps=6", "eval_every=2")

@@ -24,8 +24,6 @@ TINY = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "m
 IMAGES = ["recipe=resnet", "recipe.arch=shufflenet_v2_x0_5", "data=idx", "data.path=idx", "recipe.image_size=8",
           "batch_size=4", "eval_samples=8", "tracking=local"]  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("no_plots")
-
 
 def summary(folder: Path) -> Any:
     (run,) = (folder / "outputs").iterdir()

@@ -17,8 +17,6 @@ from evidence.programme import rates
 from evidence.programme.stages import stages
 from trainer.hardware import detect
 
-pytestmark = pytest.mark.usefixtures("no_plots")
-
 
 def test_the_programme_is_rehearsed(
     train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

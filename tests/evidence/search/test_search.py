@@ -27,13 +27,6 @@ BIGNET = (
 )
 LR = "space.optimizer.lr=log(1e-4,1e-1)"
 
-pytestmark = pytest.mark.usefixtures("no_plots")
-
-
-@pytest.fixture
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *_: [])
-
 
 @pytest.fixture
 def outputs(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

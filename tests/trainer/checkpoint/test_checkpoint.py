@@ -401,6 +401,25 @@ def test_folders_with_other_names_are_ignored(name: str, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "step-00000004"])
 
 
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+
+    def killed(path: Path) -> None:
+        (path / checkpoint.MANIFEST_FILE).unlink()
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(SystemExit):
+            checkpoint.prune(tmp_path, 1)
+    assert checkpoint.steps(tmp_path) == [2]
+    CheckpointWriter(Checkpoint(), tmp_path, World())  # of the process that continues the run
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 @pytest.mark.parametrize(
     ("keep", "best", "left"), [(1, None, [5]), (2, None, [4, 5]), (1, 2, [2, 5]), (1, 5, [5]), (9, 1, [1, 2, 3, 4, 5])]
 )

@@ -54,7 +54,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("fuzz")
     patch = pytest.MonkeyPatch()
     patch.setitem(SHAPES, "tiny", Shape(1, 2, 16, 8))
-    patch.setattr("trainer.tracking.plots.plot_run", lambda *arguments: [])
     common = [
         "recipe=gpt2", "recipe.size=tiny", "recipe.context=8", "recipe.dropout=0.1", "data=synthetic",
         "data.vocab_size=40", "batch_size=2", "micro_batch_size=1", "eval_every=3", "eval_samples=2", "log_every=4",

@@ -316,11 +316,6 @@ def logged(folder: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.tracking.plots.plot_run", lambda *_: [])
-
-
 def run(folder: Path, *overrides: str) -> dict[int, dict[str, float]]:
     train(compose(*TINY, "tracking=local", f"output_dir={folder}", "run_name=run", *overrides))
     return logged(folder / "run")

@@ -77,6 +77,7 @@ def test_a_metric_cannot_take_the_place_of_the_step(open_tracker: OpenTracker, t
         open_tracker().log(1, {"time": 3.0})
 
 
+@pytest.mark.usefixtures("plots")
 def test_finish_writes_the_summary_and_the_plots(open_tracker: OpenTracker, tmp_path: Path) -> None:
     tracker = open_tracker()
     for step in range(1, 4):
