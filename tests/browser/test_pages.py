@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import shortcuts
 from tests.serving import serve_ui
 from trainer.files import write_json
 from trainer.tracking.mlflow.store import connect
@@ -90,7 +91,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
             tracker.log(step, {"loss": loss + (20 - step) / 10, "tokens_per_s": 1000.0 + step})
         tracker.log(20, {"valid/loss": loss + 0.5})
         summary = {"units_per_s": 1000.0 * loss, "peak_memory_bytes": 700 << 20}
-        tracker.close("FINISHED", {"best": {"step": 20, "value": loss + 0.5}, **summary})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("trainer.tracking.plots.plot_run", shortcuts.draw)
+            tracker.close("FINISHED", {"best": {"step": 20, "value": loss + 0.5}, **summary})
     return uri
 
 
