@@ -16,7 +16,6 @@ from evidence.claims.reproduce import Reproduction
 from evidence.measures import TIMED
 from trainer.hardware import detect
 
-STAND_INS = {"recipe.arch=shufflenet_v2_x0_5": "recipe.arch=squeezenet1_1"}
 Trained = dict[frozenset[tuple[str, str]], tuple[Path, str, int]]
 
 
@@ -30,12 +29,11 @@ def trained() -> Trained:
 def launch(train: Callable[..., Any], trained: Trained) -> Callable[[list[str], Path], int]:
     """What a Runner calls in place of a process of its own: the same command line, in this process.
 
-    Arms that differ only in their names are trained once; at the reduced size there are many. SqueezeNet stands for
-    ShuffleNet, whose grouped convolutions give a profile of 110,000 events in torch's own 16-bit kernels.
+    Arms that differ only in their names are trained once; at the reduced size there are many.
     """
 
     def run(command: list[str], log: Path) -> int:
-        script, *arguments = [STAND_INS.get(argument, argument) for argument in command[1:]]
+        script, *arguments = command[1:]
         if script.endswith("probe.py"):
             probes.measure(arguments)
             return 0
