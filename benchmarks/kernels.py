@@ -295,7 +295,8 @@ def tables() -> str:
 def _steps_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| recipe | precision | kernels | step, ms | of the fp32 step |", "|---|---|---|---|---|"]
     for row in rows:
-        kind = "fp32 arithmetic" if "mm" in row["fp32_arithmetic"] else "torch's own"
+        wide = [name.replace("_", " ") for name in row["fp32_arithmetic"]]
+        kind = "fp32 arithmetic" if "mm" in wide else "torch's own" + f", except {' and '.join(wide)}" * bool(wide)
         if row["precision"] != "fp32":
             kind = f"{row['kernels']}: {kind}"
         if row["kernels"] == "again":
@@ -327,11 +328,12 @@ def _operators_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def _training_table(rows: list[dict[str, Any]]) -> list[str]:
     head: tuple[str, ...] = ("recipe", "precision", "seed", "last 20 steps: torch's own", "fp32 arithmetic", "null")
-    head += ("mean distance: fp32 arithmetic", "null", "skipped steps")
+    head += ("mean distance: fp32 arithmetic", "null", "ratio", "skipped steps")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         ends = [f"{row['last_20'][arm]:.5f}" for arm in ("native", "fp32", "null")]
         distances = [f"{row['mean_distance'][arm]:.2g}" for arm in ("fp32", "null")]
+        distances.append(f"{row['mean_distance']['fp32'] / row['mean_distance']['null']:.2f}")
         skipped = ", ".join(str(row["skipped"][arm]) for arm in ("native", "fp32", "null"))
         lines.append(
             f"| {' | '.join((row['recipe'], row['precision'], str(row['seed']), *ends, *distances, skipped))} |"

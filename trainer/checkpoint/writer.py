@@ -51,8 +51,6 @@ class CheckpointWriter:
         self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        if self.folder.is_dir():
-            self._prune()  # as the process that wrote them did, unless it was killed before
 
     def save(self, training: dict[str, Any], progress: dict[str, Any], score: float | None) -> float:
         """Save the state of the training and return how long it had to wait, in seconds.
@@ -137,7 +135,7 @@ class CheckpointWriter:
         try:
             checkpoint.write(self.folder, snapshot, score, self.world, self.flush)
             self.saved += 1
-            self._prune()
+            self.prune()
         except CheckpointNotWritten as error:
             self.failed += 1
             log.warning("the checkpoint of step %d was not saved (%s); training continues", snapshot.step, error)
@@ -145,7 +143,8 @@ class CheckpointWriter:
             self._error = error
         self.write_s += time.perf_counter() - began
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Remove what is no longer kept; a resumed run does what a killed process did not come to."""
         try:
             if self.world.first:
                 checkpoint.prune(self.folder, self.options.keep)

@@ -1,10 +1,10 @@
 """fp32 arithmetic on 16-bit operands, on CPUs: what the hardware that people train on does in 16 bits.
 
 Matrix units multiply 16-bit operands, add the products up in fp32, and round once. torch's CPU kernels do so at speed
-where the processor has instructions for it; elsewhere they are up to a hundred times slower than in fp32. Here the
+where the processor has instructions for it; elsewhere they are many times slower than in fp32 (docs/speed.md). Here the
 operands are widened to fp32, torch's fp32 kernel is called, and its result is rounded once: for each operator, form of
-its operands and format in which that is measured to be faster. Inside of fused attention, scores and probabilities and
-their gradients stay fp32 then, as on the way through torch's own kernel only a part of them does.
+its operands and format in which that is measured to be faster. Inside fused attention all scores, probabilities and
+their gradients then stay fp32; in torch's 16-bit kernel only some do.
 
 The kernels are replaced at torch's dispatch key ``CPU``, below autograd. So models, backward passes, optimizers,
 recomputation and compiled code (inductor leaves matmuls and convolutions to these operators) need no change.
@@ -14,6 +14,7 @@ docs/design.md compares this place with others.
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +35,16 @@ KERNELS = ("auto", "native", "fp32")
 Forms = dict[str, list[str]]
 """The operators (names of ``OPERATORS``) that use fp32 arithmetic, each with the forms of operands in which it does."""
 
+FEW_ROWS = "NT, few rows"
+"""A linear layer that generates text: torch has a fast kernel for it in every format, on every CPU."""
 UNSEEN = "taps that see only padding"
 """The form of ``convolution_backward`` that oneDNN computes wrongly in 16 bits: docs/onednn-conv-gradients.md."""
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CLEARLY = {EMULATED: 0.8, NATIVE: 0.5}
 """fp32 arithmetic is chosen where it takes less than this fraction of the time of torch's own kernel. Where the
-processor has instructions for the format, these pay more on larger operands than on those that are timed."""
+processor has instructions for the format, they gain more on larger operands than on the timed ones."""
+_MANY = 8
+"""Rows from which a matmul is one of many rows: with fewer, widening the other factor takes longer than the matmul."""
 _ENOUGH_S = 0.01
 """Of timing for each form, of this thread's own time; at least two rounds."""
 
@@ -61,6 +66,8 @@ class Operator:
     right."""
     operands: int = 3
     rounded: int = 3
+    layout: Callable[[Sequence[Any]], torch.memory_format] | None = None
+    """Returns the layout of the results that are images; None: no result is one."""
     in_fp32: Callable[..., Any] | None = None
     """What computes it on fp32 operands; None: torch's kernel. Its first argument is that kernel."""
 
@@ -82,7 +89,9 @@ def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: 
     every = {name: sorted(operator.examples()) for name, operator in OPERATORS.items()}
     chosen: Forms = {}
     if kernels == "fp32" or (kernels == "auto" and deterministic and hardware.support(_FORMATS[dtype]) != NATIVE):
-        chosen = every
+        chosen = {
+            name: [form for form in forms if form != FEW_ROWS or kernels == "fp32"] for name, forms in every.items()
+        }
     elif kernels == "auto" and not deterministic:
         clearly = _CLEARLY[hardware.support(_FORMATS[dtype])]
         for name, forms in times(dtype, hardware).items():
@@ -188,6 +197,7 @@ def use(dtype: torch.dtype, forms: Forms) -> None:
 
     An operator that is replaced costs operands of other dtypes some 3 microseconds a call. So nothing is replaced in
     a process that never asks for it, only the operators that some format asks for, and nothing is left when none does.
+    No other thread may compute meanwhile: torch's registry is not safe against that.
     """
     global _library
     _in_use.pop(dtype, None)
@@ -249,7 +259,7 @@ def _replacement(name: str, operator: Operator, overload: str) -> Callable[..., 
             forms is None
             or any(each is not None and each.dtype is not dtype for each in (*args[: operator.operands], out))
             or (forms != every and forms.isdisjoint(operator.forms_of(args)))
-            or (in_place and args[0].shape != (*args[1].shape[:-1], args[2].shape[-1]))  # torch refuses to grow it
+            or (in_place and args[0].shape != (*args[1].shape[:-1], *args[2].shape[-1:]))  # torch refuses to grow it
         ):
             return own.call_boxed(keyset, *args, **kwargs)
         kwargs.pop("out", None)
@@ -274,38 +284,50 @@ def _in_fp32(
 
     if operator.in_fp32 is not None:
         function = functools.partial(operator.in_fp32, function)
+    layout = torch.preserve_format if operator.layout is None else operator.layout(args)
+
+    def narrow(each: Tensor) -> Tensor:
+        return each.to(dtype, memory_format=layout if each.ndim > 3 else torch.preserve_format)
+
     result = function(*map(widen, args), **{key: widen(each) for key, each in kwargs.items()})
     if isinstance(result, Tensor):
-        return _rounded(result, dtype)
+        return narrow(result)
     return tuple(
-        _rounded(each, dtype) if each is not None and number < operator.rounded else each
-        for number, each in enumerate(result)
+        narrow(each) if each is not None and number < operator.rounded else each for number, each in enumerate(result)
     )
-
-
-def _rounded(result: Tensor, dtype: torch.dtype) -> Tensor:
-    # For images of three dimensions the layout is that of torch's 16-bit kernels, which compiled code relies on.
-    contiguous = result.ndim == 5 and not computed_by_onednn(dtype)
-    return result.to(dtype, memory_format=torch.contiguous_format if contiguous else torch.preserve_format)
 
 
 # --- the operators ---
 
 
-def _layouts(args: Sequence[Any]) -> tuple[str, ...]:
+def _matmul_form(args: Sequence[Any]) -> tuple[str, ...]:
     """Return how the factors of a matmul lie in memory: row by row (N), or transposed (T)."""
-    return ("".join("N" if factor.stride(-1) == 1 else "T" for factor in args[-2:]),)
+    factors = args[-2:]
+    if any(factor.ndim < 2 for factor in factors):
+        return ()  # torch refuses it
+    layout = "".join("N" if factor.stride(-1) == 1 else "T" for factor in factors)
+    return (layout if factors[0].shape[-2] >= _MANY else f"{layout}, few rows",)
 
 
 def _matmuls(*batch: int) -> dict[str, tuple[Any, ...]]:
     size = 64 if batch else 128
     x, y = _random(*batch, size, size), _random(*batch, size, size)
-    return {"NN": (x, y), "NT": (x, y.mT), "TN": (x.mT, y)}  # a layer's forward and backward pass have these
+    row, large = _random(*batch, 1, 4 * size), _random(*batch, 4 * size, 4 * size)
+    # A layer's forward and backward pass have these, and its forward pass when text is generated.
+    forms = {"NN": (x, y), "NT": (x, y.mT), "TN": (x.mT, y)}
+    return forms | {"NN, few rows": (row, large), FEW_ROWS: (row, large.mT)}
 
 
 def _kinds(input: Tensor, weight: Tensor, groups: int) -> str:
-    kind = "grouped" if groups > 1 else "pointwise" if weight[0, 0].numel() == 1 else "dense"
+    kind = "grouped" if groups > 1 else "pointwise" if math.prod(weight.shape[2:]) == 1 else "dense"
     return f"{kind} {'channels_last' if input.stride(1) == 1 else 'contiguous'}"
+
+
+def _image_layout(input: Tensor, weight: Tensor, *options: Any) -> torch.memory_format:
+    """Return the layout of torch's own 16-bit result, and of the gradients: compiled code relies on it."""
+    backend = torch._C._select_conv_backend(input, weight, *options)
+    layout: torch.memory_format = torch._C._conv_determine_backend_memory_format(input, weight, backend)
+    return layout
 
 
 def _convolutions() -> dict[str, tuple[Any, ...]]:
@@ -395,14 +417,24 @@ def _any_form(args: Sequence[Any]) -> tuple[str, ...]:
 
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS = {
-    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out", "addmm_"), _matmuls, _layouts),
-    "bmm": Operator(("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"), lambda: _matmuls(8), _layouts),
-    "convolution": Operator(("convolution",), _convolutions, lambda args: (_kinds(args[0], args[1], args[8]),)),
-    "convolution_backward": Operator(("convolution_backward",), _convolutions_backward, _forms_of_backward),
+    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out", "addmm_"), _matmuls, _matmul_form),
+    "bmm": Operator(("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"), lambda: _matmuls(8), _matmul_form),
+    "convolution": Operator(
+        ("convolution",),
+        _convolutions,
+        lambda args: (_kinds(args[0], args[1], args[8]),),
+        layout=lambda args: _image_layout(*args[:2], None, *args[3:]),
+    ),
+    "convolution_backward": Operator(
+        ("convolution_backward",),
+        _convolutions_backward,
+        _forms_of_backward,
+        layout=lambda args: _image_layout(*args[1:3], None, *args[4:10]),
+    ),
     "attention": Operator((_FLASH,), _attention, _any_form, rounded=1),
     "attention_backward": Operator(
         (f"{_FLASH}_backward",), _attention_backward, _any_form, operands=5, in_fp32=_attention_backward_in_fp32
     ),
 }
-"""What is replaced. Other operators of 16-bit tensors are as fast as fp32's, or faster: norms, activations, softmax,
-embeddings, sums, products with a vector (docs/speed.md)."""
+"""What is replaced: what takes most of a step in 16 bits where the processor lacks instructions. Layer norms, batch
+norms, activations, softmax and embeddings would be slower in fp32 arithmetic."""

@@ -98,6 +98,8 @@ class Run:
         self.fingerprint = fingerprint(trainer.datasets)
         if saved is not None:
             self._restore(saved)
+            if self.config.checkpoint.enabled:
+                self.writer.prune()
         self.git = git_facts()
         self.manifest, self.monitor.utilisation = observed(trainer)
         self.tracker: Tracker | None = None

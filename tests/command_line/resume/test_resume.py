@@ -181,6 +181,23 @@ def test_killed_at_other_moments(
     assert_same_run(run, never_stopped)
 
 
+@pytest.mark.parametrize("how", ["checkpoint=none", "checkpoint.keep=1"])
+def test_only_a_run_that_saves_removes_checkpoints(how: str, train: Callable[..., Any], folder: Path) -> None:
+    """The newest was set aside by a process that was killed while it replaced it: it is read before it is renamed."""
+    saving = ("checkpoint.every=1", "checkpoint.keep=9", "eval_every=100", "schedule=constant")
+    assert train(*RUN, LOCAL, *saving, "steps=4").code == 0
+    kept = folder / "outputs" / NAME / "checkpoints"
+    assert [path.name[-1] for path in sorted(kept.iterdir())] == ["1", "2", "3", "4"]
+    (kept / "step-00000004").rename(kept / ".step-00000004.old")
+    done = train(f"resume=outputs/{NAME}", "steps=5", how)
+    assert done.code == 0, done.err
+    left = sorted(path.name for path in kept.iterdir())
+    if how == "checkpoint=none":
+        assert left == [".step-00000004.old", "step-00000001", "step-00000002", "step-00000003"]
+    else:
+        assert left == ["step-00000005"]
+
+
 def test_resume_auto_without_an_earlier_run_starts_one(train: Callable[..., Any], folder: Path) -> None:
     done = train(*RUN, LOCAL, "steps=2", "resume=auto")
     assert done.code == 0, done.err

@@ -416,7 +416,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_for_ever(
         with pytest.raises(SystemExit):
             checkpoint.prune(tmp_path, 1)
     assert checkpoint.steps(tmp_path) == [2]
-    CheckpointWriter(Checkpoint(), tmp_path, World())  # of the process that continues the run
+    CheckpointWriter(Checkpoint(), tmp_path, World()).prune()  # of the process that continues the run
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 

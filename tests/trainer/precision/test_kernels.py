@@ -178,14 +178,49 @@ def test_gradients_of_attention_do_not_suffer_from_its_rounded_output(dtype: tor
 
 @HALVES
 def test_the_layout_of_a_result_is_torchs_own(dtype: torch.dtype) -> None:
-    shapes = ((2, 4, 3, 5, 6), (8, 4, 3, 3, 3))
-    real = [randn(*shape, dtype=dtype).to(memory_format=torch.channels_last_3d) for shape in shapes]
-    mode = FakeTensorMode()
-    fake = [mode.from_tensor(each) for each in real]
     use(dtype, EVERY)
-    with mode:
-        expected = F.conv3d(*fake).stride()  # what compiled code relies on
-    assert F.conv3d(*real).stride() == expected
+    cases = product(
+        [(2, 4, 3, 5, 6), (1, 4, 3, 5, 6), (1, 16, 1, 6, 6), (1, 16, 6, 6), (2, 16, 1, 1)],
+        [1, 3],
+        [1, 16],
+        *[(True, False)] * 2,
+    )
+    for shape, kernel, groups, *last in cases:
+        channels, *size = shape[1:]
+        if channels % groups:
+            continue
+        weights = (channels, channels // groups, *[kernel] * len(size))
+        layout = torch.channels_last if len(size) == 2 else torch.channels_last_3d
+        real = [
+            randn(*dims, dtype=dtype).to(memory_format=layout if there else torch.contiguous_format)
+            for dims, there in zip((shape, weights), last, strict=True)
+        ]
+
+        def strides(x: Tensor, weight: Tensor, groups: int = groups) -> list[list[int]]:
+            dims = x.ndim - 2
+            options: Any = ([1] * dims, [1] * dims, [1] * dims, False, [0] * dims, groups)
+            output = torch.ops.aten.convolution.default(x, weight, None, *options)
+            backward = torch.ops.aten.convolution_backward.default
+            gradients = backward(torch.ones_like(output), x, weight, None, *options, [True, True, False])
+            # Those of dimensions of one element mean nothing.
+            return [
+                [stride for stride, length in zip(each.stride(), each.shape, strict=True) if length > 1]
+                for each in (output, *gradients[:2])
+            ]
+
+        mode = FakeTensorMode()
+        fake = [mode.from_tensor(each) for each in real]
+        with mode:
+            expected = strides(*fake)  # what compiled code relies on
+        assert strides(*real) == expected, (shape, kernel, groups, last)
+
+
+def test_images_without_channels_have_gradients() -> None:
+    use(BF16, {"convolution_backward": [UNSEEN]})
+    weight = torch.zeros(3, 0, 3, 3, dtype=BF16, requires_grad=True)
+    F.conv2d(torch.zeros(1, 0, 6, 6, dtype=BF16), weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape
 
 
 def test_operands_that_torch_refuses_are_still_refused() -> None:
@@ -196,6 +231,7 @@ def test_operands_that_torch_refuses_are_still_refused() -> None:
         lambda: torch.mm(half, half, out=torch.empty(2, 2)),
         lambda: half @ torch.ones(3, 2, dtype=BF16),
         lambda: torch.ones(2, dtype=BF16).addmm_(half, half),
+        lambda: torch.ones(2, 2, dtype=BF16).addmm_(half, half[0, 0]),
         lambda: torch.ones(1, 2, 2, dtype=BF16).baddbmm_(half.expand(3, 2, 2), half.expand(3, 2, 2)),
         lambda: F.conv2d(half[None, None], full[None, None]),
         lambda: F.conv2d(half[None, None], half[None, None], full[0, :1]),
@@ -348,9 +384,9 @@ def test_fp32_arithmetic_is_chosen_where_it_is_clearly_faster(measured: dict[str
     measured["bmm"]["NT"] = {"native": 1.0, "fp32": 0.6}
     measured["attention"]["any"] = {"native": 1.0, "fp32": 3.0}
     chosen = choose(BF16, "auto", CPU)
-    assert (chosen["mm"], chosen["bmm"]) == (["NN", "TN"], ["NN", "NT", "TN"])
+    assert (chosen["mm"], chosen["bmm"]) == ([form for form in EVERY["mm"] if form != "NT"], EVERY["bmm"])
     assert "attention" not in chosen
-    assert choose(BF16, "auto", AMX)["bmm"] == ["NN", "TN"]  # its own instructions gain on larger operands
+    assert "NT" not in choose(BF16, "auto", AMX)["bmm"]  # its own instructions gain on larger operands
     assert choose(BF16, "native", CPU) == {}
     assert choose(BF16, "fp32", AMX) == EVERY
     assert choose(BF16, "auto", Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))) == {}
@@ -358,9 +394,26 @@ def test_fp32_arithmetic_is_chosen_where_it_is_clearly_faster(measured: dict[str
 
 def test_a_repeatable_run_does_not_ask_the_clock(measured: dict[str, Any]) -> None:
     measured.clear()
-    assert choose(BF16, "auto", CPU, deterministic=True) == EVERY
+    all_but_text = {name: [form for form in forms if form != kernels.FEW_ROWS] for name, forms in EVERY.items()}
+    assert choose(BF16, "auto", CPU, deterministic=True) == all_but_text
     assert choose(BF16, "auto", AMX, deterministic=True) == {}
-    assert choose(FP16, "auto", AMX, deterministic=True) == EVERY  # it has none for fp16
+    assert choose(FP16, "auto", AMX, deterministic=True) == all_but_text  # it has none for fp16
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8])
+def test_a_layer_that_generates_text_keeps_torchs_kernel_where_that_is_faster(
+    rows: int, measured: dict[str, Any], widened: list[str]
+) -> None:
+    for name in ("mm", "bmm"):
+        measured[name][kernels.FEW_ROWS] = {"native": 1.0, "fp32": 4.0}
+    use(BF16, choose(BF16, "auto", CPU))
+    x, weight = randn(rows, 16, dtype=BF16), randn(24, 16, dtype=BF16)
+    F.linear(x, weight)
+    F.linear(x, weight, randn(24, dtype=BF16))
+    x.expand(2, rows, 16) @ weight.mT.expand(2, 16, 24)
+    assert len(widened) == (3 if rows == 8 else 0)
+    x @ weight.mT.contiguous()  # a layer that keeps its weight the other way round, as GPT-2's
+    assert len(widened) == (4 if rows == 8 else 1)
 
 
 def test_it_is_measured_once_for_a_processor_and_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,6 @@ def _distributions() -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()
 
 
-@functools.cache
 def _imported(path: Path) -> tuple[list[str], list[str]]:
     """Return the modules that a file imports anywhere, and those that it imports at its top level."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
