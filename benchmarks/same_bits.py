@@ -48,7 +48,9 @@ CASES: dict[str, list[str]] = {
     },
     "accumulation, norm clipped": [f"{TRAIN} {GPT2} steps=6 micro_batch_size=1 precision=bf16 clip=norm"],
     "value clipped": [f"{TRAIN} {GPT2} steps=6 clip=value optimizer=sgd"],
-    "fp16, skipped steps": [f"{TRAIN} {T5} steps=12 precision=fp16 scaler=dynamic scaler.init=1e12 scaler.interval=3"],
+    "fp16, skipped steps": [
+        f"{TRAIN} {T5} steps=16 precision=fp16 scaler=dynamic scaler.init=4194304 scaler.interval=3"
+    ],
     "average of weights": [f"{TRAIN} {RESNET} steps=6 ema=default ema.decay=0.9 precision=bf16"],
     "Muon": [f"{TRAIN} {GPT2} steps=6 optimizer=muon precision=bf16"],
     "schedule-free": [f"{TRAIN} {GPT2} steps=6 optimizer=schedulefree schedule=constant"],
@@ -63,7 +65,7 @@ CASES: dict[str, list[str]] = {
         "augment=imagenet,randaugment,trivialaugment"
     ],
     "epochs, early stopping": [
-        f"{TRAIN} {BIGNET} epochs=12 data.samples=256 optimizer.lr=1e-6 early_stopping.patience=2"
+        f"{TRAIN} {BIGNET} epochs=12 data.samples=256 optimizer.lr=1e-6 early_stopping.patience=2 early_stopping.min_delta=1"
     ],
     "recomputed blocks": [f"{SWEEP} {GPT2} steps=4 activation_checkpointing=blocks,selective precision=bf16"],
     "compiled": [f"{TRAIN} {GPT2} steps=4 compile=default"],

@@ -330,6 +330,7 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
 # --- scripts/sync.py ---
 
 
+@pytest.mark.usefixtures("plots")
 def test_sync_reports_what_it_did_with_each_run(folder: Path, store: Path, start: Start, sync: Sync) -> None:
     outputs = folder / "outputs"
     undelivered(outputs / "missed")
@@ -362,7 +363,7 @@ def test_sync_reports_what_it_did_with_each_run(folder: Path, store: Path, start
     assert ("training", "FAILED") in runs(store)
     client = MlflowClient(f"sqlite:///{store}")
     record = json.loads((outputs / "missed" / "mlflow.json").read_text())
-    assert {item.path for item in client.list_artifacts(record["run_id"])} == {"summary.json"}
+    assert {item.path for item in client.list_artifacts(record["run_id"])} == {"plots", "summary.json"}
 
 
 @pytest.mark.parametrize(
