@@ -65,7 +65,8 @@ CASES: dict[str, list[str]] = {
         "augment=imagenet,randaugment,trivialaugment"
     ],
     "epochs, early stopping": [
-        f"{TRAIN} {BIGNET} epochs=12 data.samples=256 optimizer.lr=1e-6 early_stopping.patience=2 early_stopping.min_delta=1"
+        f"{TRAIN} {BIGNET} epochs=12 data.samples=256 optimizer.lr=1e-6 "
+        "early_stopping.patience=2 early_stopping.min_delta=1"
     ],
     "recomputed blocks": [f"{SWEEP} {GPT2} steps=4 activation_checkpointing=blocks,selective precision=bf16"],
     "compiled": [f"{TRAIN} {GPT2} steps=4 compile=default"],
