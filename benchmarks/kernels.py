@@ -37,7 +37,7 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from evidence.claims.reproduce import machine_name  # noqa: E402
-from evidence.intervals import ratio_interval  # noqa: E402
+from mantissa.statistics import ratio_interval  # noqa: E402
 from trainer.config.compose import compose  # noqa: E402
 from trainer.files import write_text  # noqa: E402
 from trainer.hardware import NATIVE, detect  # noqa: E402

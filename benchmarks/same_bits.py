@@ -2,7 +2,8 @@
 
   python benchmarks/same_bits.py ../other            run every case in both checkouts, and compare what they left
   python benchmarks/same_bits.py ../other only=ddp   the cases whose name has this
-  python benchmarks/same_bits.py ../other keep=DIR   keep the runs in this folder
+  python benchmarks/same_bits.py ../other keep=DIR   keep the runs in this folder; those of a clean ../other that are
+                                                     in it already are not repeated
 
 A case is one or more commands with deterministic=true. Compared, by run: the lines of metrics.jsonl without times,
 every tensor of best/ and of the checkpoints, the names of all files, and what MLflow holds: metrics, params, tags, and
@@ -84,7 +85,9 @@ CASES: dict[str, list[str]] = {
         "scripts/generate.py run=outputs/tuned device=cpu max_new_tokens=12 prompt=the",
     ],
     "seeds": [f"{SWEEP} {BIGNET} steps=4 seed=0,1,2 precision=bf16"],
-    "rounding, profile": [f"{TRAIN} {GPT2} steps=6 precision=bf16_pure meters=numerics meters.every=2 profiler=memory"],
+    "rounding, profile": [
+        f"{TRAIN} {GPT2} steps=6 precision=bf16_pure diagnostics=numerics diagnostics.every=2 profiler=memory"
+    ],
     "rows of a data set": [
         f"{TRAIN} {GPT2.replace('data=text data.path=text.txt', 'data=hub data.name=rows.jsonl')} steps=4"
     ],
@@ -93,11 +96,15 @@ CASES: dict[str, list[str]] = {
 OWN = re.compile(
     r"(mlflow )?metric (time|.*(_per_s|_time_s|_time_ms|_stall_s|memory_bytes|memory_mib|throughput|mfu))( at \d+)?$"
     r"|param data\.cache_dir$|tag (changed_on_resume|init_from\.mlflow_run_id)$"
+    r"|file serving/code/"
     r"|tag (git|hardware|versions|mantissa\.(key|session|note_sha256)|mlflow\.(source\.git|user|note|log-model))"
 )
-"""What differs between two runs of the same code: times, memory, folders, identities."""
-CHANGED: dict[str, str | None] = {}
-"""What this checkout records under another name, such as "param meters": "param diagnostics"; None: no longer."""
+"""What differs between two runs of the same code: times, memory, folders, identities; and copies of the source."""
+CHANGED: dict[str, str | None] = {"param meters": "param diagnostics", "param meters.every": "param diagnostics.every"}
+"""What this checkout records under another name, such as "param diagnostics": "param diagnostics"; None: no longer."""
+
+RENAMED = {"diagnostics": "meters"}
+"""Groups of this checkout's command line that have another name in a checkout with such a folder in conf/."""
 
 Facts = dict[str, str]
 """What is compared, by name: "metric loss", "tensor best/model.safetensors wte.weight"."""
@@ -137,13 +144,19 @@ def main() -> int:
 
 
 def run(checkout: Path, folder: Path, commands: Iterable[str]) -> None:
-    """Run a case's commands in an empty folder with the data that cases use."""
+    """Run a case's commands in an empty folder with the data that cases use; not where they were run before."""
+    commit, ended = _commit(checkout), folder / "ended.txt"
+    if ended.exists() and ended.read_text() == f"{commit} {commands}" and not commit.endswith("-dirty"):
+        return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_data(folder)
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"MANTISSA_CACHE": str(folder.parent / "cache")}
+    earlier = {new: old for new, old in RENAMED.items() if (checkout / "conf" / old).is_dir()}
     for line in commands:
+        for new, old in earlier.items():
+            line = re.sub(rf"(?<= ){new}(?=[.=])", old, line)
         words = shlex.split(line)
         stops = words[0] == "stop"
         words = [str(checkout / word) if word.startswith("scripts/") else word for word in words[stops:]]
@@ -161,6 +174,7 @@ def run(checkout: Path, folder: Path, commands: Iterable[str]) -> None:
             status = process.wait()
         if status != (128 + signal.SIGTERM if stops else 0):
             raise SystemExit(f"exit status {status}: {line}\n{(folder / 'output.txt').read_text()[-3000:]}")
+    ended.write_text(f"{commit} {commands}")
 
 
 def write_data(folder: Path) -> None:

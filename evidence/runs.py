@@ -16,8 +16,7 @@ from typing import Any
 
 from trainer.config.compose import quoted
 from trainer.errors import UserError
-from trainer.files import PROJECT, write_json
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE, SUMMARY_FILE
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, write_json
 from trainer.tracking.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"

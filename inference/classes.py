@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.formats import columns
+from mantissa.display import columns
 
 SHOWN = 30
 """Classes in the terminal's table; of more, those with the lowest F1."""

@@ -27,7 +27,7 @@ def open_data(setting: Setting, exported: Exported) -> Datasets:
     Raises:
         UserError: the recipe cannot read it, its text has characters without a token, or it has other classes.
     """
-    config, data = setting.config, setting.config.data
+    config, data = setting.config, setting.config.data.augmented(setting.config.augment)
     recipe: Any = config.recipe
     tuned = exported.recorded().get("recipe.pretrained")  # such a model brought its tokenizer
     if isinstance(data, TokenizedText) and (tuned or not setting.own_data) and data.tokenizer != "bytes":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from inference.data import open_data, part_of
 from inference.exported import Exported
-from inference.model import in_precision, load_model
+from inference.model import in_precision, load_model, open_tokenizer
 from inference.setting import Setting
 from inference.textbytes import bytes_of_tokens
 from recipes.data.text.corpus import TokenizedText
@@ -72,7 +72,7 @@ def open_all(exported: Exported, setting: Setting, split: str) -> Opened:
     model = in_precision(load_model(exported, config.recipe, datasets), setting)
     table = None
     if isinstance(config.recipe, LanguageRecipe) and isinstance(config.data, TokenizedText):
-        table = bytes_of_tokens(exported.folder, exported.config["vocab_size"])
+        table = bytes_of_tokens(open_tokenizer(exported), exported.config["vocab_size"])
     return Opened(setting, datasets, part, model, table)
 
 

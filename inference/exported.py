@@ -8,10 +8,9 @@ from typing import Any
 
 from trainer.config.registration import groups
 from trainer.errors import UserError
-from trainer.files import read_object
+from trainer.files import BEST, read_object
 from trainer.run.folder import RunFolder
 
-BEST = "best"
 _FAMILIES = ("gpt2", "llama", "bert", "t5")
 """Recipes whose exported folders are transformers': the ``model_type`` there is the name here."""
 
@@ -40,19 +39,30 @@ class Exported:
         return self.run.config() if self.run else {}
 
 
+@dataclass
+class RunOptions:
+    """Which weights: options of every script that uses a trained model."""
+
+    run: str = ""
+    """A run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``."""
+    uri: str = ""
+    """``tracking.uri``, for a run in MLflow."""
+    output_dir: str = "outputs"
+    """The folder that a run in MLflow is downloaded to."""
+
+    def find(self) -> Exported:
+        """Return the weights that ``run`` names.
+
+        Raises:
+            UserError: there is no such folder, it holds no exported weights, or those of a model that no recipe has.
+        """
+        if not self.run:
+            raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
+        return find(self.run, self.uri or None, self.output_dir)
+
+
 def find(given: str, uri: str | None = None, output_dir: str = "outputs") -> Exported:
-    """Return the weights that ``run=`` names.
-
-    Args:
-        given: a run folder, its ``best/``, another exported folder, or ``mlflow:RUN_ID``.
-        uri: ``tracking.uri``, for a run in MLflow.
-        output_dir: the folder that a run in MLflow is downloaded to.
-
-    Raises:
-        UserError: there is no such folder, it holds no exported weights, or those of a model that no recipe has.
-    """
-    if not given:
-        raise UserError("missing required option: run; set a run folder, such as run=outputs/gpt2-bf16-s0")
+    """Return the weights in a folder or in MLflow, see ``RunOptions``."""
     if given.startswith(("mlflow:", "runs:/")):
         from inference.fetched import fetch
 

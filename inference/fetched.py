@@ -7,17 +7,15 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError, first_line
-from trainer.files import check_output_dir, locked, read_object
-from trainer.tracking.mlflow.delivery_record import SUMMARY_FILE, TOKENIZER
-from trainer.tracking.mlflow.models import BEST
-from trainer.tracking.mlflow.store import connect, database_file, find_run, tracking_uri, without_password
+from trainer.errors import UserError, redacted
+from trainer.files import BEST, PRECISION_FILE, SUMMARY_FILE, TOKENIZER, read_object
+from trainer.tracking.mlflow.fetch import downloading, fetched_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _ADDRESS = re.compile(r"(?:mlflow:|runs:/)(\w+)/?")
-_FILES = ("config.json", "precision.json", SUMMARY_FILE, TOKENIZER)
+_FILES = ("config.json", PRECISION_FILE, SUMMARY_FILE, TOKENIZER)
 
 
 def fetch(given: str, uri: str | None, output_dir: str) -> Path:
@@ -36,46 +34,20 @@ def fetch(given: str, uri: str | None, output_dir: str) -> Path:
     match = _ADDRESS.fullmatch(given)
     if not match:
         raise UserError(f"run={given} is not a valid run; use run=mlflow:RUN_ID, with the id from MLflow's page")
-    check_output_dir(output_dir)
-    store = tracking_uri(uri)
-    database = database_file(store)
-    if database is not None and not database.exists():
-        raise UserError(f"run={given}: there is no {database}; name the store with uri=http://host:port")
     target = Path(output_dir).expanduser() / f"mlflow-{match[1]}"
     if read_object(target / "config.json"):
         return target
-    try:
-        return _fetch(given, match[1], store, target)
-    except (UserError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # of many kinds, by MLflow and what lies below it
-        raise UserError(
-            f"run={given}: the run cannot be fetched from MLflow at {without_password(store)} ({first_line(error)}); "
-            "check uri= or MLFLOW_TRACKING_URI, and that the server answers"
-        ) from error
-
-
-def _fetch(given: str, run_id: str, store: str, target: Path) -> Path:
-    client = connect(store)
-    run = find_run(client, run_id)
-    if run is None:
-        raise UserError(f"run={given}: MLflow at {without_password(store)} has no such run; check the run's id")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-    with locked(partial.with_suffix(".lock")):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            partial.mkdir()
-            print(f"fetching the best weights of {run.info.run_name} from MLflow at {without_password(store)}")
-            there = {item.path for item in client.list_artifacts(run_id)}
-            for name in _FILES:
-                if name in there:
-                    client.download_artifacts(run_id, name, str(partial))
+    with fetched_run(f"run={given}", match[1], uri, "uri", output_dir) as (client, run):
+        partial = target.with_name(f".{target.name}.partial")
+        with downloading(partial):
+            where = redacted(str(client.tracking_uri))
+            print(f"fetching the best weights of {run.info.run_name} from MLflow at {where}")
+            there = {item.path for item in client.list_artifacts(match[1])}
+            for name in there.intersection(_FILES):
+                client.download_artifacts(match[1], name, str(partial))
             _download_best(client, given, run, partial, in_run=BEST in there)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.exported import Exported, find
-from inference.model import in_precision, open_transformers
+from inference.exported import Exported, RunOptions
+from inference.model import in_precision, open_tokenizer, open_transformers
 from inference.setting import configure
 from recipes.data.text.tokenizers import Characters
 from trainer.config.options import parse
@@ -25,10 +25,9 @@ _TOKENS = 256
 
 
 @dataclass
-class GenerateOptions:
+class GenerateOptions(RunOptions):
     """Of scripts/generate.py."""
 
-    run: str = ""
     prompt: str = ""
     n: int = 1
     temperature: float = 1.0
@@ -38,14 +37,12 @@ class GenerateOptions:
     max_new_tokens: int = 0
     """0: as many as the context has room for, at most 256."""
     cache: bool = True
-    uri: str = ""
-    output_dir: str = "outputs"
 
 
 def generate(arguments: list[str]) -> int:
     """Print ``n`` texts, word by word; the speed goes to the error stream."""
     options, overrides = parse(arguments, GenerateOptions, "overrides")
-    exported = find(options.run, options.uri or None, options.output_dir)
+    exported = options.find()
     if exported.recipe not in (*CAUSAL, "t5"):
         other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"
         raise UserError(
@@ -54,7 +51,7 @@ def generate(arguments: list[str]) -> int:
         )
     _check(options)
     setting = configure(exported, overrides, with_data=False)
-    tokenizer = _tokenizer(exported)
+    tokenizer = open_tokenizer(exported)
     ids = _encoded(options.prompt, tokenizer, exported)
     length = _length(options, ids.shape[1], exported)
     network: Any = without_dropout(open_transformers(exported))
@@ -151,17 +148,6 @@ def _check(options: GenerateOptions) -> None:
         raise UserError(f"top_p={options.top_p} must be above 0 and at most 1")
     if options.n > 1 and options.temperature == 0:
         raise UserError(f"n={options.n} with temperature=0 would give the same text {options.n} times; set n=1")
-
-
-def _tokenizer(exported: Exported) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(exported.folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"run={exported.given}: {exported.folder} has no valid tokenizer ({error}); copy the model's own into it"
-        ) from None
 
 
 def _encoded(prompt: str, tokenizer: Any, exported: Exported) -> Tensor:

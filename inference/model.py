@@ -62,6 +62,18 @@ def in_precision(model: nn.Module, setting: Setting) -> nn.Module:
     return model
 
 
+def open_tokenizer(exported: Exported) -> Any:
+    """Return transformers' tokenizer of an exported folder. Raises UserError where it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(exported.folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"run={exported.given}: {exported.folder} has no valid tokenizer ({error}); copy the model's own into it"
+        ) from None
+
+
 def open_transformers(exported: Exported, attention: str = "sdpa") -> Any:
     """Return transformers' model of an exported folder, fp32, in evaluation mode.
 

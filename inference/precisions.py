@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from inference.evaluate import Evaluation
-from trainer.formats import columns, loss
+from mantissa.display import columns, loss
 
 BATCHES = 20
 """Pairs that an interval is made of, at least."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inference.classes import name_of
-from inference.exported import Exported, find
+from inference.exported import Exported, RunOptions
 from inference.model import in_precision, load_model
 from inference.setting import Setting, configure
-from recipes.data.images.augment import Augment, ImageNet
+from recipes.data.images.augment import ImageAugment, ImageNet
 from recipes.data.images.folder import EXTENSIONS
 from recipes.data.images.pixels import DecodedImages, unreadable
 from recipes.data.images.source import ImageDatasets
@@ -35,16 +35,13 @@ _WORKERS_FROM = 256
 
 
 @dataclass
-class PredictOptions:
+class PredictOptions(RunOptions):
     """Of scripts/predict.py."""
 
-    run: str = ""
     path: str = ""
     top: int = 5
     batch_size: int = 32
     output: str = ""
-    uri: str = ""
-    output_dir: str = "outputs"
 
 
 class Photos(DecodedImages):
@@ -56,13 +53,13 @@ class Photos(DecodedImages):
     """
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
-        part = config.get("evaluated_part", 1.0)
+        part = config["evaluated_part"]
         self.files = list(files)
         self.readable = torch.ones(len(files), dtype=torch.bool)
         """Of those decoded so far, in this process."""
         self.labels = torch.zeros(len(files), dtype=torch.int64)
         self.image_size = config["image_size"]
-        self.augment = Augment() if part == 1 else ImageNet(evaluated=part)
+        self.augment = ImageAugment() if part == 1 else ImageNet(evaluated=part)
 
     @contextmanager
     def open(self, index: int) -> Iterator[Image.Image]:
@@ -93,7 +90,7 @@ class Photos(DecodedImages):
 def predict(arguments: list[str]) -> int:
     """Print the most probable classes of each photo, and write them as CSV; 1: some cannot be read."""
     options, overrides = parse(arguments, PredictOptions, "overrides")
-    exported = find(options.run, options.uri or None, options.output_dir)
+    exported = options.find()
     if "classes" not in exported.config:
         raise UserError(
             f"run={exported.given} is a {exported.recipe}, which does not classify images; "

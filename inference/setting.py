@@ -12,11 +12,10 @@ from trainer.config.compose import compose, quoted
 from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
+from trainer.determinism import set_determinism
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
-from trainer.kernels import attention
-from trainer.kernels.determinism import set_determinism
-from trainer.precision import kernels
+from trainer.precision import attention, kernels
 from trainer.run.resume import recorded_overrides
 
 _KEYS = ("device", "seed", "micro_batch_size", "eval_samples", "deterministic")
@@ -138,7 +137,7 @@ def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> list[str
     options = {key: value for key, value in _options(exported).items() if f"recipe.{key}" not in typed}
     found = [f"recipe={exported.recipe}", *(f"recipe.{key}={quoted(value)}" for key, value in options.items())]
     if exported.recipe == "resnet" and with_data and "augment" not in typed:
-        part = exported.config.get("evaluated_part", 1.0)
+        part = exported.config["evaluated_part"]
         found += ["augment=none"] if part == 1 else ["augment=imagenet", f"augment.evaluated={part}"]
     return found
 
@@ -149,7 +148,7 @@ def _options(exported: Exported) -> Mapping[str, Any]:
     if "options" in config:  # of a recipe without a library that knows it
         return dict(config["options"])
     if exported.recipe == "resnet":
-        outputs = config.get("arch_options", {}).get("num_classes", len(config["classes"]))
-        return {"arch": config["arch"], "image_size": config["image_size"], "classes": outputs}
+        classes = config["arch_options"]["num_classes"]
+        return {"arch": config["arch"], "image_size": config["image_size"], "classes": classes}
     longest = config.get("n_positions", config.get("max_position_embeddings"))
     return {} if longest is None or exported.recipe == "t5" else {"context": min(longest, _LONGEST)}

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from trainer.errors import UserError
 
-
-def bytes_of_tokens(folder: Path, vocabulary: int) -> np.ndarray:
-    """Return the length in UTF-8 of the text of each token id of an exported tokenizer, int64.
+def bytes_of_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
+    """Return the length in UTF-8 of the text of each token id of one of transformers' tokenizers, int64.
 
     Special tokens (such as the end of a document) stand for no text. A token of a byte-level BPE has one character for
     each byte, also where it is only a part of a character; elsewhere a token's text is encoded.
 
     Args:
-        folder: holds the tokenizer.
+        tokenizer: of an exported folder.
         vocabulary: the model's number of ids; those that the tokenizer does not have stand for nothing.
-
-    Raises:
-        UserError: the folder has no tokenizer.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no valid tokenizer ({error}); copy the model's own into it") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = (json.loads(backend.to_str())["decoder"] or {}) if backend else {}
     byte_level = "ByteLevel" in json.dumps(decoder)

@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.huggingface import SizedTextRecipe, text_source
-from recipes.language import open_tokens
+from recipes.huggingface import SizedTextRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
-from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Sizes
 
 IGNORED = -100
@@ -44,10 +42,10 @@ class Quotations(Dataset):
     continues beyond the passage, it has no end.
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, vocabulary: int, special: Sequence[int] | None = None) -> None:
-        """Make them of a text's ids; the ids of [CLS], [SEP] and padding are ``special``, or those after the text's."""
+    def __init__(self, tokens: np.ndarray, context: int, cls: int, sep: int, pad: int) -> None:
+        """Make them of a text's ids; ``cls``, ``sep`` and ``pad`` are the ids of [CLS], [SEP] and padding."""
         self.tokens, self.context = tokens, context
-        self.cls, self.sep, self.pad = special or range(vocabulary, vocabulary + 3)
+        self.cls, self.sep, self.pad = cls, sep, pad
         self.longest = min(LONGEST_QUESTION, context // 8)
         self.room = context - 3 - self.longest
 
@@ -89,32 +87,22 @@ class Bert(SizedTextRecipe):
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "base"
+    cpu_sizes = Sizes(steps=1500, batch_size=32, micro_batch_size=32)  # a minute or two
+    gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # the batch that fine-tuning is published with
     fine_tuning_lr: ClassVar[float | None] = 0.05  # 5e-5, the highest of Devlin et al. 2018 for SQuAD (appendix A.3)
     masks_attention: ClassVar[bool] = True
     template: ClassVar[str] = "{cls_token} $A {sep_token} | {cls_token} $A {sep_token} $B:1 {sep_token}:1"
     predictor: ClassVar[str] = "question_answering"
 
-    def sizes(self, hardware: Hardware) -> Sizes:
-        """Return a minute or two of a CPU; on a GPU, the batch of 32 that fine-tuning is published with."""
-        if not hardware.is_gpu:
-            return Sizes(steps=1500, batch_size=32, micro_batch_size=32)
-        return Sizes(steps=2000, batch_size=32, micro_batch_size=32)
-
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and make questions of passages."""
-        tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
-        known, own = (
-            tokens.tokenizer.vocab_size,
-            self.own_special(tokens.tokenizer, ("cls_token", "sep_token", "pad_token")),
-        )
-        train, valid = (Quotations(part, self.tokens_per_sample, known, own) for part in (tokens.train, tokens.valid))
-        test = None if tokens.test is None else Quotations(tokens.test, self.tokens_per_sample, known, own)
+        tokens, context = self.open_tokens(data), self.tokens_per_sample
+        known = tokens.tokenizer.vocab_size
+        own = self.own_special(tokens.tokenizer, ("cls_token", "sep_token", "pad_token"))
+        cls, sep, pad = own or range(known, known + 3)
+        train, valid, test = tokens.parts(lambda part: Quotations(part, context, cls, sep, pad))
         description = f"{tokens.description}, questions about passages of {train.room} tokens"
-        special = {
-            "cls_token": ("[CLS]", train.cls),
-            "sep_token": ("[SEP]", train.sep),
-            "pad_token": ("[PAD]", train.pad),
-        }
+        special = {"cls_token": ("[CLS]", cls), "sep_token": ("[SEP]", sep), "pad_token": ("[PAD]", pad)}
         added = {} if own else special
         vocabulary = max(known + len(added), self.own_vocabulary())
         return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary, special=added)

@@ -12,7 +12,6 @@ from recipes.huggingface import check_dropout
 from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.errors import UserError
-from trainer.hardware import Hardware
 from trainer.recipe import Sizes
 
 
@@ -26,9 +25,9 @@ class GPT2(LanguageRecipe):
     shapes = SHAPES
     on_cpu = "mini"
     on_gpu = "124M"
+    cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a few minutes
+    gpu_sizes = Sizes(steps=2000, batch_size=480, micro_batch_size=16)  # the published half a million tokens a step
     longest = 1024
-    size: str = "auto"
-    """nano, mini, 124M, 350M, 774M, 1558M; auto: mini on a CPU, 124M on a GPU."""
     dropout: float = 0.0
     gelu: str = "tanh"
     """Of a new model: tanh, GPT-2's approximation, or erf, the exact function, in a third of the time on a CPU."""
@@ -42,12 +41,6 @@ class GPT2(LanguageRecipe):
             raise UserError(
                 f"recipe.gelu={self.gelu} has no effect with recipe.pretrained, which has its own; remove it"
             )
-
-    def sizes(self, hardware: Hardware) -> Sizes:
-        """A few minutes of a CPU, or the published half a million tokens a step on a GPU."""
-        if not hardware.is_gpu:
-            return Sizes(steps=200, batch_size=16, micro_batch_size=16)
-        return Sizes(steps=2000, batch_size=480, micro_batch_size=16)
 
     def network(self, vocabulary: int, context: int) -> Any:
         """Return GPT-2 with random weights, or the pretrained one."""

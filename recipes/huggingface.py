@@ -11,45 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from recipes.data.text.pretrained import Pretrained
-from recipes.data.text.source import TextDatasets, TextSource, Tokenizer
+from recipes.data.text.source import TextDatasets, TextSource, TokenData, Tokenizer
 from recipes.data.text.tokenizers import OWN_BPE
 from recipes.export import save_model, save_tokenizer
 from recipes.lora import LoRA, with_adapters
 from recipes.pretrained import open_pretrained, pretrained_config
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, Recipe
+from trainer.recipe import Choice, DataSource, Recipe, Sizes
 
 ATTENTION = ("sdpa", "eager")
-"""torch's fused kernels, or a product, a softmax and a product, which keep scores of T × T."""
-
-
-def text_source(data: DataSource, recipe: str) -> TextSource:
-    """Return ``data``, or refuse what cannot be read as text."""
-    if not isinstance(data, TextSource):
-        raise UserError(f"recipe={recipe} cannot read data={data.kind}; use data=python_docs, text, hub or synthetic")
-    return data
-
-
-def check_attention(attention: str) -> None:
-    """Refuse an unknown kind of attention."""
-    if attention not in ATTENTION:
-        raise UserError(f"recipe.attention={attention} is unknown; use recipe.attention={'|'.join(ATTENTION)}")
+"""torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
 
 
 def check_dropout(dropout: float) -> None:
     """Refuse a probability that is not in [0, 1)."""
     if not 0 <= dropout < 1:
         raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
-
-
-def check_context(context: int | str, least: int) -> None:
-    """Refuse a number of tokens that is neither auto nor a whole number of at least ``least``."""
-    if isinstance(context, str):
-        if context != "auto":
-            raise UserError(f"recipe.context={context} must be a whole number of tokens, or auto")
-    elif context < least:
-        raise UserError(f"recipe.context={context} must be at least {least} tokens")
 
 
 def with_padding(weights: dict[str, Tensor], model: nn.Module, network: Any, vocabulary: int, about: Any) -> None:
@@ -72,17 +50,19 @@ def with_padding(weights: dict[str, Tensor], model: nn.Module, network: Any, voc
             weights[name] = torch.cat([known, known.mean(0).expand(len(own) - vocabulary, -1)])
 
 
+@dataclass
 class SizedRecipe(Recipe):
-    """A model of a named size on any text: what becomes of ``auto``.
+    """One of transformers' models in a named size, on any text: what becomes of ``auto``.
 
-    A subclass names its sizes and the defaults among them. It declares the options ``size`` and ``context`` itself:
-    a config shows options in the order in which they are declared.
+    A subclass names its sizes and the defaults among them.
     """
 
     shapes: ClassVar[Mapping[str, Any]] = {}
     """By name, in ascending order."""
     on_cpu: ClassVar[str] = ""
     on_gpu: ClassVar[str] = ""
+    cpu_sizes: ClassVar[Sizes]
+    gpu_sizes: ClassVar[Sizes]
     context_is: ClassVar[str] = "tokens per sample"
     # Of adamw's 1e-3: 1e-4, as the upper end of what is usual; and the 2e-4 of Hu et al. 2021 (table 11, GPT-2) and of
     # Dettmers et al., "QLoRA", 2023 (table 9, 7B and 13B).
@@ -90,14 +70,42 @@ class SizedRecipe(Recipe):
     adapter_lr: ClassVar[float | None] = 0.2
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
-    size: str
+    least_context: ClassVar[int] = 2
+
+    size: str = "auto"
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
-    context: int | str
+    pretrained: str | None = None
+    """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
+    context: int | str = "auto"
     """Tokens, see ``context_is``; auto: the size's own."""
-    pretrained: str | None
-    """A hub id or folder whose model is fine-tuned; None: a new model."""
-    attention: str
-    lora: LoRA
+    attention: str = "sdpa"
+    """sdpa: torch's fused kernels, as far as they take a model's mask and bias; eager: scores of T × T in memory."""
+    lora: LoRA = field(default_factory=LoRA)
+
+    def __post_init__(self) -> None:
+        if self.attention not in ATTENTION:
+            raise UserError(f"recipe.attention={self.attention} is unknown; use recipe.attention={'|'.join(ATTENTION)}")
+        if isinstance(self.context, str):
+            if self.context != "auto":
+                raise UserError(f"recipe.context={self.context} must be a whole number of tokens, or auto")
+        elif self.context < self.least_context:
+            raise UserError(f"recipe.context={self.context} must be at least {self.least_context} tokens")
+
+    def open_tokens(self, data: DataSource) -> TokenData:
+        """Return the tokens of a text long enough for samples of ``context`` + 1.
+
+        Raises:
+            UserError: the data is no text, one of its parts is shorter, or it cannot be read.
+        """
+        context = self.tokens_per_sample
+        tokens = self._text(data).tokens(self.pretrained)
+        for part, array in (("training", tokens.train), ("validation", tokens.valid), ("test", tokens.test)):
+            if array is not None and len(array) < context + 1:
+                raise UserError(
+                    f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}; "
+                    f"use a longer text or recipe.context={max(2, len(array) // 2)}"
+                )
+        return tokens
 
     def pretrained_config(self) -> Any:
         """Return transformers' config of the pretrained model. Raises UserError where there is none of this kind."""
@@ -143,8 +151,12 @@ class SizedRecipe(Recipe):
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size and the context."""
-        text_source(data, self.name)
-        self._check_tokenizer(data)
+        chosen = getattr(self._text(data), "tokenizer", OWN_BPE)
+        if self.pretrained and chosen not in (OWN_BPE, self.pretrained):  # the default need not be dropped
+            raise UserError(
+                f"data.tokenizer={chosen} has no effect with recipe.pretrained={self.pretrained}, which has its own "
+                "tokenizer; remove one of them"
+            )
         choices = self.choose_model(hardware)
         if self.context == "auto":
             tokens = self.chosen(choices).tokens_per_sample
@@ -152,23 +164,21 @@ class SizedRecipe(Recipe):
         resolved = self.chosen(choices)
         if self.lora.rank and self.lora.target == "auto":
             target = self.lora.targets(self.name)
-            lora: Any = {"lora": replace(self.lora, target=target)}
-            return replace(resolved, **lora), [
-                *choices,
-                Choice("recipe.lora.target", target, f"peft's choice for {self.name}"),
-            ]
+            choices.append(Choice("recipe.lora.target", target, f"peft's choice for {self.name}"))
+            resolved = replace(resolved, lora=replace(self.lora, target=target))
         return resolved, choices
 
-    def own_context(self) -> int:
-        """Return the size's own number of tokens; of a pretrained model at most ``longest``."""
+    @property
+    def tokens_per_sample(self) -> int:
+        """``context``, where it is not auto, else the size's own; of a pretrained model at most ``longest``."""
+        if isinstance(self.context, int):
+            return self.context
         if self.pretrained:
             return min(self.longest, self._positions() or self.longest)
         return int(self.shapes[self.size].context)
 
-    @property
-    def tokens_per_sample(self) -> int:
-        """``context``, where it is not auto, else the size's own."""
-        return self.own_context() if isinstance(self.context, str) else self.context
+    def sizes(self, hardware: Hardware) -> Sizes:
+        return self.gpu_sizes if hardware.is_gpu else self.cpu_sizes
 
     def smaller(self) -> list[str]:
         names = list(self.shapes)
@@ -190,13 +200,11 @@ class SizedRecipe(Recipe):
         """The form of attention as transformers names it."""
         return "eager" if self.attention == "eager" else "sdpa"
 
-    def _check_tokenizer(self, data: DataSource) -> None:
-        brought, chosen = self.pretrained, getattr(data, "tokenizer", OWN_BPE)
-        if brought and chosen not in (OWN_BPE, brought):  # the default need not be dropped
-            raise UserError(
-                f"data.tokenizer={chosen} has no effect with recipe.pretrained={brought}, which has its own "
-                "tokenizer; remove one of them"
-            )
+    def _text(self, data: DataSource) -> TextSource:
+        if not isinstance(data, TextSource):
+            use = "use data=python_docs, text, hub or synthetic"
+            raise UserError(f"recipe={self.name} cannot read data={data.kind}; {use}")
+        return data
 
 
 @dataclass
@@ -205,19 +213,12 @@ class SizedTextRecipe(SizedRecipe):
 
     template: ClassVar[str] = ""
     """Where the special tokens stand, see ``recipes.export.save_tokenizer``."""
-    size: str = "auto"
-    pretrained: str | None = None
-    """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
-    context: int | str = "auto"
+    least_context: ClassVar[int] = 16
     dropout: float = 0.1
-    attention: str = "sdpa"
-    """sdpa: torch's fused kernels, as far as they take the model's mask and bias; eager: scores of T × T in memory."""
-    lora: LoRA = field(default_factory=LoRA)
 
     def __post_init__(self) -> None:
-        check_attention(self.attention)
+        super().__post_init__()
         check_dropout(self.dropout)
-        check_context(self.context, least=16)
 
     def own_special(self, tokenizer: Tokenizer, roles: Sequence[str]) -> list[int] | None:
         """Return the ids of special tokens, where the pretrained model brings them with its tokenizer.

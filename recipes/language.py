@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.data.text.source import TextDatasets, TextSource, TokenData
+from recipes.data.text.source import TextDatasets
 from recipes.export import save_model, save_tokenizer
-from recipes.huggingface import SizedRecipe, check_attention, check_context, text_source, with_padding
+from recipes.huggingface import SizedRecipe, with_padding
 from recipes.language_model import LanguageModel, torch_can_chunk
-from recipes.lora import LoRA, with_adapters
+from recipes.lora import with_adapters
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -54,21 +54,13 @@ class LanguageRecipe(SizedRecipe):
 
     unit = "tokens"
     predictor = "text_generation"
-    pretrained: str | None = None
-    """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
-    context: int | str = "auto"
-    """Tokens per sample; auto: the size's own."""
     chunked_loss: bool | str = "auto"
     """Never hold the fp32 logits as a whole; auto: on a GPU, where torch offers it (2.13 and later)."""
-    attention: str = "sdpa"
-    """sdpa: torch's fused kernels; eager: scores of T × T in memory."""
     vocabulary_multiple: int = 64
     """The vocabulary is padded to a multiple of this, which tensor cores like; 1: as it is. Changes no loss."""
-    lora: LoRA = field(default_factory=LoRA)
 
     def __post_init__(self) -> None:
-        check_attention(self.attention)
-        check_context(self.context, least=2)
+        super().__post_init__()
         if isinstance(self.chunked_loss, str) and self.chunked_loss != "auto":
             raise UserError(f"recipe.chunked_loss={self.chunked_loss} must be true, false or auto")
         if self.vocabulary_multiple < 1:
@@ -77,11 +69,6 @@ class LanguageRecipe(SizedRecipe):
     def network(self, vocabulary: int, context: int) -> Any:
         """Return transformers' model in fp32, for so many token ids and positions."""
         raise NotImplementedError
-
-    @property
-    def shape(self) -> Any:
-        """The numbers of the named size."""
-        return self.shapes[self.size]
 
     def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
         """Choose the size, the context and the form of the loss."""
@@ -93,10 +80,9 @@ class LanguageRecipe(SizedRecipe):
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""
-        tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
-        description = f"{tokens.description}, samples of {self.tokens_per_sample} tokens"
-        train, valid = (TokenWindows(part, self.tokens_per_sample) for part in (tokens.train, tokens.valid))
-        test = None if tokens.test is None else TokenWindows(tokens.test, self.tokens_per_sample)
+        tokens, context = self.open_tokens(data), self.tokens_per_sample
+        description = f"{tokens.description}, samples of {context} tokens"
+        train, valid, test = tokens.parts(lambda part: TokenWindows(part, context))
         vocabulary = max(tokens.tokenizer.vocab_size, self.own_vocabulary())
         return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary)
 
@@ -163,19 +149,3 @@ class LanguageRecipe(SizedRecipe):
             prompt = torch.cat([prompt, ids.gather(1, torch.multinomial(top.softmax(-1), 1))], dim=1)
         written = prompt[0, len(start) :].tolist()
         return f"a generated sample after {tokenizer.decode(start.tolist())!r}:\n{tokenizer.decode(written)}"
-
-
-def open_tokens(data: TextSource, tokenizer: str | None, context: int) -> TokenData:
-    """Return the tokens of a text long enough for samples of ``context`` + 1.
-
-    Raises:
-        UserError: one of its parts is shorter, or cannot be read.
-    """
-    tokens = data.tokens(tokenizer)
-    for part, array in (("training", tokens.train), ("validation", tokens.valid), ("test", tokens.test)):
-        if array is not None and len(array) < context + 1:
-            raise UserError(
-                f"data={data.kind}: the {part} text has {len(array)} tokens, one sample needs {context + 1}; "
-                f"use a longer text or recipe.context={max(2, len(array) // 2)}"
-            )
-    return tokens

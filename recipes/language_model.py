@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.attention import use_causal_kernels
+_CAUSAL = "sdpa_causal"
 
 
 class LossHead(nn.Linear):
@@ -92,6 +92,23 @@ class LanguageModel(nn.Module):
         hidden = self.network.base_model(tokens, use_cache=False).last_hidden_state
         loss: Tensor = self.network.lm_head(hidden, targets)
         return loss
+
+
+def use_causal_kernels(network: Any) -> None:
+    """Let a causal model with sdpa's attention call it without a mask: every sample is one text.
+
+    Otherwise transformers checks in every forward pass whether texts are packed into a sample: the host waits for
+    the device, and where it cannot read the values (a forecast of memory) a mask of T × T is made.
+
+    Args:
+        network: transformers' model.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if network.config._attn_implementation == "sdpa":
+        AttentionInterface.register(_CAUSAL, sdpa_attention_forward)  # there is no mask of this name, so none is made
+        network.config._attn_implementation = _CAUSAL
 
 
 def torch_can_chunk() -> bool:

@@ -51,8 +51,8 @@ class Llama(LanguageRecipe):
     shapes = SHAPES
     on_cpu = "nano"
     on_gpu = "1B"
-    size: str = "auto"
-    """nano, 1B, 8B; auto: nano on a CPU, 1B on a GPU."""
+    cpu_sizes = Sizes(steps=200, batch_size=16, micro_batch_size=16)  # a minute or two
+    gpu_sizes = Sizes(steps=500, batch_size=8, micro_batch_size=1)  # one sample of 8192 tokens at a time
     layers: int | None = None
     """These five: null is the size's own."""
     width: int | None = None
@@ -92,12 +92,6 @@ class Llama(LanguageRecipe):
                 f"use recipe.kv_heads={fitting}"
             )
         return choices
-
-    def sizes(self, hardware: Hardware) -> Sizes:
-        """A minute or two of a CPU; on a GPU one sample of 8192 tokens at a time."""
-        if not hardware.is_gpu:
-            return Sizes(steps=200, batch_size=16, micro_batch_size=16)
-        return Sizes(steps=500, batch_size=8, micro_batch_size=1)
 
     def network(self, vocabulary: int, context: int) -> Any:
         """Return transformers' Llama in fp32: with random weights, or the pretrained one."""

@@ -11,7 +11,7 @@ import torch
 
 from recipes.data.text.pretrained import hub_reachable, in_hub_cache
 from trainer.errors import UserError, first_line
-from trainer.tracking.mlflow.delivery_record import TOKENIZER
+from trainer.files import TOKENIZER
 
 RECIPES = ("gpt2", "llama", "bert", "t5")
 """The recipes that open such folders; a recipe's name is transformers' own for the type of model."""

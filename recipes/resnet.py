@@ -132,19 +132,14 @@ class ResNet(Recipe):
         architectures.check_size(self.arch, datasets.image_size, outputs)
         if self.train_image_size is not None:
             self._set_train_size(datasets, outputs)
-        if self.pretrained is not None:
-            datasets = self._with_weights(datasets, outputs)
+        if self.pretrained is not None:  # opened before the other ranks do, and normalised as the weights need it
+            weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
+            new_head = pretrained.new_head(weights, self.arch, datasets, outputs)
+            datasets = replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
         if self.mean is None or self.std is None:
             return datasets
         mean, std = pretrained.normalisation({"mean": self.mean, "std": self.std})
         return replace(datasets, mean=mean, std=std)
-
-    def _with_weights(self, datasets: ImageDatasets, outputs: int) -> ImageDatasets:
-        """Return the data, normalised as the pretrained weights need it."""
-        assert self.pretrained is not None
-        weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)  # before the other ranks do
-        new_head = pretrained.new_head(weights, self.arch, datasets, outputs)
-        return replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
 
     def decided(self, datasets: ImageDatasets) -> list[Choice]:
         """Return what becomes of the pretrained weights."""
@@ -209,27 +204,19 @@ class ResNet(Recipe):
     @classmethod
     def inherited(cls, about: dict[str, Any]) -> dict[str, Any]:
         """Return the size and the normalisation of the images that the weights were trained with."""
-        size = {"image_size": about["image_size"]} if "image_size" in about else {}
-        if "mean" not in about:
-            return size
-        mean, std = pretrained.normalisation(about)
-        return size | {"mean": list(mean), "std": list(std)}
+        return {name: about[name] for name in ("image_size", "mean", "std") if name in about}
 
     def fitted(
         self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]
     ) -> tuple[dict[str, Tensor], list[Choice]]:
-        """Return the weights, but a new head where the classes are others; and what is not known about them."""
-        unknown = []
-        if self.mean is None and "mean" not in about:
-            why = "those of the new data: the run it starts from is of an earlier version, and has not exported its own"
-            unknown = [Choice("recipe.mean, recipe.std", None, why)]
+        """Return the weights, but a new head where the classes are others."""
         outputs, own = self._outputs(datasets), model.state_dict()
         head = architectures.head(self.arch, datasets.image_size, outputs)
         fits = all(name in weights and weights[name].shape == own[name].shape for name in head)
         if fits and about.get("classes", datasets.classes) == datasets.classes:
-            return weights, unknown
+            return weights, []
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
-        return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why), *unknown]
+        return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why)]
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what the model's library needs to build it again, and how images become its input."""

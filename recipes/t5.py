@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.huggingface import SizedTextRecipe, text_source
-from recipes.language import open_tokens
+from recipes.huggingface import SizedTextRecipe
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
-from trainer.hardware import Hardware
 from trainer.recipe import DataSource, LossOutput, Sizes
 
 NOISE, SPAN = 0.15, 3
@@ -54,19 +52,12 @@ class SpanCorruption(Dataset):
     EOS. All samples are equally long: from 512 input tokens on, 114 are the target.
     """
 
-    def __init__(self, tokens: np.ndarray, context: int, vocabulary: int) -> None:
-        """Make them of a text's ids; those of the start, EOS and the sentinels follow, until ``use`` gives others."""
+    def __init__(self, tokens: np.ndarray, context: int, eos: int, sentinels: Sequence[int]) -> None:
+        """Make them of a text's ids; ``eos`` and ``sentinels`` are ids of their own, one sentinel for each span."""
         self.tokens = tokens
-        # The most tokens that leave room for sentinels and EOS.
-        self.window = max(n for n in range(context, 2 * context) if n - _cuts(n)[0] + _cuts(n)[1] + 1 <= context)
+        self.window = window(context)
         self.noise, self.spans = _cuts(self.window)
-        self.vocabulary = vocabulary + 2 + self.spans
-        self.use(range(vocabulary, self.vocabulary))
-
-    def use(self, special: Sequence[int]) -> None:
-        """Take these ids for the start, EOS and the sentinels, in this order."""
-        self.start, self.eos, *sentinels = special
-        self.sentinels = np.array(sentinels)
+        self.eos, self.sentinels = eos, np.array(sentinels)
 
     def __len__(self) -> int:
         return len(self.tokens) // self.window
@@ -92,9 +83,14 @@ class SpanCorruption(Dataset):
         return np.append(marked[begins | ~out], self.eos)
 
 
-def _cuts(window: int) -> tuple[int, int]:
+def window(context: int) -> int:
+    """Return how many tokens of a text leave room for sentinels and EOS in an input of ``context``, at most."""
+    return max(n for n in range(context, 2 * context) if n - _cuts(n)[0] + _cuts(n)[1] + 1 <= context)
+
+
+def _cuts(tokens: int) -> tuple[int, int]:
     """Return how many of so many tokens are removed, and in how many spans."""
-    noise = max(1, round(window * NOISE))
+    noise = max(1, round(tokens * NOISE))
     return noise, max(1, round(noise / SPAN))
 
 
@@ -114,35 +110,28 @@ class T5(SizedTextRecipe):
     shapes: ClassVar[Mapping[str, Any]] = SHAPES
     on_cpu: ClassVar[str] = "nano"
     on_gpu: ClassVar[str] = "small"
+    cpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # a minute or two
+    gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # a quarter of the published batch
     context_is: ClassVar[str] = "tokens of the encoder's input"
     masks_attention: ClassVar[bool] = True
     template: ClassVar[str] = "$A {eos_token} | $A {eos_token} $B {eos_token}"
     predictor: ClassVar[str] = "text_to_text"
 
-    def sizes(self, hardware: Hardware) -> Sizes:
-        """Return a minute or two of a CPU; on a GPU, a quarter of the published batch of 128."""
-        if not hardware.is_gpu:
-            return Sizes(steps=500, batch_size=32, micro_batch_size=32)
-        return Sizes(steps=2000, batch_size=32, micro_batch_size=32)
-
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise, and remove spans."""
-        tokens = open_tokens(text_source(data, self.name), self.pretrained, self.tokens_per_sample)
+        tokens, context = self.open_tokens(data), self.tokens_per_sample
         known = tokens.tokenizer.vocab_size
-        train, valid = (SpanCorruption(part, self.tokens_per_sample, known) for part in (tokens.train, tokens.valid))
-        test = None if tokens.test is None else SpanCorruption(tokens.test, self.tokens_per_sample, known)
-        cut = f"{train.noise} tokens in {train.spans} spans removed from each {train.window}"
-        # Under T5's own names; the start pads, too.
-        special = {"pad_token": ("<pad>", train.start), "eos_token": ("</s>", train.eos)}
-        names = [f"<extra_id_{n}>" for n in range(train.spans)]
-        special |= {f"sentinel_{n}": (name, int(train.sentinels[n])) for n, name in enumerate(names)}
+        names = [f"<extra_id_{n}>" for n in range(_cuts(window(context))[1])]
         own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
-        if own:
-            for part in filter(None, (train, valid, test)):
-                part.use(own)
-        vocabulary = max(known if own else train.vocabulary, self.own_vocabulary())
+        start, eos, *sentinels = own or range(known, known + 2 + len(names))
+        train, valid, test = tokens.parts(lambda part: SpanCorruption(part, context, eos, sentinels))
+        cut = f"{train.noise} tokens in {train.spans} spans removed from each {train.window}"
         description = f"{tokens.description}, {cut}"
+        # Under T5's own names; the start pads, too.
+        special = {"pad_token": ("<pad>", start), "eos_token": ("</s>", eos)}
+        special |= {f"sentinel_{n}": each for n, each in enumerate(zip(names, sentinels, strict=True))}
         added = {} if own else special
+        vocabulary = max(known + len(added), self.own_vocabulary())
         return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary, special=added)
 
     def network(self, datasets: TextDatasets) -> Any:

@@ -3,14 +3,14 @@
   budget_minutes=5   time for all measurements, about
   goal=speed         or memory: the least memory, in at most 1.5 times the default's time
   quality=false      true: also tries 16-bit weights, and tests that the advised setting trains as well as the default
-  exhaustive=false   true: afterwards measures every combination too, and says how far from the best the advice is
   fresh=false        true: measures again what an earlier call has measured
 All other arguments are for train.py: they hold for every candidate, and what they set is not varied.
 
 Tried are the precisions that this hardware computes fast, torch.compile, microbatches, forms of attention and of the
 loss, the order of images in memory, the optimizer's kernel, threads on a CPU; for memory, activation checkpointing.
 Each candidate runs in a process of its own and takes turns with train.py's default. Those that look good are combined
-and measured longer; the chosen one is timed once more against the default, and that ratio is what is reported.
+and measured longer; the chosen one is timed once more against the default, both in several new processes, and that
+ratio is what is reported.
 
 The doctor examines a step of the winner; one with a fault is not advised. Writes the answer and a picture to
 <output_dir>/advice/<recipe>-<key>, the setting as conf/experiment/advised_<recipe>_<machine>.yaml, and MLflow's runs.

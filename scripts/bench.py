@@ -1,7 +1,7 @@
 """Measure the project's performance targets, as ratios from one run: ``python scripts/bench.py``.
 
   only=memory,precision   run only these measurements (default: all):
-                          precision, trainer, peers, nanogpt, roofline, optimizers, meters, ema,
+                          precision, trainer, peers, nanogpt, roofline, optimizers, diagnostics, ema,
                           memory, loader, generation, evaluation, startup, saving, parallel
   repeats=5               repeats; the median is shown
   device=auto             as for train.py

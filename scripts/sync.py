@@ -15,7 +15,7 @@ from trainer.config.options import parse, run
 
 def main(arguments: list[str]) -> int:
     """Send, and print a line for each run."""
-    from trainer.tracking.command import SyncOptions, sync
+    from trainer.tracking.sync import SyncOptions, sync
 
     options, folders = parse(arguments, SyncOptions, "paths")
     return sync(options, folders)

@@ -16,7 +16,7 @@ from trainer.config.options import parse, run
 
 def main(arguments: list[str]) -> int:
     """Print what to open, and serve it."""
-    from trainer.tracking.command import UiOptions, ui
+    from trainer.tracking.ui import UiOptions, ui
 
     options, _ = parse(arguments, UiOptions)
     return ui(options)

@@ -30,7 +30,8 @@ from evidence.certificate.differences import metrics, ulps
 from tests import forks
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import steps as saved_steps
-from trainer.tracking.mlflow.delivery_record import final_status, is_delivered, read_record
+from trainer.files import final_status
+from trainer.tracking.mlflow.record import is_delivered, read_record
 from trainer.tracking.mlflow.store import valid_key
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -196,7 +197,7 @@ def job_of(recipe: str, steps: int, name: str) -> list[str]:
 
 def campaign(folder: Path, recipes: list[str], kills: int, seed: int, starter: Starter, steps: int = 40) -> list[Round]:
     """Kill runs of these recipes in turn until there were so many kills; print the result of each round."""
-    from trainer.tracking.mlflow.sync import SyncStatus, send
+    from trainer.tracking.sync import SyncStatus, send
 
     draw = random.Random(seed)
     rounds: list[Round] = []

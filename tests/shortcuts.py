@@ -19,19 +19,19 @@ from trainer.hardware import NATIVE, Hardware
 from trainer.precision import kernels
 from trainer.profiling import rates
 from trainer.tracking import plots
-from trainer.tracking.mlflow import serving, sqlite
+from trainer.tracking.mlflow import serving, store
 
 STORE = "MANTISSA_TEST_STORE"
 """The environment's name of the MLflow store that others are copied from; the first that needs it makes it."""
 RATES = {"fp32": 0.1, "tf32": 0.4, "bf16": 0.8, "fp16": 0.001, "fp8": 1.6}
-draw, _create = plots.plot_run, sqlite._create
+draw, set_up = plots.plot_run, store.set_up
 
 
 def take() -> None:
     """Take them all in this process."""
     kernels.times = made_up_times  # measuring takes time, and between equals chance decides
     rates.remembered = lambda kind, of, work: RATES[of["format"]]
-    sqlite._create = copied  # MLflow's migrations
+    store.set_up = copied  # MLflow's migrations
     plots.plot_run = lambda *_: []
     serving._imported = functools.cache(serving._imported)  # the project's files do not change
 
@@ -44,9 +44,9 @@ def made_up_times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str,
 
 
 def copied(database: Path) -> Any:
-    """As ``sqlite._create``."""
+    """As ``store.set_up``."""
     whole = Path(os.environ[STORE])
     with FileLock(f"{whole}.lock"):
         if not whole.exists():
-            _create(whole)
+            set_up(whole)
     shutil.copy(whole, database)

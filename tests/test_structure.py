@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
-PACKAGES = ("trainer", "recipes", "evidence", "inference")
+PACKAGES = ("trainer", "recipes", "evidence", "inference", "mantissa")
 
 
 def sources(*folders: str) -> dict[str, Path]:
@@ -58,7 +58,7 @@ def place(module: str) -> str:
 
 
 def test_the_imports_are_read() -> None:
-    assert "trainer.config.schema" in IMPORTS["trainer.trainer"]
+    assert "trainer.config.step" in IMPORTS["trainer.trainer"]
     assert "trainer.trainer" in IMPORTS["evidence.probes"]  # within a function
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
 
@@ -67,6 +67,12 @@ def test_the_imports_are_read() -> None:
 def test_nothing_below_imports_the_evidence_or_the_inference(package: str, above: tuple[str, ...]) -> None:
     found = {(name, other) for name, others in IMPORTS.items() for other in others if other.startswith(package)}
     assert {name for name, _ in found if not name.startswith((package, *above))} == set()
+
+
+def test_the_trainer_knows_no_recipe() -> None:
+    """But for the registration of config groups, which finds the classes of recipes, data and augmentation."""
+    found = {name for name, others in IMPORTS.items() if any(other.startswith("recipes") for other in others)}
+    assert {name for name in found if name.startswith("trainer")} == {"trainer.config.registration"}
 
 
 def test_files_form_no_circle() -> None:

@@ -71,12 +71,22 @@ class Interrupted(KeyboardInterrupt):
         return type(self), (str(self), self.exit_code - 128)
 
 
+def redacted(text: str) -> str:
+    """Return a text with ``***`` in place of what is secret in the addresses in it.
+
+    That is ``scheme://user:PASSWORD@host``, ``http://TOKEN@host`` and queries such as ``?token=TOKEN``.
+    """
+    text = re.sub(r"(://[^\s:/@]*):(?!\d+[/?#])\S*@", r"\1:***@", text)  # the digits are a port
+    text = re.sub(r"(https?://)[^\s:/@]+@", r"\1***@", text)
+    return re.sub(r"([?&][^\s=&]*(?:token|password|secret|api_?key)[^\s=&]*)=[^\s&]+", r"\1=***", text, flags=re.I)
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 300 characters, without the passwords of addresses in it.
+    """Return the first line of an error's message, redacted, of at most 300 characters.
 
     Errors of MLflow, SQLAlchemy and the Hub have many lines, and some repeat the address with its password.
     """
-    text = re.sub(r"(://[^\s:/@]*):[^\s/]*@", r"\1:***@", str(error).strip())
+    text = redacted(str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 

@@ -1,12 +1,12 @@
-"""Atomic file writes, strict JSON reading, locks, caches, and the folder of the project."""
+"""Atomic file writes, strict JSON reading, locks, caches, this repository's folder, and names in a run's."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,9 +21,23 @@ T = TypeVar("T")
 PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
 
-_DEEPEST = 32
-"""Levels of lists and objects that ``read_json`` accepts; no file of the project has more than ten."""
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+# What a run's folder holds, beside config.json and checkpoints/
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+PRECISION_FILE = "precision.json"
+RECORD_FILE = "mlflow.json"
+"""Which run it is in MLflow, and whether MLflow has all of it."""
+SOURCE_FILE = "init_from.json"
+"""Of a run that started from another one: which one, and which weights of it."""
+IMAGES_FILE = "images.json"
+"""Of a run on images: the names of their classes, their size, and what they are normalised with."""
+TOKENIZER = "tokenizer"
+"""The folder with the tokenizer of the run's text."""
+BEST = "best"
+"""The folder with the exported best weights."""
+
+_LARGEST_JSON = 64 * 2**20
+"""Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -45,15 +59,18 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON, has a key twice, or is nested more than 32 levels deep.
+        ValueError: it is not JSON, has a key twice, is nested too deeply, is larger than 64 MiB, or is no file (a pipe,
+            a device, or a link to one, which could be read for ever).
     """
-    text = path.read_text(encoding="utf-8")
-    depth = 0
-    for token in _BRACKETS.finditer(text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
-        if depth > _DEEPEST:
-            raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
-    return json.loads(text, object_pairs_hook=_once_each)
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is not a regular file")
+    if found.st_size > _LARGEST_JSON:
+        raise ValueError(f"it is larger than {_LARGEST_JSON // 2**20} MiB")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once_each)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -75,6 +92,12 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             for line in file:
                 if line.endswith(b"\n"):
                     yield json.loads(line)
+
+
+def final_status(folder: Path) -> str | None:
+    """Return the status in a run's summary; None: the run was killed before it could write one."""
+    status = read_object(folder / SUMMARY_FILE).get("status")
+    return status if status in ("FINISHED", "FAILED", "KILLED") else None
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.weights import read_exported
 from trainer.data.contract import Batch, Datasets
+from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.hardware import Hardware
 
@@ -67,6 +68,62 @@ class DataSource(SetOnce):
 
     kind: ClassVar[str] = ""
     """The choice ``data=<kind>``. (Not ``name``, which is an option of ``data=hub``.)"""
+
+    def augmented(self, augment: Augment) -> DataSource:
+        """Return the source with samples augmented in this way; here it can do nothing.
+
+        Raises:
+            UserError: the augmentation has no effect on this data.
+        """
+        if typed := augment.effect():
+            raise UserError(f"{typed} has no effect: data={self.kind} has no images; leave it out")
+        return self
+
+
+@dataclass
+class Augment(SetOnce):
+    """The ``augment`` config group: what training changes about a sample at random. This base changes nothing.
+
+    What it means for images is in ``recipes/data/images/augment.py``.
+    """
+
+    kind: ClassVar[str] = "none"
+    """The choice ``augment=<kind>``."""
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Return the number that ``micro_batch_size`` has to be a multiple of."""
+        return 1
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise UserError where a part of it has no effect in this recipe."""
+
+    def check_batching(self, batch_size: int, micro_batch_size: int) -> None:
+        """Raise UserError where the augmentation cannot work with these sizes, of one rank."""
+
+    def effect(self) -> str | None:
+        """Return what was asked for, as typed; None: nothing."""
+        return None
+
+    def decided(self) -> tuple[Augment, list[Choice]]:
+        """Return what ``auto`` became when the data was opened, and the choice to be shown."""
+        return self, []
+
+    def as_before(self, kind: str) -> Augment:
+        """Return what ``auto`` became in an earlier run, whose record names the choice ``kind``."""
+        return self
+
+
+class FirstWeights:
+    """Where a new model's first weights come from, in the place of the recipe's own."""
+
+    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Choice]:
+        """Overwrite the weights of a new model, on the host; return what is not taken over.
+
+        Raises:
+            UserError: the weights do not fit the model, or are damaged.
+        """
+        raise NotImplementedError
 
 
 @dataclass

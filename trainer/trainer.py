@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from trainer.checkpoint.generators import random_state, set_random_state
-from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.state import training_state
-from trainer.config.schema import Config, Plan
+from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation
 from trainer.data.loader import DataOrder, to_device
+from trainer.determinism import random_state, seed_everything, set_determinism, set_random_state
 from trainer.hardware import Hardware, detect
-from trainer.kernels import attention
-from trainer.kernels.determinism import seed_everything, set_determinism
+from trainer.optim.freeze import freeze
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import accumulation_dtype, masters_of
 from trainer.optim.update import Update
-from trainer.parallel.freeze import freeze
 from trainer.parallel.world import World
-from trainer.profiling import calls
+from trainer.precision import attention, calls
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.reader import CheckpointReader
 
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
 
@@ -59,15 +59,15 @@ class Gradients(NamedTuple):
     units: int
 
 
-class Trainer:
+class Trainer(Generic[Config]):
     """The model in training: everything that a step changes, and nothing about where it is reported.
 
     Args:
-        config: resolved, see ``Config.resolve``.
+        config: resolved, see ``StepConfig.resolve``.
         plan: the resolved numbers.
         hardware: where it runs.
         world: the processes that train together.
-        datasets: see ``Config.open_datasets``.
+        datasets: see ``StepConfig.open_datasets``.
 
     Raises:
         UserError: the model that the config names cannot be built.
@@ -106,11 +106,13 @@ class Trainer:
         config.activation_checkpointing.apply(blocks)
         mixed = bool(self.fp32_modules or self.operator_calls)
         config.compile.apply(config.parallel.compiled(self.model, blocks), self.device, mixed)
-        self.replica = config.parallel.wrap(self.model, blocks, self.device, accumulation_dtype(config.precision.mode))
+        self.replica = config.parallel.wrap(
+            self.model, blocks, self.device, accumulation_dtype(config.precision.format)
+        )
         """The model as training's forward passes call it."""
         if self.world.rank:
             seed_everything((config.seed + _RANK_STRIDE * self.world.rank) % 2**32)  # the same weights, other dropout
-        self.masters = masters_of(config.precision.mode, self.model, config.seed)
+        self.masters = masters_of(config.precision.format, self.model, config.seed)
         """The weights that the optimizer changes, where they are not the model's own."""
         changed = self.masters or self.model
         self.optimizer = config.optimizer.build(changed, self.device, blocks)
@@ -119,7 +121,7 @@ class Trainer:
         """The averaged weights, which evaluation and the export use where there are any."""
         if average := getattr(self.optimizer, "average", None):
             self.average = average(self.model, changed.named_parameters(), kept)
-        self.loss_scale = config.scaler.build(config.precision.mode, self.device)
+        self.loss_scale = config.scaler.build(config.precision.format, self.device)
         self.update = self.update_class(
             self.optimizer,
             changed.parameters(),
@@ -134,7 +136,7 @@ class Trainer:
         self.model.train()
 
     @classmethod
-    def from_config(cls, config: Config, hardware: Hardware | None = None, world: World | None = None) -> Trainer:
+    def from_config(cls, config: Config, hardware: Hardware | None = None, world: World | None = None) -> Self:
         """Resolve a config and return its trainer, ready for the first step.
 
         Args:
@@ -199,7 +201,7 @@ class Trainer:
         Raises:
             UserError: it is not of this model and this optimizer, or is damaged; nothing was loaded.
         """
-        rng = saved.rng(self.world.rank, self.device)
+        rng = saved.rng(self.world.rank)
         saved.restore(self.model, self.optimizer, self.masters, self.average)
         self.loss_scale.load_state_dict(saved.progress["loss_scale"])
         self.step = saved.step

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import logging
 import math
 import shlex
@@ -14,33 +16,35 @@ from typing import Any
 
 from rich.console import Console
 
-from evidence.advice import cache
-from evidence.advice.candidates import GOALS, Setting, space_of
-from evidence.advice.checkup import NOT_EXAMINED, check
-from evidence.advice.conclude import Conclusion, conclude, objections
-from evidence.advice.experiment import overrides_of
-from evidence.advice.outputs import Grid, Outputs
-from evidence.advice.plan import Plan
-from evidence.advice.rounds import Bench
-from evidence.advice.schema import Advice, Candidate, Log
+from evidence.advice import experiment
+from evidence.advice.candidates import COMPILE, space_of
+from evidence.advice.checkup import check, quality
+from evidence.advice.publish import publish
+from evidence.advice.report import picture, print_advice, sentence
+from evidence.advice.schema import GOALS, SPEED, Advice, Entry, read
 from evidence.advice.search import BUDGET, Search
-from evidence.advice.text import print_advice
+from evidence.advice.timing import Timer
 from evidence.advice.worker import COMPILED, Worker, prepare
 from evidence.claims.reproduce import machine_name
-from trainer.config.compose import combinations, compose
+from mantissa.display import duration
+from trainer.config.compose import CONF, combinations, compose
 from trainer.config.options import parse
+from trainer.config.registration import flatten
 from trainer.config.schema import Config
+from trainer.data.loader import fingerprint
 from trainer.errors import UserError, nearest
-from trainer.files import check_output_dir, in_use, make_folder
-from trainer.formats import duration
+from trainer.files import PROJECT, check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
-GRID = "grid"
-"""The folder below the advice's for the processes of ``exhaustive=true``."""
+ANSWER, OUTCOMES = "advice.json", "outcomes.jsonl"
+PICTURE = "advice.png"
 BLOCKS = 600
 """Blocks that fit into a budget, about: a twentieth of a second to a second each."""
+_CODE = ("mantissa", "trainer", "recipes", "conf")
+_ELSEWHERE = ("output_dir", "tracking", "run_name")
+"""Options that change nothing that is measured."""
 
 
 @dataclass
@@ -48,9 +52,8 @@ class AdviseOptions:
     """Of scripts/advise.py."""
 
     budget_minutes: float = 5.0
-    goal: str = "speed"
+    goal: str = SPEED
     quality: bool = False
-    exhaustive: bool = False
     fresh: bool = False
 
 
@@ -65,30 +68,44 @@ def main(arguments: list[str]) -> int:
     options, overrides = parse(arguments, AdviseOptions, "overrides")
     config = _checked(options, overrides)
     hardware = detect(config.device)
-    config.resolve(hardware)  # mistakes before any work
-    of = cache.identity(overrides, options.goal, options.quality, hardware)
-    folder = Path(config.output_dir).expanduser() / "advice" / cache.folder_name(config.recipe.name, of)
+    resolved = config.resolve(hardware)  # mistakes before any work
+    given = sorted(each for each in overrides if each.partition("=")[0].partition(".")[0] not in _ELSEWHERE)
+    name = hashlib.sha256(json.dumps([given, options.goal, options.quality]).encode()).hexdigest()[:8]
+    folder = Path(config.output_dir).expanduser() / "advice" / f"{config.recipe.name}-{name}"
     make_folder(folder)
     console = Console(highlight=False)
+    new = Advice(
+        recipe=config.recipe.name,
+        goal=options.goal,
+        overrides=overrides,
+        command=shlex.join(["python", "scripts/advise.py", *arguments]),
+        steps=resolved.plan.steps,
+        machine=machine_name(hardware),
+        hardware=hardware.facts(),
+        versions=versions(),
+        git=git_facts(),
+        depends_on=_depends_on(config, hardware),
+        budget_minutes=options.budget_minutes,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
     with in_use(folder):
-        before, log, more = cache.load(folder)
-        if options.fresh or cache.changed(of, before):
-            if before and not options.fresh:
-                console.print(f"measured again: {', '.join(cache.changed(of, before))} changed since the earlier call")
-            log, more = Log(), {}
-        job = _Job(options, overrides, config, hardware, folder, of, log, console, more.get("faults", {}))
-        if more and (known := cache.read(folder)) and not _continues(known, options, more):
+        known = read(folder / ANSWER)
+        changed = [name for name in ("hardware", "versions") if known and getattr(known, name) != getattr(new, name)]
+        changed += [what for what, of in new.depends_on.items() if known and known.depends_on.get(what) != of]
+        if changed and not options.fresh:
+            console.print(f"measured again: {', '.join(changed)} changed since the earlier call")
+        if known is None or changed or options.fresh:
+            advice = new
+        else:
+            advice = known
+        continues = advice.stopped == BUDGET and options.budget_minutes > advice.budget_minutes
+        if advice.winner and not continues:
             console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
-            job.finish(known, more["notes"])
-            return 0
-        (folder / cache.ANSWER).unlink(missing_ok=True)
-        job.finish(*job.run())
+        else:
+            advice.budget_minutes, advice.command, advice.winner = options.budget_minutes, new.command, ""
+            _search(advice, overrides, options, hardware, folder, console)
+        _finish(advice, options, config, folder, console)
     return 0
-
-
-def _continues(known: Advice, options: AdviseOptions, more: dict[str, Any]) -> bool:
-    """Return whether a larger budget is given to a search that ended for want of time."""
-    return known.stopped == BUDGET and options.budget_minutes > more["budget_minutes"]
 
 
 def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
@@ -113,136 +130,74 @@ def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
     return config
 
 
-def _command(overrides: list[str], options: AdviseOptions) -> str:
-    """Return the command line with the options that are not the defaults."""
-    own = {
-        key: value for key, value in asdict(options).items() if value != getattr(AdviseOptions, key) and key != "fresh"
+def _depends_on(config: Config, hardware: Hardware) -> dict[str, str]:
+    """Return hashes of what an answer depends on, besides hardware and versions, by what it is called in a message."""
+    options = {key: value for key, value in flatten(config).items() if key.partition(".")[0] not in _ELSEWHERE}
+    code = hashlib.sha256()
+    for path in sorted(path for top in _CODE for path in (PROJECT / top).rglob("*")):
+        if path.suffix in (".py", ".yaml") and not path.name.startswith(experiment.PREFIX):
+            code.update(str(path.relative_to(PROJECT)).encode() + b"\0" + path.read_bytes())
+    return {
+        "the options of a file in conf/": hashlib.sha256(repr(options).encode()).hexdigest()[:16],
+        "the data": fingerprint(config.resolve(hardware).config.open_datasets()),
+        "the code": code.hexdigest()[:16],
     }
-    typed = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in own.items()]
-    return shlex.join(["python", "scripts/advise.py", *overrides, *typed])
 
 
-@dataclass
-class _Job:
-    """One search, from the candidates to the answer."""
+def _search(
+    advice: Advice, overrides: list[str], options: AdviseOptions, hardware: Hardware, folder: Path, console: Console
+) -> None:
+    """Search, and write the advice; it is saved after each measurement, so that the same command continues."""
+    began = time.monotonic() - advice.spent_s
 
-    options: AdviseOptions
-    overrides: list[str]
-    config: Config
-    hardware: Hardware
-    folder: Path
-    of: dict[str, Any]
-    log: Log
-    console: Console
-    faults: dict[str, list[str]]
-    """That the doctor found in an earlier call, by label."""
+    def say(line: str) -> None:
+        console.print(f"[{duration(time.monotonic() - began)}] {line}", markup=False, soft_wrap=True)
 
-    def __post_init__(self) -> None:
-        self.began = time.monotonic() - self.log.spent_s
+    space, common = space_of(overrides, hardware, options.goal, options.quality)
+    advice.overrides = common
+    say(f"varied: {', '.join(space.varied) or 'nothing, all options are set'}")
+    for label, why in space.left_out.items():
+        say(f"left out: {label} ({why})")
+    if COMPILE in space.varied and options.goal == SPEED:  # otherwise all compile, or none
+        say(f"ranked by the time of a run of {advice.steps} steps, compile time included")
+    budget_s = 60 * options.budget_minutes
+    timer = Timer(
+        lambda candidate, fresh: Worker(candidate, common, folder, fresh),
+        lambda: available_bytes(hardware.device),
+        min(1.0, max(0.05, budget_s / BLOCKS)),
+    )
 
-    def run(self) -> tuple[Advice, list[str]]:
-        """Search, and return the answer with notes for the user."""
-        space, common = space_of(self.overrides, self.hardware, self.options.goal, self.options.quality)
-        varied = [factor.name for factor in space.factors if len(factor.values) > 1]
-        self._say(f"varied: {', '.join(varied) or 'nothing, all options are set'}")
-        for entry in space.left_out:
-            self._say(f"left out: {entry.candidate.label} ({entry.reason})")
-        steps = compose(common).resolve(self.hardware).plan.steps
-        if "compile" in varied and self.options.goal == "speed":  # otherwise all compile, or none
-            self._say(f"ranked by the time of a run of {steps} steps, compile time included")
-        plan = Plan(space, self.log, self.options.goal, steps, faults=self.faults)
-        budget_s = 60 * self.options.budget_minutes
-        bench = self._bench(common, self.log, self.folder)
-        notes = list(space.notes)
-        more = {"budget_minutes": self.options.budget_minutes, "notes": notes, "faults": self.faults}
-        prepare()
-        self.log.spent_s = time.monotonic() - self.began
-        search = Search(plan, bench, budget_s, lambda: cache.save(self.folder, self.of, self.log, more), self._say)
-        health: dict[str, Any] = {}
+    def check_up(entry: Entry) -> dict[str, Any]:
+        timer.close()  # the doctor has the memory for itself
+        say(f"check-up by the doctor: {entry.label}")
+        return check(experiment.overrides_of(common, entry.candidate), hardware, folder)
 
-        def check_up(candidate: Candidate) -> dict[str, Any]:
-            bench.close()  # the doctor has the memory for itself
-            self._say(f"check-up by the doctor: {candidate.label}")
-            return check(overrides_of(common, candidate), self.hardware, self.folder)
+    prepare()
+    advice.spent_s = time.monotonic() - began
+    try:
+        Search(space, advice, timer, budget_s, check_up, lambda: _save(advice, folder), say).run()
+    finally:
+        timer.close()
+        shutil.rmtree(folder / COMPILED, ignore_errors=True)
+    _save(advice, folder)
+    with (folder / OUTCOMES).open("a", encoding="utf-8") as file:  # kept whatever is measured later
+        file.write(json.dumps(asdict(advice)) + "\n")
 
-        def objecting(chosen: Setting) -> dict[str, str]:
-            nonlocal health
-            against, health = objections(plan, chosen, check_up)
-            cache.save(self.folder, self.of, self.log, more)  # with the faults
-            return against
 
-        try:
-            chosen, stopped = search.run(objecting)
-        finally:
-            bench.close()
-            shutil.rmtree(self.folder / COMPILED, ignore_errors=True)
-        found = conclude(plan, chosen)
-        if missing := [note for note in health.get("notes", []) if note.startswith(NOT_EXAMINED)]:
-            notes.append(f"check-up of {found.winner}: {'; '.join(missing)}")
-        advice = self._advice(found, stopped, common, steps)
-        advice.health = health
-        notes += found.notes
-        cache.save(self.folder, self.of, self.log, more)
-        cache.write(advice, self.folder)
-        return advice, notes
+def _save(advice: Advice, folder: Path) -> None:
+    write_json(folder / ANSWER, asdict(advice))
 
-    def finish(self, advice: Advice, notes: list[str]) -> None:
-        """Do what follows from the advice and was not done, and print it."""
-        outputs = Outputs(
-            advice, self.config, self.hardware, self.folder, _command(self.overrides, self.options), self._say
-        )
-        before = asdict(advice)
-        if self.options.quality:
-            outputs.test_quality(60 * self.options.budget_minutes - (time.monotonic() - self.began))
-        if self.options.exhaustive:
-            try:
-                outputs.compare_with_all(self._grid)
-            finally:
-                shutil.rmtree(self.folder / GRID / COMPILED, ignore_errors=True)
-        lines = outputs.known() if asdict(advice) == before else []
-        lines = lines or outputs.write()
-        print_advice(advice, self.console, [*notes, *outputs.notes])
-        for line in lines:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _grid(self) -> Grid:
-        """Return every combination that fits."""
-        space, common = space_of(self.overrides, self.hardware, self.options.goal, self.options.quality)
-        folder = self.folder / GRID
-        make_folder(folder)
-        bench = self._bench(common, Log(), folder)
-        prepare()
-        return Grid([space.candidate(setting) for setting in space.product()], bench)
-
-    def _bench(self, common: list[str], log: Log, folder: Path) -> Bench:
-        return Bench(
-            lambda candidate: Worker(candidate, common, folder),
-            lambda: available_bytes(self.hardware.device),
-            log,
-            min(1.0, max(0.05, 60 * self.options.budget_minutes / BLOCKS)),
-        )
-
-    def _advice(self, found: Conclusion, stopped: str, common: list[str], steps: int) -> Advice:
-        return Advice(
-            recipe=self.config.recipe.name,
-            goal=self.options.goal,
-            overrides=common,
-            machine=machine_name(self.hardware),
-            hardware=self.hardware.facts(),
-            versions={name: version for name, version in versions().items() if version},
-            git=git_facts(),
-            steps=steps,
-            baseline=found.baseline,
-            entries=found.entries,
-            winner=found.winner,
-            equal=found.equal,
-            noise=found.noise,
-            excluded=found.excluded,
-            faults=self.faults,
-            spent_s=self.log.spent_s,
-            stopped=stopped,
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        )
-
-    def _say(self, line: str) -> None:
-        self.console.print(f"[{duration(time.monotonic() - self.began)}] {line}", markup=False, soft_wrap=True)
+def _finish(advice: Advice, options: AdviseOptions, config: Config, folder: Path, console: Console) -> None:
+    """Test the quality on request, write the files, send them to MLflow, and print the answer."""
+    if options.quality and "pairs" not in advice.quality:
+        advice.quality = quality(advice, folder, 60 * options.budget_minutes - advice.spent_s, console.print)
+    _save(advice, folder)
+    said = sentence(advice)
+    written = experiment.write(advice, said, folder, CONF)
+    files = [folder / ANSWER, picture(advice, folder / PICTURE), written.path]
+    there = [path for path in files if path is not None]
+    print_advice(advice, console)
+    notes = [f"Note: {written.note}."] * bool(written.note)
+    for line in (*notes, f"  {written.command}", "", *map(str, there), *publish(advice, config, said, there)):
+        console.print(line, markup=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 import shlex
 import textwrap
@@ -12,9 +11,9 @@ from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 
-from evidence.advice.schema import Advice, Candidate
+from evidence.advice.candidates import Candidate
+from evidence.advice.schema import SPEED, Advice
 from evidence.runs import merged
 from trainer.config.compose import CONF, checked_arguments, compose, quoted
 from trainer.config.registration import flatten
@@ -41,9 +40,8 @@ class Experiment(NamedTuple):
 
 def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
     """Return the overrides of train.py that make up a candidate, the user's own (``given``) before it."""
-    threads = [] if candidate.threads is None else [f"threads={candidate.threads}"]
-    kept = [text for text in given if _key(text).partition(".")[0] not in NOT_ADVISED]
-    return merged(kept, candidate.overrides, threads)
+    kept = [text for text in given if re.split(r"[.=]", text.lstrip("+~"))[0] not in NOT_ADVISED]
+    return merged(kept, candidate.overrides)
 
 
 def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment:
@@ -59,7 +57,7 @@ def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment
         conf: the folder of the project's YAMLs.
     """
     overrides = overrides_of(advice.overrides, advice.entry(advice.winner).candidate)
-    name = f"{PREFIX}{_plain(advice.recipe)}_{_plain(advice.machine)}"
+    name = PREFIX + "_".join(re.sub(r"\W+", "_", part).strip("_") for part in (advice.recipe, advice.machine))
     plain = shlex.join(["python", "scripts/train.py", *overrides])
     if removed := [text for text in overrides if text.startswith("~")]:
         return Experiment(None, plain, f"{removed[0]} removes an option, which an experiment cannot")
@@ -68,26 +66,25 @@ def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment
         path = place / "experiment" / f"{name}.yaml"
         options = [] if place == CONF else [f"--config-dir={place}"]
         command = shlex.join(["python", "scripts/train.py", *options, f"experiment={name}"])
+        head = _head(advice, sentence, command)
         try:
-            content = _tree(overrides, advice.recipe)
             make_folder(path.parent)
-            _write(path, _head(advice, sentence, command), content)
-            missing = _differences(overrides, name, place)
-            if missing:  # what the command line decides by itself, such as a lower learning rate for given weights
-                content = _tree(
-                    [*overrides, *(f"{key}={quoted(value)}" for key, value in missing.items())], advice.recipe
-                )
-                _write(path, _head(advice, sentence, command), content)
+            _write(path, head, overrides, advice.recipe)
+            if missing := _differences(overrides, name, place):
+                # What the command line decides by itself, such as a lower learning rate for given weights.
+                more = [f"{key}={quoted(value)}" for key, value in missing.items()]
+                _write(path, head, [*overrides, *more], advice.recipe)
                 missing = _differences(overrides, name, place)
+            why = ", ".join(missing)
         except OSError as error:
             note = f"{path} cannot be written ({error.strerror})"
             continue
         except UserError as error:
-            missing, note = {"": None}, f"an experiment cannot say all of it ({error})"
-        if missing:
-            path.unlink(missing_ok=True)
-            return Experiment(None, plain, note or f"an experiment cannot say all of it ({', '.join(missing)})")
-        return Experiment(path, command, note)
+            why = str(error)
+        if not why:
+            return Experiment(path, command, note)
+        path.unlink(missing_ok=True)
+        return Experiment(None, plain, f"an experiment cannot say all of it ({why})")
     return Experiment(None, plain, note)
 
 
@@ -98,59 +95,41 @@ def _differences(overrides: Sequence[str], name: str, conf: Path) -> dict[str, A
     return {key: value for key, value in wanted.items() if key not in found or found[key] != value}
 
 
-def _tree(overrides: Sequence[str], recipe: str) -> dict[str, Any]:
-    """Return the YAML's content: the choices of groups as a defaults list, all other options nested."""
+def _write(path: Path, head: str, overrides: Sequence[str], recipe: str) -> None:
+    """Write the YAML: the choices of groups as a defaults list, all other options nested."""
     bases: list[Any] = []
-    choices: list[Any] = []
+    choices: dict[str, Any] = {"recipe": recipe}
     options: dict[str, Any] = {}
-    typed = [_parsed(text) for text in checked_arguments(overrides)]
-    if not any(override.key_or_group in ("recipe", "experiment") for override in typed):
-        choices.append({"override /recipe": recipe})
-    for override in typed:
+    for override in OverridesParser.create().parse_overrides(checked_arguments(overrides)):
         key, value = override.key_or_group, override.value()
         if key == "experiment":
             bases.append(value)
         elif isinstance(value, str) and (CONF / key).is_dir():
-            choices.append({f"override /{key}": value})
+            choices[key] = value
         else:
-            _put(options, key.split("."), value)
-    return {"defaults": [*bases, *choices, "_self_"]} | options
-
-
-def _put(node: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        node = node.setdefault(key, {})
-    node[keys[-1]] = value
-
-
-def _parsed(text: str) -> Override:
-    return OverridesParser.create().parse_override(text)
-
-
-def _key(text: str) -> str:
-    return text.lstrip("+~").partition("=")[0]
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"\W+", "_", name).strip("_")
-
-
-def _write(path: Path, head: str, content: dict[str, Any]) -> None:
+            node = options
+            *above, last = key.split(".")
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = value
+    if bases and not any(text.startswith("recipe=") for text in overrides):
+        del choices["recipe"]  # it is the experiment's
+    defaults = [*bases, *({f"override /{key}": value} for key, value in choices.items()), "_self_"]
+    content = {"defaults": defaults} | options
     body = yaml.safe_dump(content, sort_keys=False, default_flow_style=False, allow_unicode=True, width=WIDTH)
     write_text(path, head + body)
 
 
 def _head(advice: Advice, sentence: str, command: str) -> str:
-    goal = "The setting with the least memory"
-    if advice.goal == "speed":
-        goal = f"The fastest setting, in a run of {advice.steps} steps,"
-    when = advice.date or datetime.datetime.now(datetime.UTC).date().isoformat()
-    commit = advice.git.get("commit", "")[:10]
-    name, torch = advice.hardware.get("name", advice.machine), advice.versions.get("torch", "unknown")
-    facts = [when, f"torch {torch}", f"{name}, {advice.hardware.get('cpu_cores', '?')} cores"]
-    lines = [f"{goal} for {advice.recipe} on this machine, found by scripts/advise.py."]
-    paragraphs = [f"{sentence.rstrip('.')}.", ", ".join([*facts, *([f"commit {commit}"] if commit else [])]) + "."]
-    for paragraph in paragraphs:
+    goal = (
+        f"fastest setting, in a run of {advice.steps} steps,"
+        if advice.goal == SPEED
+        else "setting with the least memory"
+    )
+    facts = [advice.date, f"torch {advice.versions.get('torch', 'unknown')}"]
+    facts += [advice.hardware.get("name", advice.machine), f"{advice.hardware.get('cpu_cores', '?')} cores"]
+    facts += [f"commit {commit[:10]}"] if (commit := advice.git.get("commit")) else []
+    lines = [f"The {goal} for {advice.recipe} on this machine, found by scripts/advise.py.", f"  {command}"]
+    for paragraph in (f"{sentence.rstrip('.')}.", ", ".join(facts) + "."):
         lines += textwrap.wrap(" ".join(paragraph.split()), WIDTH - 2, break_long_words=False, break_on_hyphens=False)
-    lines.insert(1, f"  {command}")
     return "\n".join(["# @package _global_", *(f"# {line}" for line in lines)]) + "\n"

@@ -5,58 +5,83 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from evidence.intervals import Interval
+from evidence.advice.candidates import Candidate
+from mantissa.statistics import Interval
+from trainer.files import read_object
 
 MEASURED, FAILED, HUNG, LEFT_OUT = "measured", "failed", "hung", "left out"
+SPEED, MEMORY = GOALS = ("speed", "memory")
 
+NOT_EXAMINED = ("left out", "not examined")
+"""Begin the notes on what the doctor did not do."""
 
-FINAL = "final"
-"""The kind of the round after the choice, which alone gives the ratio that is reported."""
-TWIN = " (again)"
-"""Ends the label of the baseline's second process."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One setting of the recipe."""
-
-    label: str
-    """What differs from the baseline, in the words of the command line: ``bf16 + compile, micro_batch_size=32``."""
-    overrides: tuple[str, ...]
-    """Of train.py; they come after the user's own."""
-    threads: int | None = None
-    """Of torch's operators on a CPU; None: torch's default."""
+Turn = tuple[float, ...]
+"""Seconds of a step in two blocks that took turns: a candidate's, and the reference's."""
 
 
 @dataclass
 class Entry:
-    """A candidate with what became of it."""
+    """A candidate with what became of it. All its times are kept."""
 
     candidate: Candidate
     status: str = MEASURED
-    """``measured``, ``failed``, ``hung`` or ``left out`` (never run)."""
+    """``measured``, ``failed``, ``hung`` or ``left out`` (not measured, and might be with more time)."""
     reason: str = ""
     """Why it was not measured, in words."""
     rounds: int = 0
-    """Rounds of any kind in which it was timed, with the final one."""
+    """Processes in which it was timed, those of the final round too."""
+    start_s: float = 0.0
+    """From nothing to the end of the warm-up, at its last start."""
+    warm_up_s: list[float] = field(default_factory=list)
+    """Seconds of each step of its first warm-up, which compiles."""
     step_s: list[float] = field(default_factory=list)
-    """Seconds of one optimizer step in each repeat of its last round."""
-    speed: Interval | None = None
-    """Throughput over the baseline's: geometric mean and 95 % interval of ratios of alternating blocks."""
-    run_speed: Interval | None = None
-    """The same of whole runs of ``Advice.steps`` steps, the time to compile included; None for goal=memory."""
+    """Seconds of one optimizer step in each block of the search."""
+    reference_s: list[float] = field(default_factory=list)
+    """The same of the reference in the same turns; empty: it is the reference."""
+    final: list[list[Turn]] = field(default_factory=list)
+    """The turns of each pair of fresh processes in the final round."""
     memory_bytes: int | None = None
     """Peak of a step: allocated on a GPU; elsewhere the tensors that training keeps and the most that a step adds."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """Of the doctor's check-up: ``faults``, ``notes``, ``healthy``."""
+    speed: float | None = None
+    """Throughput of steps over the baseline's: of the final round, or an estimate by the search."""
+    run_speed: float | None = None
+    """The same of whole runs of ``Advice.steps`` steps, the time to compile included; None for goal=memory."""
+    interval: Interval | None = None
+    """Of ``speed``, 95 %, over pairs of fresh processes; None: no final round."""
+    run_interval: Interval | None = None
+    """The same of ``run_speed``."""
     compile_s: float = 0.0
     """Seconds that compiling took; 0: it does not compile."""
     pays_after_steps: int | None = None
     """Optimizer steps after which compiling has saved the time it took; None: not compiled, never, or not known."""
     never_pays: bool = False
     """Whether compiling makes no step faster."""
+
+    @property
+    def label(self) -> str:
+        """Of the candidate."""
+        return self.candidate.label
+
+    @property
+    def timed(self) -> bool:
+        """Whether it was measured without a failure."""
+        return self.status == MEASURED and bool(self.step_s)
+
+    def fastest_s(self) -> float:
+        """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
+        return min([*self.step_s, *(self.warm_up_s[1:] or self.warm_up_s)], default=0.0)
+
+    def compiling_s(self) -> float:
+        """Return the seconds by which its first steps took longer than later ones; 0: it does not compile."""
+        if not (self.candidate.compiles and self.timed):
+            return 0.0
+        return max(0.0, sum(self.warm_up_s) - len(self.warm_up_s) * statistics.median(self.step_s))
 
 
 @dataclass
@@ -67,139 +92,68 @@ class Advice:
     goal: str
     """``speed`` or ``memory``."""
     overrides: list[str]
-    """The user's own."""
+    """The user's own, and what the default needs to fit into the memory."""
+    command: str
+    """That was typed."""
+    steps: int
+    """Optimizer steps of the user's run."""
     machine: str
     """See ``evidence.claims.reproduce.machine_name``."""
     hardware: dict[str, Any]
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     git: dict[str, str]
-    steps: int
-    """Optimizer steps of the user's run."""
-    baseline: str
-    """The label of the candidate that ratios are over: train.py's default with the user's options; where that
-    fails, the first that works."""
-    entries: list[Entry]
+    depends_on: dict[str, str] = field(default_factory=dict)
+    """Hashes of the options, the data and the code: where one differs, all is measured again."""
+    budget_minutes: float = 0.0
+    date: str = ""
+    """Of the measurement, in ISO format and UTC."""
+    entries: list[Entry] = field(default_factory=list)
     """All candidates: the winner, then by the speed of a whole run (goal=memory: by memory)."""
-    winner: str
-    """The label of the advised candidate."""
-    equal: list[str]
+    spent_s: float = 0.0
+    baseline: str = ""
+    """The label of the reference that ratios are over: train.py's default with the user's options; where that fails,
+    the first candidate that works."""
+    winner: str = ""
+    """The label of the advised candidate; empty: the search has not ended."""
+    equal: list[str] = field(default_factory=list)
     """Labels of other candidates that are not clearly slower (or larger) than the winner."""
-    noise: float
-    """Spread of the null pairs, in which the baseline runs against itself: highest over lowest ratio, minus 1."""
-    spent_s: float
-    stopped: str
+    stopped: str = ""
     """Why it ended: ``one is ahead``, ``several are equal``, ``budget``."""
     excluded: dict[str, str] = field(default_factory=dict)
     """Labels that may not be advised, with the reasons, as sentences."""
-    faults: dict[str, list[str]] = field(default_factory=dict)
-    """What the doctor found in some of these."""
-    health: dict[str, Any] = field(default_factory=dict)
-    """Of the doctor's quick check-up of the winner: ``faults`` and ``notes``."""
+    notes: list[str] = field(default_factory=list)
+    """For the user, in sentences."""
     quality: dict[str, Any] = field(default_factory=dict)
     """Of an equivalence test of the winner against the baseline; empty without ``quality=true``."""
-    date: str = ""
-    """Of the measurement, in ISO format and UTC."""
-    exhaustive: dict[str, Any] = field(default_factory=dict)
-    """Of the comparison with the whole grid; empty without ``exhaustive=true``."""
 
     @property
     def key(self) -> str:
         """What names the measurement, the same whatever is found out about the winner later."""
-        of = [self.recipe, self.goal, self.overrides, self.machine, self.versions, self.git, self.date]
-        times = sorted([entry.candidate.label, entry.step_s] for entry in self.entries)
-        return hashlib.sha256(json.dumps([*of, times]).encode()).hexdigest()[:32]
+        times = sorted([entry.label, entry.step_s, entry.final] for entry in self.entries)
+        of = [self.recipe, self.goal, self.overrides, self.machine, self.versions, self.git, self.date, times]
+        return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:32]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some settings compile and some do not, so that whole runs are another matter than steps."""
+        timed = [entry for entry in self.entries if entry.run_speed is not None]
+        return len({entry.candidate.compiles for entry in timed}) > 1
 
     def entry(self, label: str) -> Entry:
         """Return the entry of a candidate."""
-        return next(entry for entry in self.entries if entry.candidate.label == label)
+        return next(entry for entry in self.entries if entry.label == label)
 
 
-@dataclass
-class Record:
-    """What is known of one candidate."""
-
-    status: str = MEASURED
-    reason: str = ""
-    warm_up_s: list[float] = field(default_factory=list)
-    """Seconds of each step of its first start's warm-up."""
-    start_s: float = 0.0
-    memory_bytes: int | None = None
-
-    fastest_s: float = 0.0
-    """Of a step, in any block or in the warm-up after its first step."""
-
-    def step_s(self) -> float:
-        """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
-        return self.fastest_s or min(self.warm_up_s[1:] or self.warm_up_s)
+def read(path: Path) -> Advice | None:
+    """Return the advice that was written; None: there is none that this version can read."""
+    content = read_object(path)
+    try:
+        return Advice(**content | {"entries": [_entry(each) for each in content["entries"]]})
+    except (KeyError, TypeError):
+        return None
 
 
-@dataclass
-class Round:
-    """The step times of one round, in seconds; a candidate that left the round early has fewer."""
-
-    kind: str
-    times: dict[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass
-class Log:
-    """Everything measured for the advice. As JSON it is what an interrupted advice continues from."""
-
-    records: dict[str, Record] = field(default_factory=dict)
-    rounds: list[Round] = field(default_factory=list)
-    spent_s: float = 0.0
-
-    def ok(self, label: str) -> bool:
-        """Return whether a candidate was measured without a failure."""
-        record = self.records.get(label)
-        return record is not None and record.status == MEASURED and bool(self.times(label))
-
-    def times(self, label: str) -> list[float]:
-        """Return a candidate's step times in its last round."""
-        return next((done.times[label] for done in reversed(self.rounds) if done.times.get(label)), [])
-
-    @property
-    def final(self) -> list[Round]:
-        """The last final round; empty: there was none."""
-        return [done for done in self.rounds if done.kind == FINAL][-1:]
-
-    def compile_s(self, label: str) -> float:
-        """Return the seconds by which a candidate's first steps took longer than later ones; 0: it does not compile."""
-        record = self.records.get(label)
-        if record is None or not record.warm_up_s or not compiles(label):
-            return 0.0
-        later_s = [step_s for done in self.rounds if done.kind != FINAL for step_s in done.times.get(label, [])]
-        step_s = statistics.median(later_s) if later_s else record.step_s()
-        return max(0.0, sum(record.warm_up_s) - len(record.warm_up_s) * step_s)
-
-    def pairs(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[tuple[float, float]]:
-        """Return the seconds of a step of two candidates, for each repeat in which both took a block.
-
-        Args:
-            label: of one.
-            over: that of the other.
-            rounds: that count; None: all but the final ones, whose times nothing is chosen by.
-        """
-        if rounds is None:
-            rounds = [done for done in self.rounds if done.kind != FINAL]
-        both = ((done.times.get(label, []), done.times.get(over, [])) for done in rounds)
-        return [pair for own, other in both for pair in zip(own, other, strict=False)]
-
-    def ratios(self, label: str, over: str, rounds: Sequence[Round] | None = None) -> list[float]:
-        """Return how many times as fast as ``over`` its steps are, one number for each of the ``pairs``."""
-        return [other / own for own, other in self.pairs(label, over, rounds)]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Log:
-        """Return what ``to_dict`` was given."""
-        records = {label: Record(**record) for label, record in content["records"].items()}
-        return cls(records, [Round(**each) for each in content["rounds"]], content["spent_s"])
-
-
-def compiles(label: str) -> bool:
-    """Return whether the candidate of this label runs under torch.compile."""
-    return "compile" in label.removesuffix(TWIN).partition(",")[0].split(" + ")
+def _entry(content: dict[str, Any]) -> Entry:
+    candidate = content["candidate"] | {"overrides": tuple(content["candidate"]["overrides"])}
+    found = {name: content[name] and Interval(**content[name]) for name in ("interval", "run_interval")}
+    return Entry(**content | found | {"candidate": Candidate(**candidate)})

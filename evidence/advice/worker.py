@@ -9,16 +9,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evidence.advice.schema import Candidate
+from evidence.advice.candidates import Candidate
 from evidence.bench.jobs import steps_of
 from evidence.bench.turns import synchronise
 from evidence.runs import merged
@@ -34,19 +33,12 @@ END_S = 10.0
 """For the end of a process that waits for a command; then it is killed."""
 COMPILED = "compiled"
 """The folder below the advice's for what torch.compile keeps."""
-_FOREVER = 10**9
-"""Optimizer steps, more than any search takes."""
 OUT_OF_MEMORY = "out of memory: "
 """What such an error begins with."""
 
 
 class Failed(Exception):
     """A candidate that ended with an error, or whose process died."""
-
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether memory ran out."""
-        return str(self).startswith(OUT_OF_MEMORY)
 
 
 class Hung(Exception):
@@ -68,32 +60,27 @@ class Started:
 class Worker:
     """The parent's side: each call waits for the answer, at most so long."""
 
-    def __init__(self, candidate: Candidate, common: Sequence[str], folder: Path) -> None:
+    def __init__(self, candidate: Candidate, common: Sequence[str], folder: Path, fresh: bool = False) -> None:
         """Start the process.
 
         Args:
             candidate: what it trains.
             common: overrides of all candidates.
             folder: for what it prints, and for what torch.compile keeps.
+            fresh: whether it is a new Python, with its own places in memory, as each run of train.py is; else a copy of
+                a server that has imported everything, which starts sooner.
         """
-        self.candidate = candidate
-        context = _server()
-        self._connection, theirs = context.Pipe()
-        overrides = merged(common, candidate.overrides)
+        self._began = time.monotonic()
         # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
-        kept = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
-        folders = (str(folder), str(kept))
-        self._process = context.Process(target=serve, args=(theirs, overrides, candidate.threads, *folders))
+        compiled = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
+        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        self._connection, theirs = context.Pipe()
+        arguments = (theirs, merged(common, candidate.overrides), str(folder), str(compiled))
+        self._process = context.Process(target=serve, args=arguments)
         self._process.start()
         theirs.close()
         self._waits = False
         """Whether it has answered the last command."""
-
-    @property
-    def process_id(self) -> int:
-        """Of the process."""
-        assert self._process.pid is not None
-        return int(self._process.pid)
 
     def start(self, limit_s: float) -> Started:
         """Build the trainer and warm it up.
@@ -102,9 +89,8 @@ class Worker:
             Failed: with its error. (So for the others.)
             Hung: no answer within the limit.
         """
-        began = time.monotonic()
         steps, held = self._ask(("start",), limit_s)
-        return Started(time.monotonic() - began, steps, held)
+        return Started(time.monotonic() - self._began, steps, held)
 
     def block(self, steps: int, limit_s: float) -> float:
         """Return the seconds of so many optimizer steps, the device's work included."""
@@ -140,34 +126,17 @@ class Worker:
         return answer
 
 
-def _server() -> Any:
-    """Return the context whose fork server has imported torch, the trainer, and what the recipe has imported here.
-
-    So a start takes a fraction of a second. The server computes nothing: neither CUDA nor OpenMP is used before a fork.
-    """
+def prepare() -> None:
+    """Wait until the server of processes has imported everything, so that it is no part of the first start."""
     context = multiprocessing.get_context("forkserver")
-    before = os.environ.get("PYTHONWARNINGS")
-    # The tracker would warn of semaphores that a killed process has left; it removes them.
-    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        os.environ.pop("PYTHONWARNINGS")
-        os.environ |= {} if before is None else {"PYTHONWARNINGS": before}
     libraries = [name for name in sys.modules if name.startswith(("transformers.models.", "torchvision.models"))]
     context.set_forkserver_preload([__name__, "recipes", *libraries])
-    return context
-
-
-def prepare() -> None:
-    """Wait until the fork server has imported all that, so that it is no part of the first candidate's start."""
-    process = _server().Process(target=int)
+    process = context.Process(target=int)
     process.start()
     process.join()
-    process.close()
 
 
-def serve(connection: Connection, overrides: Sequence[str], threads: int | None, folder: str, compiled: str) -> None:
+def serve(connection: Connection, overrides: Sequence[str], folder: str, compiled: str) -> None:
     """Answer the parent's commands with (result, error) until it closes the pipe. Runs in the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
@@ -175,9 +144,6 @@ def serve(connection: Connection, overrides: Sequence[str], threads: int | None,
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
     subject: Subject | None = None
     while True:
         try:
@@ -187,16 +153,13 @@ def serve(connection: Connection, overrides: Sequence[str], threads: int | None,
         try:
             if command == "start":
                 subject = Subject(overrides)
-                connection.send(((subject.warm_up(), subject.held()), ""))
+                answer: Any = (subject.warm_up(), subject.held())
             else:
-                assert subject is not None
-                connection.send((getattr(subject, command)(*arguments), ""))
+                answer = getattr(subject, command)(*arguments)
+            connection.send((answer, ""))
         except Exception as error:  # of any kind: the parent reports it, and measures the other candidates
-            kind = OUT_OF_MEMORY if is_out_of_memory(error) else ""
-            text = first_line(error)
-            if not isinstance(error, RunError) and not kind:
-                kind = f"{type(error).__name__}: "
-            connection.send((None, kind + text))
+            kind = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
+            connection.send((None, (OUT_OF_MEMORY if is_out_of_memory(error) else kind) + first_line(error)))
 
 
 def _end_with_the_parent() -> None:
@@ -209,23 +172,21 @@ def _end_with_the_parent() -> None:
 class Subject:
     """The trainer of one candidate; it takes the steps of train.py's loop, without tracking and checkpoints."""
 
-    def __init__(self, overrides: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self, overrides: Sequence[str]) -> None:
         config = compose(overrides)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         # No run is that long: the data and the schedule must not end while blocks are taken.
-        self.trainer = Trainer.from_config(replace(config, steps=_FOREVER, epochs=None))
+        self.trainer = Trainer.from_config(replace(config, steps=10**9, epochs=None))
         self._take = steps_of(self.trainer)
 
     def block(self, steps: int) -> float:
         """Return the seconds of so many steps, the device's work included."""
-        device = self.trainer.device
-        synchronise(device)
-        began = self.clock()
+        synchronise(self.trainer.device)
+        began = time.perf_counter()
         self._take(steps)
-        synchronise(device)
-        return self.clock() - began
+        synchronise(self.trainer.device)
+        return time.perf_counter() - began
 
     def warm_up(self) -> list[float]:
         """Return the seconds of the first steps, at least two."""
@@ -252,28 +213,24 @@ class Subject:
         optimizer, averages), and the highest sum of what the step allocates beyond that, by torch's profiler; unlike
         the resident set, it leaves out the libraries, the data and the compiler.
         """
+        from torch.profiler import ProfilerActivity, profile
+
         trainer = self.trainer
         if trainer.device.type == "cuda":
             reset_peak_memory(trainer.device)
             self.block(1)
             return peak_memory_bytes(trainer.device)
         masters = [] if trainer.masters is None else list(trainer.masters.held())
-        kept = (trainer.model.state_dict(), trainer.optimizer.state, masters, trainer.average.held())
         gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors([*kept, gradients])}
-        return sum(storage.nbytes() for storage in storages.values()) + self._highest_in_a_step()
-
-    def _highest_in_a_step(self) -> int:
-        from torch.profiler import ProfilerActivity, profile
-
+        kept = [trainer.model.state_dict(), trainer.optimizer.state, masters, trainer.average.held(), gradients]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors(kept)}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self.block(1)
         assert profiler.profiler is not None
         assert profiler.profiler.kineto_results is not None
         events = profiler.profiler.kineto_results.events()
-        changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
         now = highest = 0
-        for _, change in changes:
+        for _, change in sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"):
             now += change
             highest = max(highest, now)
-        return highest
+        return sum(storage.nbytes() for storage in storages.values()) + highest

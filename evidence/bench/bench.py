@@ -15,16 +15,16 @@ from evidence.bench.loading import loader
 from evidence.bench.measurement import Bench, Measurement
 from evidence.bench.nanogpt import nanogpt
 from evidence.bench.overhead import peak_memory, trainer_cost
-from evidence.bench.parts import ema_cost, meters_cost, optimizers
+from evidence.bench.parts import diagnostics_cost, ema_cost, optimizers
 from evidence.bench.peers import peers
 from evidence.bench.roofline import roofline
 from evidence.bench.scale import parallel, saving
 from evidence.bench.turns import Row, ratios, stopwatch
+from mantissa.formats import BASIC
 from trainer.errors import RunError
 from trainer.files import PROJECT
 from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision import kernels
-from trainer.precision.modes import BASIC_MODES
 from trainer.trainer import Trainer
 
 Variants = dict[str, tuple[str, ...]]
@@ -36,7 +36,7 @@ def precision(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
     """Measure the speedup of each precision over fp32, and of channels_last in bf16."""
     hardware = bench.hardware
     language, vision = jobs or (gpt2_job(hardware), resnet_job(hardware))
-    modes = [mode for mode in BASIC_MODES if hardware.support(mode) != UNAVAILABLE]
+    modes = [mode for mode in BASIC if hardware.support(mode) != UNAVAILABLE]
     every: Variants = {mode: (f"precision={mode}",) for mode in modes}
     some = every if hardware.is_gpu else {mode: every[mode] for mode in ("fp32", "bf16")}
     yield from _speedups(bench, language, every, [(mode, "fp32") for mode in modes[1:]])
@@ -138,7 +138,7 @@ MEASUREMENTS: dict[str, Measurement] = {
     "nanogpt": nanogpt,
     "roofline": roofline,
     "optimizers": optimizers,
-    "meters": meters_cost,
+    "diagnostics": diagnostics_cost,
     "ema": ema_cost,
     "memory": peak_memory,
     "loader": loader,

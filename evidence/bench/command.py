@@ -13,11 +13,11 @@ from rich.console import Console
 from evidence.bench.bench import MEASUREMENTS
 from evidence.bench.measurement import Bench, Result, StatusLine
 from evidence.bench.turns import MARKDOWN, Row
+from mantissa.display import duration
+from mantissa.formats import BASIC
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
-from trainer.formats import duration
 from trainer.hardware import Hardware, detect
-from trainer.precision.modes import BASIC_MODES
 
 MINUTES = (1, 10)
 """What a measurement with five repeats takes on two idle cores, from the shortest to the longest."""
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     """Run the requested measurements, print each row as soon as it is known; return 1 where a measurement failed."""
     options, _ = parse(arguments, BenchOptions)
     _check("only", options.only, list(MEASUREMENTS), "measurement")
-    _check("modes", options.modes, list(BASIC_MODES), "mode")
+    _check("modes", options.modes, list(BASIC), "mode")
     if options.text and not Path(options.text).is_file():
         raise UserError(f"text={options.text}: there is no such file")
     for option, file in (("json", options.json), ("table", options.table)):

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from evidence.bench.turns import Times, interleave
-from trainer.formats import duration
+from mantissa.display import duration
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 

@@ -21,8 +21,8 @@ from evidence.bench.baselines import LOG_EVERY, BareLoop, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job
 from evidence.bench.measurement import Bench
 from evidence.bench.turns import Block, Clock, Row, Times, Turns, overheads, stopwatch, synchronise
+from mantissa.display import size
 from trainer.errors import RunError
-from trainer.formats import size
 from trainer.hardware import threads
 from trainer.profiling.ledger import MemoryLedger
 from trainer.run.folder import RunFolder
@@ -124,7 +124,7 @@ def alternate(
     workload = Workload(trainer)
     blocks, fits = others(workload)
     blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | blocks
-    run_folder = RunFolder.create(config.output_dir, trainer.plan.run_name)
+    run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
     run.turns = turns = Turns(job.steps, job.rounds, repeats, blocks, fits, clock)
     turns.report = lambda doing: bench.report(f"{job.name}: {doing}")

@@ -1,4 +1,4 @@
-"""What parts of a step cost: optimizers, averaged weights, meters."""
+"""What parts of a step cost: optimizers, averaged weights, diagnostics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evidence.bench.measurement import Bench
 from evidence.bench.turns import Row, ratios, stopwatch
 from trainer.errors import UserError
 from trainer.parallel.world import World
-from trainer.profiling.numerics import Numerics
+from trainer.profiling.diagnostics import Numerics
 from trainer.trainer import Trainer
 
 OPTIMIZERS = ("muon", "lion", "lamb", "adafactor", "schedulefree schedule=constant")
@@ -60,21 +60,21 @@ def ema_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     yield Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)
 
 
-def meters_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
-    """Measure what a measurement of meters=numerics adds to its step, as a share of the steps from it to the next."""
+def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
+    """Measure what diagnostics=numerics adds to its step, as a share of the steps from it to the next."""
     hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
     trainer = Trainer.from_config(job.config("clip=norm", "steps=1000000", f"device={hardware.device}"), hardware)
     every = Numerics().every
-    meters = Numerics(1).start(trainer.model, trainer.update, trainer.config.precision.half, every, World())
+    diagnostics = Numerics(1).start(trainer.model, trainer.update, trainer.config.precision.half, every, World())
     batches, device = trainer.batches(), hardware.device
 
     def update(measured: bool) -> float:
         correction = trainer.gradients(next(batches)).correction
 
         def step(_: int) -> None:
-            with meters.step(1) if measured else nullcontext():
+            with diagnostics.step(1) if measured else nullcontext():
                 trainer.update.step(0, correction)
-            list(meters.collect())
+            list(diagnostics.collect())
 
         return stopwatch(step, device)(1)
 
@@ -87,4 +87,4 @@ def meters_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     columns = zip(times["step"], times["update"], times["measured"], strict=True)
     share = [100 * (measured - update) / (every * step) for step, update, measured in columns]
     how = f"{job.line()}; updates with and without a measurement alternate, the difference is spread over {every} steps"
-    yield Row(f"{job.name}, meters=numerics, over meters=none", "%", share, how, 2.0)
+    yield Row(f"{job.name}, diagnostics=numerics, over diagnostics=none", "%", share, how, 2.0)

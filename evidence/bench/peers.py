@@ -20,9 +20,9 @@ from evidence.bench.jobs import TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.measurement import Bench
 from evidence.bench.overhead import PEAK_STEP, PeakWatch, alternate, trainer_peak
 from evidence.bench.turns import Block
-from trainer.formats import columns, size
+from mantissa.display import columns, size
+from mantissa.formats import BASIC
 from trainer.hardware import NATIVE, Hardware
-from trainer.precision.modes import BASIC_MODES
 from trainer.run.provenance import git_facts
 
 ALIKE = 0.01
@@ -167,7 +167,7 @@ def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
 
 def peers_mode(bench: Bench) -> str:
     """Return the precision of the comparison: bf16 where the device has instructions for it, else fp32."""
-    asked = [mode for mode in BASIC_MODES if mode in bench.modes]
+    asked = [mode for mode in BASIC if mode in bench.modes]
     return asked[-1] if asked else "bf16" if bench.hardware.support("bf16") == NATIVE else "fp32"
 
 

@@ -10,8 +10,8 @@ from evidence.bench.measurement import Bench
 from evidence.bench.nanogpt import shakespeare
 from evidence.bench.turns import Row, synchronise
 from evidence.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
+from mantissa.formats import BASIC, FORMATS
 from trainer.hardware import UNAVAILABLE
-from trainer.precision.modes import BASIC_MODES, family
 from trainer.profiling.flops import step_counter
 from trainer.profiling.profiler import new_profile, operator_times
 from trainer.profiling.rates import product_rates
@@ -25,7 +25,7 @@ def roofline(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
     """Measure the shares of a step and the rate of its products, of each job in each format that is worthwhile here."""
     hardware = bench.hardware
     for job in jobs or (gpt2_job(hardware), resnet_job(hardware), shakespeare(bench.text)):
-        for mode in BASIC_MODES:
+        for mode in BASIC:
             if hardware.support(mode) == UNAVAILABLE:
                 continue
             if (why := bench.left_out(mode)) is None:
@@ -42,7 +42,7 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
     take = steps_of(trainer)
     take(2)
     flops = _flops(trainer)
-    rate = product_rates(hardware, (family(mode),))[family(mode)]
+    rate = product_rates(hardware, (FORMATS[mode].number.name,))[FORMATS[mode].number.name]
     shares: dict[str, list[float]] = {}
     fractions: list[float] = []
     seconds: list[float] = []

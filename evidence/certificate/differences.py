@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evidence.certificate.child import TRACE_FILE
 from trainer.checkpoint.reader import load
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE
+from trainer.files import METRICS_FILE
 
 _CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,9 +7,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.intervals import EQUIVALENT, INCONCLUSIVE, equivalence, mean_interval, ratio_interval
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import Outcome
+from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, equivalence, mean_interval, ratio_interval
 from trainer.errors import UserError
 
 CONFIRMED, REFUTED, NOT_HERE = "CONFIRMED", "REFUTED", "NOT TESTABLE HERE"

@@ -13,7 +13,7 @@ from evidence.claims.criteria import Finding, number
 from evidence.measures import MEASURES, measured
 from evidence.operators import PRODUCTS
 from evidence.runs import DIVERGED, Arm, Outcome, Runner
-from trainer.formats import size
+from mantissa.display import size
 from trainer.profiling.ledger import STEADY
 
 _PROFILED = (

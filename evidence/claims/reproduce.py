@@ -16,9 +16,9 @@ from evidence.claims.budget import Budget, OutOfTime, Seconds, of_runs
 from evidence.claims.claims import Claim, lacking, load
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import MOST, reasons
-from evidence.intervals import INCONCLUSIVE
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Outcome, Runner, interleaved, outcome_line
+from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware

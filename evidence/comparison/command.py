@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evidence.comparison.compare import NULL, Comparison, check_arms, compare
-from evidence.comparison.mlflow import publish
+from evidence.comparison.mlflow import publish_comparison
 from evidence.comparison.report import sentences, table, write_report
 from evidence.runs import NULL_SHIFT, Arm, check_labels
 from trainer.config.compose import CONF
 from trainer.config.options import fraction, listed, parse, unquoted
 from trainer.errors import UserError, nearest
-from trainer.tracking.mlflow.store import tracking_uri
+from trainer.tracking.mlflow.addresses import tracking_uri
 
 CHOSEN = ("seed", "run_name", "resume")
 """Keys that the comparison sets for every run."""
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     print(f"\nreport {files[0]}")
     tracking = configs[comparison.baseline].tracking
     if tracking.mlflow:
-        print("\n".join(publish(result, tracking_uri(tracking.uri), files)))
+        print("\n".join(publish_comparison(result, tracking_uri(tracking.uri), files)))
     return int(result.failed)
 
 

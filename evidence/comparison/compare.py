@@ -13,12 +13,12 @@ from typing import Any
 from evidence.comparison.judge import ArmResult, judge
 from evidence.measures import LOSS
 from evidence.runs import Arm, Outcome, Runner, merged, outcome_line
+from mantissa.display import loss
 from trainer.config.compose import combinations, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import in_use, write_json
-from trainer.formats import loss
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 

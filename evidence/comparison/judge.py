@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evidence.intervals import (
+from evidence.measures import LOSS, energy, memory, speed
+from evidence.runs import DIVERGED, Arm, Outcome
+from mantissa.statistics import (
     INCONCLUSIVE,
     WORSE,
     Equivalence,
@@ -17,8 +19,6 @@ from evidence.intervals import (
     mean_interval,
     ratio_interval,
 )
-from evidence.measures import LOSS, energy, memory, speed
-from evidence.runs import DIVERGED, Arm, Outcome
 
 
 @dataclass

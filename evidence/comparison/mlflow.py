@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 from evidence.comparison.compare import PLAN_FILE, Result
 from evidence.runs import Outcome
 from trainer.errors import first_line
-from trainer.tracking.mlflow.delivery import TRACKING_FILE
-from trainer.tracking.mlflow.delivery_record import read_record
-from trainer.tracking.mlflow.store import connect, create_run, cut, lasting_uri, valid_key
-from trainer.tracking.mlflow.sync import SyncStatus, send
-from trainer.tracking.ui import comparison_address, curves_address, run_address, server_address
-from trainer.tracking.views import COMPARISON, share_views
+from trainer.tracking.mlflow.addresses import lasting_uri
+from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
+from trainer.tracking.mlflow.store import connect, publish, valid_key
+from trainer.tracking.sync import SyncStatus, send
+from trainer.tracking.ui import COMPARISON, comparison_address, curves_address, page_of, share_views, shown_at
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
+def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]:
     """Send to MLflow what it lacks of the comparison and the files of its report; nothing is sent twice.
 
     Returns:
@@ -45,14 +44,12 @@ def publish(result: Result, uri: str, files: list[Path]) -> list[str]:
         parent = _parent(client, result, uri, delivered, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"upload of the comparison failed ({first_line(error)}); run the same command again to retry"]
-    base = uri if uri.startswith(("http://", "https://")) else server_address()
-    experiment = delivered[0][1]["experiment_id"]
+    (base, _), experiment = page_of(uri), delivered[0][1]["experiment_id"]
     # A view of its own: scripts/ui.py changes the one of the newest runs.
     key = valid_key(f"{COMPARISON}-{result.comparison.name}")
     shared = share_views(client, experiment, shown, key)
-    where = "" if base == uri else ", while python scripts/ui.py runs"
     return [
-        f"in MLflow{where}: {run_address(base, experiment, parent)}",
+        shown_at(uri, experiment, parent),
         "its runs side by side:",
         f"  {curves_address(base, experiment, key) if shared else comparison_address(base, experiment, shown)}",
     ]
@@ -62,31 +59,28 @@ def _parent(
     client: MlflowClient, result: Result, uri: str, delivered: list[tuple[Outcome, dict[str, Any]]], files: list[Path]
 ) -> str:
     comparison = result.comparison
-    experiment = client.get_experiment(delivered[0][1]["experiment_id"]).name
     plan = json.loads((comparison.folder / PLAN_FILE).read_text(encoding="utf-8"))
-    run = create_run(client, uri, experiment, f"compare-{comparison.name}", plan["key"], plan["began_s"])
-    parent = run.info.run_id
-    for outcome, record in delivered:
-        client.set_tag(record["run_id"], "mlflow.parentRunId", parent)
-        client.set_tag(record["run_id"], "arm", outcome.arm)
-    params = {
-        "arms": ", ".join(arm.label for arm in comparison.arms),
-        "baseline": comparison.baseline,
-        "margin": comparison.margin,
-    }
-    for name, value in (params | {"common": " ".join(comparison.common)}).items():
-        client.log_param(parent, name, cut(str(value), 500))
-    for arm in result.arms:
-        client.set_tag(parent, valid_key(f"quality.{arm.label}"), arm.quality.verdict)
-        for name, value in _numbers(arm).items():
-            key = valid_key(f"{arm.label}/{name}")
-            if run.data.metrics.get(key) != value:  # MLflow would keep both points
-                client.log_metric(parent, key, value, step=len(comparison.seeds))
-    for file in files:
-        client.log_artifact(parent, str(file))
-    ended = max(client.get_run(record["run_id"]).info.end_time for _, record in delivered)
-    client.set_terminated(parent, "FINISHED", ended)
-    return str(parent)
+    run = publish(
+        client,
+        uri,
+        client.get_experiment(delivered[0][1]["experiment_id"]).name,
+        f"compare-{comparison.name}",
+        plan["key"],
+        started_s=plan["began_s"],
+        params={
+            "arms": ", ".join(arm.label for arm in comparison.arms),
+            "baseline": comparison.baseline,
+            "margin": comparison.margin,
+            "common": " ".join(comparison.common),
+        },
+        metrics={f"{arm.label}/{name}": value for arm in result.arms for name, value in _numbers(arm).items()},
+        step=len(comparison.seeds),
+        tags={f"quality.{arm.label}": arm.quality.verdict for arm in result.arms},
+        files=files,
+        children={record["run_id"]: {"arm": outcome.arm} for outcome, record in delivered},
+        ended_s=max(client.get_run(record["run_id"]).info.end_time for _, record in delivered) / 1000,
+    )
+    return str(run.info.run_id)
 
 
 def _numbers(arm: Any) -> dict[str, float]:

@@ -10,8 +10,8 @@ import numpy as np
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, curve_distances
 from evidence.measures import LOSS
-from evidence.page import COLORS, NOISE
-from trainer.formats import mebibytes
+from mantissa.display import mebibytes
+from mantissa.page import COLORS, NOISE
 from trainer.profiling.ledger import CATEGORIES, MIB
 from trainer.tracking.plots import INK, QUIET, bare_figure
 

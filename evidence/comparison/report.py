@@ -11,10 +11,10 @@ from typing import Any
 from evidence.comparison import plots as compare_plots
 from evidence.comparison.compare import Result
 from evidence.comparison.judge import ArmResult, Ratio
-from evidence.intervals import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, mean_interval
-from evidence.page import document, items, paragraphs, plots, wide_table
+from mantissa.display import columns, loss, mebibytes
+from mantissa.page import document, items, paragraphs, plots, wide_table
+from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, mean_interval
 from trainer.files import write_text
-from trainer.formats import columns, loss, mebibytes
 
 COST = ("throughput", "speedup", "peak memory", "memory ratio")
 ENERGY = "energy"

@@ -22,8 +22,8 @@ from evidence.doctor.provenance.origin import absorbed, find
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
 from evidence.doctor.step.replay import Replay, following
+from mantissa.display import size
 from trainer.errors import first_line, is_out_of_memory
-from trainer.formats import size
 from trainer.hardware import available_bytes
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"

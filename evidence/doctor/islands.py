@@ -11,9 +11,9 @@ from evidence.doctor.ladder.rungs import attempt, loss_scales
 from evidence.doctor.provenance.origin import find
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import Finding
+from mantissa.display import size
 from trainer.config.compose import quoted
 from trainer.errors import UserError
-from trainer.formats import size
 from trainer.profiling.ledger import MemoryLedger
 
 CALLS = 40

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from evidence.doctor.diagnosis import Diagnosis
 from trainer.errors import UserError, first_line
-from trainer.tracking.mlflow.delivery import TRACKING_FILE, RunInfo
-from trainer.tracking.mlflow.delivery_record import read_record
-from trainer.tracking.mlflow.store import connect, cut, whole_uri
-from trainer.tracking.mlflow.sync import SyncStatus, send
-from trainer.tracking.ui import run_address, server_address
+from trainer.tracking.mlflow.addresses import whole_uri
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, read_record
+from trainer.tracking.mlflow.store import connect, cut
+from trainer.tracking.sync import SyncStatus, send
+from trainer.tracking.ui import shown_at
 
 TAGS = ("verdict", "step", "kind", "module", "op", "direction", "rung")
 """Below ``doctor.``; from the kind on they are those of the first finding."""
@@ -41,9 +41,7 @@ def publish(diagnosis: Diagnosis, files: list[Path]) -> list[str]:
         _log(uri, record["run_id"], diagnosis, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"the report is not in MLflow ({first_line(error)}); run the same command again to retry"]
-    base = uri if uri.startswith(("http://", "https://")) else server_address()
-    where = "" if base == uri else ", while python scripts/ui.py runs"
-    return [f"in MLflow{where}: {run_address(base, record['experiment_id'], record['run_id'])}"]
+    return [shown_at(uri, record["experiment_id"], record["run_id"])]
 
 
 def _log(uri: str, run_id: str, diagnosis: Diagnosis, files: list[Path]) -> None:

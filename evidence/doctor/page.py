@@ -12,7 +12,7 @@ from evidence.doctor.measured.pairs import FACTOR
 from evidence.doctor.plots import divergence, errors, exponents, updates
 from evidence.doctor.step import finding as kinds
 from evidence.doctor.step.finding import Finding
-from evidence.page import document, items, paragraphs, plots, wide_table
+from mantissa.page import document, items, paragraphs, plots, wide_table
 from trainer.tracking.plots import Series
 
 MEANINGS = {
@@ -225,8 +225,10 @@ def _updates(diagnosis: Diagnosis, series: dict[str, Series]) -> str:
     if drawn is not None:
         return plots([drawn])
     if diagnosis.replay.folder is None:
-        return "<p>There is no run yet. Train with meters=numerics to see how many updates are lost by rounding.</p>"
-    return "<p>The run did not measure lost updates. Train with meters=numerics to see them.</p>"
+        return (
+            "<p>There is no run yet. Train with diagnostics=numerics to see how many updates are lost by rounding.</p>"
+        )
+    return "<p>The run did not measure lost updates. Train with diagnostics=numerics to see them.</p>"
 
 
 def _manifest(diagnosis: Diagnosis) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from evidence.doctor.ladder.divergence import TIMES
 from evidence.doctor.measured.pairs import Row
 from evidence.doctor.measured.range import HIGHEST, LOWEST, Exponents
-from evidence.page import COLORS, NOISE
+from mantissa.page import COLORS, NOISE
 from trainer.tracking.plots import ALARM, INK, QUIET, Series, bare_figure
 
 WIDTH, HEIGHT = 6.4, 3.8

@@ -13,9 +13,8 @@ from typing import Any
 from evidence.doctor.diagnosis import Diagnosis
 from evidence.doctor.measured.range import LOWEST, Exponents
 from evidence.doctor.page import page
-from trainer.files import make_folder, write_json, write_text
+from trainer.files import METRICS_FILE, make_folder, write_json, write_text
 from trainer.run.provenance import git_facts, versions
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 from trainer.tracking.plots import read_series
 
 PAGE, VERDICT, MANIFEST = "report.html", "verdict.json", "manifest.json"

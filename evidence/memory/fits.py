@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from evidence.runs import merged
+from mantissa.display import size
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import OutOfMemory, UserError
-from trainer.formats import size
 from trainer.hardware import Hardware, available_bytes
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evidence.memory.trial import trial
+from mantissa.display import size
 from trainer.config.compose import compose
 from trainer.config.options import fraction
 from trainer.errors import UserError
-from trainer.formats import size
 from trainer.hardware import Hardware, available_bytes, detect
-from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.memory.forecast import forecast, required_bytes, size_within
 
 MARGIN = 0.05
 _EXACT_BELOW = 32
@@ -110,32 +110,24 @@ def search(fits: Callable[[int], bool], guess: int, most: int = _LARGEST) -> int
     low, high = 0, most + 1
     size = min(guess, most)
     stride = max(1, size // 8)
-    while low == 0 or high > most:
-        if fits(size):
-            low = size
-            if low == most:
-                return low
-            size = min(most, size + stride)
+    while low < most and high > 1:
+        low, high = (size, high) if fits(size) else (low, size)
+        if high > most:
+            size = min(most, low + stride)
+        elif not low:
+            size = max(1, high - stride)
+        elif high - low > max(1, low // _EXACT_BELOW):
+            size = (low + high) // 2
         else:
-            high = size
-            if high == 1:
-                return 0
-            size = max(1, size - stride)
-        if low and high <= most:
             break
         stride *= 2
-    while high - low > max(1, low // _EXACT_BELOW):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
 def _first_guess(sized: Callable[[int], list[str]], limit_bytes: int) -> int:
-    """Return the size at which the straight line through two forecasts reaches the limit."""
     # Not for a single sample: batch norm refuses it where its last feature map is one pixel.
     two, eight = _needed(sized(2), limit_bytes), _needed(sized(8))
-    slope = max(1.0, (eight - two) / 6)
-    return int(min(_LARGEST, max(1, 8 + (limit_bytes - eight) / slope)))
+    return min(_LARGEST, max(1, size_within(limit_bytes, (2, two), (8, eight))))
 
 
 def _needed(overrides: list[str], limit_bytes: int | None = None) -> int:

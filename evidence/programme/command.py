@@ -23,10 +23,9 @@ from evidence.programme.stages import CLAIMS, CLAIMS_FOLDER, KEPT, RATES, Stage,
 from evidence.runs import in_a_process
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
-from trainer.files import make_folder, read_object, write_json, write_text
+from trainer.files import PRECISION_FILE, SUMMARY_FILE, make_folder, read_object, write_json, write_text
 from trainer.hardware import Hardware, detect
 from trainer.run.provenance import git_facts
-from trainer.tracking.mlflow.delivery_record import PRECISION_FILE, SUMMARY_FILE
 
 DONE, FAILED, TOO_LONG, CUT = "done", "failed", "took too long", "not finished"
 RECORD, PAGE, LOGS, OUTCOMES = "programme.json", "programme.md", "logs.txt", "outcomes.tar.gz"

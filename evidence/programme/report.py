@@ -9,8 +9,8 @@ from typing import Any
 
 from evidence.claims.budget import in_words
 from evidence.programme.stages import GPT2, KEPT, PROFILES, RESNET, TESTS, Stage
+from mantissa.display import quantity
 from trainer.files import read_object
-from trainer.formats import quantity
 
 Records = dict[str, dict[str, Any]]
 """By stage."""

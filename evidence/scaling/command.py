@@ -19,11 +19,12 @@ from evidence.scaling.arithmetic import (
     sent_bytes,
     step_time,
 )
+from mantissa.display import columns, quantity
 from trainer.config.compose import compose
 from trainer.config.options import parse
-from trainer.config.schema import Config, Plan
+from trainer.config.schema import Config
+from trainer.config.step import Plan
 from trainer.errors import UserError
-from trainer.formats import columns, quantity
 from trainer.hardware import Hardware, detect
 from trainer.optim.masters import accumulation_dtype
 from trainer.parallel.compile import Compile
@@ -149,7 +150,7 @@ def modes_of(config: Config) -> dict[str, DDP | FSDP]:
 
 def summed_in(config: Config) -> int | None:
     """Return the bytes of an element in which FSDP2 sums gradients; None: those of the weight."""
-    dtype = accumulation_dtype(config.precision.mode)
+    dtype = accumulation_dtype(config.precision.format)
     return None if dtype is None else dtype.itemsize
 
 

@@ -46,10 +46,10 @@ def lr_range(arguments: list[str]) -> int:
     hardware = detect(first.device)
     curves = []
     for label, config in configs.items():
-        print(f"{label or config.default_name()}: {options.steps} steps, lr from {options.min:g} to {options.max:g}")
+        print(f"{label or config.name}: {options.steps} steps, lr from {options.min:g} to {options.max:g}")
         curves.append(range_test(config, hardware, options.min, options.max, label, print))
         print(f"  ended {_ended(curves[-1])}")
-    name = first.run_name or (first.default_name() if len(configs) == 1 else first.recipe.name)
+    name = first.run_name or (first.name if len(configs) == 1 else first.recipe.name)
     folder = RunFolder.create(f"{first.output_dir}/lr_range", name).path
     title = f"Learning-rate range test: {name}"
     command = shlex.join(["python", "scripts/lr_range.py", *arguments])
@@ -137,7 +137,7 @@ def _search(options: SearchOptions, given: list[Dimension], overrides: list[str]
     from evidence.search.search import run_trials
     from evidence.search.study import open_search, pruner_of
 
-    name = options.study or first.default_name()
+    name = options.study or first.name
     if "/" in name or name in (".", ".."):
         raise UserError(f"study={name} must be the name of a folder, without a slash")
     check_output_dir(first.output_dir)

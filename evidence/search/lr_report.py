@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from evidence.page import COLORS
 from evidence.search.lr_range import Curve
+from mantissa.page import COLORS
 from trainer.files import write_json, write_text
 from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions

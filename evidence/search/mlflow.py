@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from optuna.trial import TrialState
 
@@ -11,10 +10,8 @@ from evidence.search.space import shown
 from evidence.search.study import Search, mlflow_key
 from trainer.config.schema import Config
 from trainer.errors import first_line
-from trainer.tracking.mlflow.store import connect, create_run, cut, tracking_uri, valid_key
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
+from trainer.tracking.mlflow.addresses import tracking_uri
+from trainer.tracking.mlflow.store import connect, publish
 
 
 class Parent:
@@ -32,40 +29,31 @@ class Parent:
         """MLflow's; None: MLflow is not used, or does not answer."""
         self.problem = ""
         """Why MLflow could not take the search."""
-        self._client: MlflowClient | None = None
-        if not config.tracking.mlflow:
-            return
-        uri = tracking_uri(config.tracking.uri)
-        experiment = config.tracking.experiment or config.recipe.name
-        try:
-            client = connect(uri)
-            with search.alone():  # else two processes would create two
-                run = create_run(client, uri, experiment, f"search-{search.name}", *mlflow_key(search))
-            for key, value in described.items():
-                if valid_key(key) not in run.data.params:
-                    client.log_param(run.info.run_id, valid_key(key), cut(value, 500))
-            if run.info.status != "RUNNING":
-                client.update_run(run.info.run_id, status="RUNNING")
-        except Exception as error:  # of many kinds, by MLflow and what lies below it
-            self.problem = first_line(error)
-            return
-        self._client, self.run_id = client, str(run.info.run_id)
+        self._config = config
+        if config.tracking.mlflow:
+            self._publish(search, params=described, status="RUNNING")
 
     def close(self, search: Search, metric: str, status: str) -> None:
         """Record the best trial and how this process ended: FINISHED or KILLED."""
-        if self._client is None or self.run_id is None:
+        if self.run_id is None:
             return
         trials = search.counted()
+        found: dict[str, Any] = {}
+        if any(trial.state == TrialState.COMPLETE for trial in trials):
+            best = search.study.best_trial
+            found["metrics"] = {f"best/{metric}": best.value}
+            found["tags"] = {f"best.{key}": shown(value) for key, value in best.params.items()}
+        others_work = any(trial.state == TrialState.RUNNING for trial in trials) and status == "FINISHED"
+        self._publish(search, **found, step=len(trials), status="RUNNING" if others_work else status)
+
+    def _publish(self, search: Search, **what: Any) -> None:
+        tracking = self._config.tracking
+        uri, experiment = tracking_uri(tracking.uri), tracking.experiment or self._config.recipe.name
+        key, began_s = mlflow_key(search)
         try:
-            done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-            if done:
-                best = search.study.best_trial
-                point = f"best/{metric}"
-                if self._client.get_run(self.run_id).data.metrics.get(valid_key(point)) != best.value:
-                    self._client.log_metric(self.run_id, valid_key(point), best.value, step=len(trials))
-                for key, value in best.params.items():
-                    self._client.set_tag(self.run_id, valid_key(f"best.{key}"), shown(value))
-            if all(trial.state != TrialState.RUNNING for trial in trials) or status != "FINISHED":
-                self._client.set_terminated(self.run_id, status, int(time.time() * 1000))
-        except Exception as error:
+            client = connect(uri)
+            with search.alone():  # else two processes would create two
+                run = publish(client, uri, experiment, f"search-{search.name}", key, started_s=began_s, **what)
+            self.run_id = str(run.info.run_id)
+        except Exception as error:  # of many kinds, by MLflow and what lies below it
             self.problem = first_line(error)

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from evidence.search.search import AT_STEP
 from evidence.search.space import overrides_of, shown
 from evidence.search.study import Search, run_of
-from trainer.formats import columns, loss
+from mantissa.display import columns, loss
 
 FEWEST = 8
 """Complete trials from which the importance of options is estimated."""

@@ -15,10 +15,10 @@ from optuna.trial import TrialState
 from evidence.search.space import overrides_of
 from evidence.search.study import Search, forget, run_of
 from evidence.search.trial import Pruned, reporting_to
+from mantissa.display import duration, loss
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory
-from trainer.formats import duration, loss
 from trainer.run.command import release_memory
 from trainer.run.resume import SAME
 from trainer.run.start import train

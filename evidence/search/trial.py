@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
+from mantissa.display import loss
 from trainer.errors import RunError
-from trainer.files import read_json_lines
-from trainer.formats import loss
+from trainer.files import METRICS_FILE, read_json_lines
 from trainer.run.report import RunSummary
 from trainer.run.run import Run
 from trainer.run.scores import Score
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE
 
 
 class Pruned(RunError):

@@ -15,8 +15,11 @@ from tests import shortcuts
 from tests.serving import serve_ui
 from trainer.files import write_json
 from trainer.tracking.mlflow.store import connect
-from trainer.tracking.tracker import Tracker, Tracking
+from trainer.tracking.options import Tracking
+from trainer.tracking.tracker import Tracker
 from trainer.tracking.ui import (
+    COMPARISON,
+    VIEW,
     comparison_address,
     curves_address,
     experiment_address,
@@ -24,7 +27,6 @@ from trainer.tracking.ui import (
     newest_runs,
     server_address,
 )
-from trainer.tracking.views import COMPARISON, VIEW
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -161,13 +163,10 @@ def test_the_table_opens_with_the_columns_that_matter(browser: Chrome, server: s
     assert_shows(browser, address, *columns, "3.625", "3125", "700", "fp32", "bf16")
 
 
-def test_the_comparison_starts_at_throughput_memory_and_loss_of_the_newest_runs(
-    browser: Chrome, server: str, store: str
-) -> None:
+def test_the_comparison_draws_the_newest_runs(browser: Chrome, server: str, store: str) -> None:
     newest = newest_runs(store, None, 1)
     address = curves_address(server, newest.experiment_id, COMPARISON)
-    metrics = ("final/throughput", "final/peak_memory_mib", "best/valid_loss")
-    assert_shows(browser, address, "1 matching run", *metrics, "3250.00", "precision.mode", "Curves")
+    assert_shows(browser, address, "1 matching run", *newest.run_names, "Model metrics", "final", "best")
 
 
 def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, server: str, store: str) -> None:
@@ -180,7 +179,7 @@ def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, serv
             client.set_tag(run_id, "mlflow.parentRunId", parent)
         assert newest_runs(store, None, 2).run_ids == newest.run_ids
         address = curves_address(server, newest.experiment_id, COMPARISON)
-        assert_shows(browser, address, "2 matching runs", *newest.run_names, "final/throughput", "3250.00", "3125.00")
+        assert_shows(browser, address, "2 matching runs", *newest.run_names, "Model metrics", "final", "best")
     finally:
         for run_id in newest.run_ids:
             client.delete_tag(run_id, "mlflow.parentRunId")

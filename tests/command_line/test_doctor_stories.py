@@ -45,8 +45,8 @@ def test_norm_weights_that_never_move(
     train: Callable[..., Any], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training, doctor = story("llama-bf16_pure-s0")
-    fewer = [word for word in training if word.partition("=")[0] not in ("steps", "meters.every")]
-    trained = train(*fewer, "steps=4", "meters.every=2", "tracking=local")
+    fewer = [word for word in training if word.partition("=")[0] not in ("steps", "diagnostics.every")]
+    trained = train(*fewer, "steps=4", "diagnostics.every=2", "tracking=local")
     assert trained.code == 0
     assert "lost by rounding" in trained.err + trained.out
     assert main(doctor) == 7

@@ -18,7 +18,8 @@ from evidence.memory.command import max_batch, memory
 from evidence.memory.trial import Trial, trial
 from tests import forks
 from trainer.config.options import run
-from trainer.config.schema import Config, Resolved
+from trainer.config.schema import Config
+from trainer.config.step import Resolved
 from trainer.data.contract import Batch
 from trainer.errors import OutOfMemory
 from trainer.run import command

@@ -15,14 +15,14 @@ from evidence.bench.baselines import BareLoop, Workload
 from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
 from evidence.bench.measurement import Bench
 from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch
+from mantissa.formats import BASIC
 from trainer.errors import RunError
 from trainer.hardware import Hardware, detect, threads
-from trainer.kernels import optimizers as optimizer_names
-from trainer.precision.modes import BASIC_MODES
+from trainer.optim import classes as optimizer_names
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
-MODES = frozenset(BASIC_MODES)
+MODES = frozenset(BASIC)
 """However slow they are here."""
 SMALL = Job(
     "small",
@@ -208,8 +208,8 @@ def test_the_cost_of_averaged_weights_is_a_share_of_the_step(tmp_path: Path) -> 
 
 
 def test_the_cost_of_a_measurement_is_spread_over_its_interval(tmp_path: Path) -> None:
-    (row,) = parts.meters_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
-    assert (row.name, row.unit, row.target) == ("small, meters=numerics, over meters=none", "%", 2.0)
+    (row,) = parts.diagnostics_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
+    assert (row.name, row.unit, row.target) == ("small, diagnostics=numerics, over diagnostics=none", "%", 2.0)
     assert len(row.values) == 4
     assert row.median > 0
 

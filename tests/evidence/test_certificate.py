@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from evidence.certificate.differences import differences_between, ulps
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.generators import random_state
 from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Snapshot
+from trainer.determinism import random_state
 from trainer.files import flush
 from trainer.parallel.world import World
 

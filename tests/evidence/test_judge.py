@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 from evidence.comparison.judge import ArmResult, judge
-from evidence.intervals import EQUIVALENT, INCONCLUSIVE, WORSE
 from evidence.runs import Arm, Outcome, _last_error
+from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, WORSE
 
 FP32, BF16 = Arm("fp32", ("precision=fp32",)), Arm("bf16", ("precision=bf16",))
 NULL = Arm("null", FP32.overrides, seed_shift=1000)

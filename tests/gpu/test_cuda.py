@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mantissa.formats import NUMBERS
 from recipes.gpt2_model import SHAPES, Shape
 from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of, without_padding
 from tests.parallel.conftest import TORCHRUN, environment
@@ -21,7 +22,7 @@ from trainer.data.contract import Batch
 from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, UNAVAILABLE, detect
-from trainer.kernels import attention
+from trainer.precision import attention
 from trainer.precision.modes import Precision, dtypes_in_use
 from trainer.profiling import rates
 from trainer.profiling.datasheets import data_sheet
@@ -309,9 +310,9 @@ def test_the_manifest_of_a_gpu(mode: str) -> None:
 
 def test_the_product_rates_of_a_gpu() -> None:
     hardware = detect("cuda")
-    names = [name for name in rates.FORMATS if hardware.support(name) != UNAVAILABLE]
+    names = [name for name in NUMBERS if hardware.support(name) != UNAVAILABLE]
     before = torch.backends.cuda.matmul.fp32_precision
-    found = {name: rates.measure(name, hardware.device) for name in names}
+    found = {name: rates.measure(NUMBERS[name], hardware.device) for name in names}
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert found["fp16"] > found["fp32"]
     for name, rate in found.items():

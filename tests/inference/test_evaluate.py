@@ -29,7 +29,7 @@ from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.files import read_json_lines
 
-evaluate = script("inference.command:evaluation")
+evaluate = script("inference.evaluation:evaluation")
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_the_bytes_of_tokens_add_up_to_the_text(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         tokenizer.save(folder)
-        table = bytes_of_tokens(folder, 400)
+        table = bytes_of_tokens(AutoTokenizer.from_pretrained(folder), 400)
         assert len(table) == 400
         assert table[tokenizer.encode(text)].sum() == len(text.encode())
     assert table[BytePairs.load(tmp_path / "2").separator[0]] == 0

@@ -15,7 +15,7 @@ from inference.evaluate import Evaluation
 from inference.precisions import Cost, compared, paired, table, verdict
 from tests.inference.conftest import script
 
-evaluate = script("inference.command:evaluation")
+evaluate = script("inference.evaluation:evaluation")
 
 
 def test_batches_of_one_size_give_the_paired_t_interval() -> None:

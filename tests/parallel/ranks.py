@@ -41,7 +41,7 @@ from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.wrap import DDP, FSDP, Parallel, is_sharded, local_part
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.profiling.numerics import Numerics
+from trainer.profiling.diagnostics import Numerics
 from trainer.recipe import DataSource, LossOutput
 from trainer.trainer import Trainer
 
@@ -233,8 +233,8 @@ def halves(mode: str) -> dict[str, Any]:
         except UserError as error:
             result[precision] = str(error)
             continue
-        meters = Numerics(1).start(trainer.model, trainer.update, config.precision.half, 2, trainer.world)
-        with meters.step(1):
+        diagnostics = Numerics(1).start(trainer.model, trainer.update, config.precision.half, 2, trainer.world)
+        with diagnostics.step(1):
             records = fit(trainer)
         losses = [trainer.world.add(record.loss.double()).item() for record in records]
         weights = torch.cat([whole(parameter).flatten() for parameter in trainer.model.parameters()])
@@ -250,7 +250,7 @@ def halves(mode: str) -> dict[str, Any]:
         export = trainer.config.parallel.whole(trainer.model, trainer.build_model)
         result[precision] = {
             "losses": losses,
-            "numerics": dict(meters.collect()),
+            "numerics": dict(diagnostics.collect()),
             "norms": [record.grad_norm.item() for record in records],
             "weights": weights.double().tolist(),
             "masters": len(masters),

@@ -13,10 +13,9 @@ from torch import nn
 from recipes.gpt2 import GPT2
 from recipes.gpt2_model import SHAPES, Shape, new_gpt2
 from recipes.language import TokenWindows
-from recipes.language_model import LanguageModel, LossHead, torch_can_chunk
-from tests.helpers import CPU, compose, fit, start, trainer_of
+from recipes.language_model import LossHead, torch_can_chunk
+from tests.helpers import fit, trainer_of
 from trainer.data.contract import SampleId
-from trainer.errors import UserError
 from trainer.hardware import Hardware
 
 H100 = Hardware(torch.device("cuda", 0), "H100", 2**36, 8, (9, 0))
@@ -144,13 +143,6 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocabulary: int, padded: i
     assert gpt2.config.vocab_size == padded
 
 
-@pytest.mark.parametrize(("size", "millions"), [("124M", 124), ("350M", 355), ("774M", 774), ("1558M", 1558)])
-def test_published_sizes_have_their_parameters(size: str, millions: int) -> None:
-    with torch.device("meta"):
-        gpt2 = new_gpt2(SHAPES[size], 50257, 1024, 0.0)
-    assert round(sum(parameter.numel() for parameter in gpt2.parameters()) / 1e6) == millions
-
-
 def test_attention_is_sdpa_and_causal() -> None:
     trainer = trainer_of(*TINY)
     gpt2 = trainer.model.gpt2.eval()
@@ -219,33 +211,6 @@ def words(folder: Path, vocabulary: int = 90) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
 
 
-def test_a_pretrained_folder_is_fine_tuned_from_its_weights_with_its_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
-    before, folder = trained(tmp_path)
-    words(folder)
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"w{(index * index) % 90}" for index in range(4000)))
-    composed = compose(
-        "recipe=gpt2", f"recipe.pretrained={folder}", "recipe.context=16", "data=text", f"data.path={text}",
-        "batch_size=4", "steps=3", "precision=bf16", "device=cpu",
-    )  # fmt: skip
-    trainer = start(composed)
-    one, other = (each.model.gpt2.transformer.wte.weight for each in (trainer, before))
-    assert one.shape == other.shape == (128, 32)
-    assert torch.equal(one[:90], other[:90])
-    assert isinstance(trainer.model, LanguageModel)
-    assert isinstance(trainer.model.gpt2.lm_head, LossHead)
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert trainer.datasets.tokens.tokenizer.vocab_size == 90
-    assert trainer.datasets.tokens.train[:5].tolist() == [0, 1, 4, 9, 16]
-    first = trainer.evaluate()["loss"]
-    fit(trainer)
-    assert trainer.evaluate()["loss"] < first
-    assert "pretrained" in trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
-
-
 @pytest.fixture
 def shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
     """A GPT-2 whose logits lie near -36 as those of the published one do, with its tokenizer, and a text."""
@@ -303,61 +268,6 @@ def test_token_ids_of_the_pretrained_model_that_its_tokenizer_lacks_stay_in_the_
     assert fine_tuned((tmp_path / "best", shifted[1])).model.gpt2.lm_head.vocabulary == 90
 
 
-def test_the_context_is_that_of_the_pretrained_model(shifted: tuple[Path, str]) -> None:
-    trainer = fine_tuned(shifted)
-    assert trainer.recipe.context == 16
-    with pytest.raises(UserError, match=r"recipe.context=32 is longer than the pretrained model's 16; use .*=16"):
-        fine_tuned(shifted, "recipe.context=32")
-
-
-def test_pretrained_weights_in_half_precision_are_trained_in_fp32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import GPT2LMHeadModel
-
-    monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path / "cache"))
-    _, folder = trained(tmp_path)
-    GPT2LMHeadModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    words(folder)
-    text = tmp_path / "text.txt"
-    text.write_text("w1 w2 w3 " * 200)
-    trainer = trainer_of(
-        "recipe=gpt2",
-        f"recipe.pretrained={folder}",
-        "recipe.context=16",
-        "data=text",
-        f"data.path={text}",
-        "batch_size=2",
-    )
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["recipe.size=125M"], r"recipe.size=125M is unknown; did you mean '124M'"),
-        (["recipe.size=mini", "recipe.pretrained=x"], r"recipe.size has no effect with recipe.pretrained"),
-        (["recipe.context=1"], r"recipe.context=1 must be at least 2"),
-        (["recipe.context=long"], r"recipe.context=long"),
-        (["recipe.dropout=1"], r"recipe.dropout=1"),
-        (["recipe.chunked_loss=maybe"], r"recipe.chunked_loss=maybe must be true, false or auto"),
-    ],
-)
-def test_values_that_cannot_work_are_named(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        compose("recipe=gpt2", "data=synthetic", *overrides).resolve(CPU)
-
-
-def test_a_text_shorter_than_one_sample_is_refused_with_a_context_that_fits(tmp_path: Path) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("a few words. " * 8)
-    with pytest.raises(
-        UserError, match=r"text has \d+ tokens, one sample needs 17; use a longer text or recipe.context=\d"
-    ):
-        trainer_of("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=text", f"data.path={text}",
-                   "data.tokenizer=bytes", f"data.cache_dir={tmp_path}")  # fmt: skip
-
-
 def test_the_generated_sample_has_only_known_tokens_and_is_repeatable() -> None:
     trainer = trainer_of(*TINY)
     trainer.model.eval()
@@ -392,10 +302,3 @@ def test_a_pretrained_gelu_takes_one_kernel_and_stays_the_same_function(tmp_path
         assert torch.allclose(before.eval()(tokens).logits, after.eval()(tokens).logits, atol=1e-5)
     new_gpt2(SHAPES["tiny"], 90, 16, 0.0, activation="relu").save_pretrained(tmp_path)
     assert GPT2(pretrained=str(tmp_path)).network(90, 16).config.activation_function == "relu"
-
-
-def test_gelu_is_refused_where_it_has_no_effect_or_is_unknown() -> None:
-    with pytest.raises(UserError, match=r"recipe.gelu=exact is unknown; use recipe.gelu=tanh\|erf"):
-        GPT2(gelu="exact")
-    with pytest.raises(UserError, match=r"recipe.gelu=erf has no effect with recipe.pretrained"):
-        GPT2(gelu="erf", pretrained="gpt2")

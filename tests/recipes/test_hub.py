@@ -15,8 +15,7 @@ from PIL import Image
 from recipes.data.hub import Hub
 from recipes.data.images.augment import ImageNet, View
 from recipes.data.images.pixels import square
-from recipes.data.images.source import ImageSource
-from recipes.data.text.source import TextSource, TokenData
+from recipes.data.text.source import TokenData
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -69,11 +68,6 @@ def parquet(tmp_path: Path) -> Path:
     features = Features({"picture": ImageFeature(), "animal": Value("string")})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "animals.parquet")
     return tmp_path / "animals.parquet"
-
-
-def test_it_gives_text_and_images() -> None:
-    assert issubclass(Hub, TextSource)
-    assert issubclass(Hub, ImageSource)
 
 
 # --- text
@@ -294,24 +288,24 @@ def test_a_damaged_image_is_named_by_its_row(pictures: Path) -> None:
         train.batch([SampleId(index, None) for index in range(len(train))])
 
 
-def test_labels_outside_the_classes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "labels", "message"),
+    [
+        (["a", "b"], [0, 1, -1, 0], "data.train_split=train: row 2 has the label -1"),
+        (["a"], [0, 0], "one class only"),
+    ],
+)
+def test_labels_outside_the_classes_and_a_single_class(
+    names: list[str], labels: list[int], message: str, tmp_path: Path
+) -> None:
     from datasets import ClassLabel, Dataset, Features
     from datasets import Image as ImageFeature
 
-    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
-    rows = {"image": [picture(i) for i in range(4)], "label": [0, 1, -1, 0]}
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
+    rows = {"image": [picture(i) for i in range(len(labels))], "label": labels}
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "unlabelled.parquet")
-    with pytest.raises(UserError, match=r"data.train_split=train: row 2 has the label -1"):
+    with pytest.raises(UserError, match=message):
         Hub(name=str(tmp_path / "unlabelled.parquet")).images(8)
-
-
-def test_images_of_one_class(parquet: Path) -> None:
-    import datasets
-
-    table = datasets.Dataset.from_parquet(str(parquet), cache_dir=str(parquet.parent / "hf"))
-    table.select(range(0, 20, 2)).to_parquet(parquet.with_name("cats.parquet"))
-    with pytest.raises(UserError, match="one class only"):
-        Hub(name=str(parquet.with_name("cats.parquet"))).images(8)
 
 
 # --- user errors
@@ -351,18 +345,15 @@ def test_a_name_that_cannot_be(name: str) -> None:
         ("a.json", b"{not json", "cannot be opened"),
         ("a.parquet", b"not parquet", "cannot be opened"),
         ("a.txt", b"\xff\xfe\x00", "cannot be opened"),
+        ("", b"", "cannot be opened"),  # an empty folder
     ],
 )
 def test_files_that_do_not_open(tmp_path: Path, file: str, content: bytes, message: str) -> None:
-    (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=f"data.name=.*{file}.* {message}"):
-        Hub(name=str(tmp_path / file)).tokens(None)
-
-
-def test_an_empty_folder(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"data.name=.*empty cannot be opened"):
-        Hub(name=str(tmp_path / "empty")).tokens(None)
+    (tmp_path / "data").mkdir()
+    if file:
+        (tmp_path / "data" / file).write_bytes(content)
+    with pytest.raises(UserError, match=f"data.name=.*data.*{file}.* {message}"):
+        Hub(name=str(tmp_path / "data" / file)).tokens(None)
 
 
 def test_a_hub_name_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from PIL import Image
 
 from recipes.data.images.arrays import Digits, Idx
@@ -93,22 +92,10 @@ def test_which_digits_are_held_out_does_not_change() -> None:
     assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16] == "f169ac7f88a60561"
 
 
-def test_images_in_memory_come_in_the_requested_order_with_any_seed() -> None:
-    data = Digits().images(None).valid
-    batch = data.batch([SampleId(5, 1), SampleId(2, None)])
-    assert torch.equal(batch["image"][0], data.batch(plain(1, 5))["image"][0])
-    assert torch.equal(batch["image"][1], data.batch(plain(1, 2))["image"][0])
-
-
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])
 def test_a_fraction_that_leaves_one_side_empty_is_refused(fraction: float) -> None:
     with pytest.raises(UserError, match=r"data\.valid_fraction"):
         Digits(valid_fraction=fraction)
-
-
-def test_a_yaml_with_a_path_becomes_the_live_source(tmp_path: Path) -> None:
-    config = OmegaConf.merge(OmegaConf.structured(ImageFolder), {"path": str(tmp_path), "skip_corrupt": True})
-    assert OmegaConf.to_object(config) == ImageFolder(path=str(tmp_path), skip_corrupt=True)
 
 
 # ---------------------------------------------------------------------------------------- imagefolder
@@ -202,12 +189,9 @@ def test_corrupt_images_are_skipped_if_requested_and_counted(tmp_path: Path, cap
     for part in (data.train, data.valid):
         part.batch(plain(len(part)))
     assert "left out 2 of 20 images" in caplog.text
-
-
-def test_nothing_but_corrupt_images_is_refused(tmp_path: Path) -> None:
-    for file in sorted(animals(tmp_path, each=2).rglob("*.png")):
+    for file in tmp_path.rglob("*.png"):
         file.write_text("not an image")
-    with pytest.raises(UserError, match="not one of 4 images can be decoded"):
+    with pytest.raises(UserError, match="not one of 20 images can be decoded"):
         ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -37,19 +40,33 @@ def words(folder: Path, special: dict[str, str], more: Sequence[str] = ()) -> di
     return {name: id for id, name in enumerate(names)}
 
 
-@pytest.fixture(params=["llama", "llama-tied", "bert", "t5"])
+@pytest.fixture(params=["gpt2", "llama", "llama-tied, bf16", "bert", "t5"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     """The recipe, and a folder with a tiny model, in the shape of a published one, and its tokenizer."""
     torch.manual_seed(0)
     path, recipe = tmp_path / "model", request.param.partition("-")[0]
-    if recipe == "llama":
+    if recipe == "gpt2":
+        words(path, {"eos_token": "<|end|>"})
+        config = GPT2Config(
+            vocab_size=WORDS + 1,
+            n_positions=32,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            initializer_range=0.2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        GPT2LMHeadModel(config).save_pretrained(path)
+    elif recipe == "llama":
         words(path, {"eos_token": "<|end|>"})
         config = LlamaConfig(
             vocab_size=WORDS + 1, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, max_position_embeddings=32, tie_word_embeddings="tied" in request.param,
             rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, initializer_range=0.2,
         )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(path)
+        saved = torch.bfloat16 if "bf16" in request.param else torch.float32
+        LlamaForCausalLM(config).to(saved).save_pretrained(path)
     elif recipe == "bert":
         ids = words(path, {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}, ["[MASK]"])
         config = BertConfig(
@@ -80,9 +97,11 @@ def transformers_loss(recipe: str, path: Path, trainer: Trainer) -> float:
     """The loss that transformers' own model computes for the first eight samples, from the files alone."""
     batch = trainer.datasets.valid.batch([SampleId(index, None) for index in range(8)])
     with torch.no_grad():
-        if recipe == "llama":
+        if recipe in ("gpt2", "llama"):
             tokens = batch["tokens"]
-            return float(LlamaForCausalLM.from_pretrained(path).eval()(tokens, labels=tokens).loss)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            logits = model(tokens[:, :-1]).logits
+            return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
         if recipe == "t5":
             model = T5ForConditionalGeneration.from_pretrained(path).eval()
             return float(model(input_ids=batch["inputs"], labels=batch["labels"]).loss)
@@ -112,7 +131,10 @@ def test_it_starts_with_the_loss_that_transformers_computes(folder: tuple[str, P
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
     assert trainer.config.optimizer.lr == pytest.approx(5e-5 if recipe == "bert" else 1e-4)
     assert "pretrained" in trainer.recipe.facts(trainer.model, trainer.datasets)["size"]
-    if recipe == "llama":
+    eager = trainer_of(*options(recipe, path, "recipe.attention=eager"))
+    assert getattr(eager.model, "network", eager.model).config._attn_implementation == "eager"
+    assert own_loss(eager) == pytest.approx(expected, rel=2e-5)
+    if recipe in ("gpt2", "llama"):
         unpadded = trainer_of(*options(recipe, path, "recipe.vocabulary_multiple=1"))
         assert own_loss(unpadded) == pytest.approx(expected, rel=2e-5)
 

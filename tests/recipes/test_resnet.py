@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -80,13 +78,6 @@ def test_data_without_images_is_refused() -> None:
 def test_values_out_of_range_are_refused_by_name(option: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"recipe\.{option}={value}"):
         ResNet(**{option: value})
-
-
-def test_the_options_come_through_omegaconf() -> None:
-    config = OmegaConf.merge(OmegaConf.structured(ResNet), OmegaConf.from_dotlist(["image_size=64", "classes=auto"]))
-    recipe = OmegaConf.to_object(config)
-    assert isinstance(recipe, ResNet)
-    assert (recipe.image_size, recipe.classes) == (64, "auto")
 
 
 def test_the_head_has_the_classes_of_the_data_or_the_requested_number() -> None:
@@ -207,20 +198,6 @@ def test_scores_are_for_evaluation_only_and_training_keeps_no_reference_to_them(
     assert scores is not None
     assert not scores.requires_grad
     assert torch.equal(scores, logits)
-
-
-def test_exported_weights_open_in_torchvision(tmp_path: Path) -> None:
-    import torchvision
-    from safetensors.torch import load_file
-
-    recipe = ready()
-    datasets = recipe.datasets(Digits(), seed=0)
-    model = recipe.build_model(datasets).eval()
-    recipe.export(model, datasets, tmp_path)
-    other = torchvision.models.resnet18(num_classes=10).eval()
-    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(other(images), model(images))
 
 
 def test_a_few_steps_learn_some_digits() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from mantissa.display import dimensions
 from trainer.checkpoint.state import untie
 from trainer.errors import UserError
-from trainer.formats import dimensions
 
 
 def fill(

@@ -14,16 +14,16 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
-from recipes.data.images.augment import CHOICES
 from recipes.pretrained import is_kept
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.config.source import adopt
 from trainer.data.loader import Loader, OnDeviceLoader, PinnedLoader
+from trainer.debug import Anomaly, Debug, Fast, Overfit
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
-from trainer.kernels.ema import Ema, ExponentialMovingAverage
-from trainer.kernels.optimizers import accepted_options, optimizer_class
+from trainer.optim.classes import accepted_options, optimizer_class
+from trainer.optim.ema import Ema, ExponentialMovingAverage
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.schedule import Cosine, Linear, OneCycle, Schedule, WarmupStableDecay
 from trainer.optim.update import Clip, ClipNorm, ClipValue
@@ -32,20 +32,18 @@ from trainer.parallel.compile import Compile
 from trainer.parallel.wrap import DDP, FSDP, Parallel
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
-from trainer.profiling.debug import Anomaly, Debug, Fast, Overfit
-from trainer.profiling.numerics import Meters, Numerics
+from trainer.profiling.diagnostics import Diagnostics, Numerics
 from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
-from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe
-from trainer.tracking.tracker import Tracking
+from trainer.recipe import NO_OPTION, Augment, Choice, DataSource, Recipe
+from trainer.tracking.options import Tracking
 
 _GROUPS: dict[str, dict[str, type]] = {
-    "augment": dict(CHOICES),
     "precision": {"precision": Precision},
     "scaler": {cls.kind: cls for cls in (Scaler, StaticScaler, DynamicScaler, AutoScaler)},
     "clip": {cls.kind: cls for cls in (Clip, ClipNorm, ClipValue)},
     "loader": {cls.kind: cls for cls in (Loader, PinnedLoader, OnDeviceLoader)},
     "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
-    "meters": {cls.kind: cls for cls in (Meters, Numerics)},
+    "diagnostics": {cls.kind: cls for cls in (Diagnostics, Numerics)},
     "optimizer": {"optimizer": Optimizer},
     "schedule": {cls.kind: cls for cls in (Schedule, Cosine, Linear, OneCycle, WarmupStableDecay)},
     "ema": {cls.kind: cls for cls in (Ema, ExponentialMovingAverage)},
@@ -59,12 +57,13 @@ _GROUPS: dict[str, dict[str, type]] = {
 
 
 def groups() -> dict[str, dict[str, type]]:
-    """Return the classes of every config group by name; recipes and data sources are found in ``recipes/``."""
+    """Return the classes of every config group by name; those of what is trained are found in ``recipes/``."""
     for module in pkgutil.walk_packages(recipes.__path__, "recipes."):
         importlib.import_module(module.name)
     return _GROUPS | {
         "recipe": {cls.name: cls for cls in _subclasses(Recipe) if cls.name},
         "data": {cls.kind: cls for cls in _subclasses(DataSource) if cls.kind},
+        "augment": {cls.kind: cls for cls in _subclasses(Augment)},
     }
 
 

@@ -1,251 +1,65 @@
-"""The root config: what a run is made of, and what does not fit together."""
+"""The root config: what a run is made of."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Self
 
-from recipes.data.images.augment import REASONS, Augment, AutomaticAugment
-from recipes.data.images.source import ImageSource
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.early_stopping import EarlyStopping
 from trainer.config.source import Source
-from trainer.data.contract import Datasets
-from trainer.data.loader import Batching, Loader
+from trainer.config.step import Resolved, StepConfig
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.kernels.ema import Ema
-from trainer.optim.optimizer import Optimizer
-from trainer.optim.schedule import Schedule
-from trainer.optim.update import Clip
-from trainer.parallel.activation import ActivationCheckpointing
-from trainer.parallel.compile import Compile
 from trainer.parallel.world import World
-from trainer.parallel.wrap import Parallel
-from trainer.precision.modes import Precision
-from trainer.precision.scaler import Scaler
-from trainer.profiling import calls
-from trainer.profiling.debug import Debug
-from trainer.profiling.numerics import Meters
+from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
-from trainer.recipe import NO_OPTION, Choice, DataSource, Recipe, SetOnce
-from trainer.tracking.tracker import Tracking
-
-_AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
+from trainer.recipe import NO_OPTION, SetOnce
+from trainer.tracking.options import Tracking
 
 
 @dataclass
-class Config(SetOnce):
-    """All options of a run. It does not change: ``resolve`` returns another one."""
+class RunConfig(SetOnce):
+    """The options of the run around the steps: what is measured, reported and kept, and where."""
 
-    recipe: Recipe
-    data: DataSource
-    augment: Augment = field(default_factory=Augment)
-    precision: Precision = field(default_factory=Precision)
-    scaler: Scaler = field(default_factory=Scaler)
-    clip: Clip = field(default_factory=Clip)
-    loader: Loader = field(default_factory=Loader)
     profiler: Profiler = field(default_factory=Profiler)
-    meters: Meters = field(default_factory=Meters)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    ema: Ema = field(default_factory=Ema)
-    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
-    compile: Compile = field(default_factory=Compile)
-    parallel: Parallel = field(default_factory=Parallel)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracking: Tracking = field(default_factory=Tracking)
-    debug: Debug = field(default_factory=Debug)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
-    device: str = "auto"
-    threads: int | None = None
-    """Of torch's operators on a CPU; None: torch's default."""
-    seed: int = 0
-    steps: int | str = "auto"
-    epochs: float | None = None
-    """Passes over the training data, in the place of ``steps``."""
-    batch_size: int | str = "auto"
-    micro_batch_size: int | str = "auto"
-    eval_every: int | str = "auto"
-    eval_samples: int | str = "auto"
     log_every: int = 10
-    freeze: list[str] | None = None
-    deterministic: bool = False
     init_from: str | None = None
     resume: str | None = None
     output_dir: str = "outputs"
     run_name: str | None = None
+
+
+@dataclass
+class Config(RunConfig, StepConfig):
+    """All options of a run, in one level as on the command line."""
+
     source: Source | None = field(default=None, metadata=NO_OPTION)
-    """Where the first weights come from; None: they are the recipe's."""
-    preset: tuple[Choice, ...] = field(default=(), metadata=NO_OPTION)
-    """What was chosen while the config was composed."""
 
     def __post_init__(self) -> None:
-        for key in _AUTO_FIELDS:
-            value = getattr(self, key)
-            if isinstance(value, str) and value != "auto":
-                raise UserError(f"{key}={value} must be a whole number, or auto")
-            if isinstance(value, int) and value < 1:
-                raise UserError(f"{key}={value} must be at least 1")
-        if self.epochs is not None and self.steps != "auto":
-            raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise UserError(f"epochs={self.epochs:g} must be a positive number, such as 3 or 0.5")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
+        super().__post_init__()
         if self.log_every < 1:
             raise UserError(f"log_every={self.log_every} must be at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
-        self.scaler.check(self.precision.mode)
-        calls.check(self.precision.listed)
-        self.parallel.check(self.precision)
-        self.optimizer.check(self.parallel.kind, self.schedule.kind, self.ema.kind)
-        self.meters.check(self.optimizer)
-        if not isinstance(self.data, ImageSource) and (set_by_user := self.augment.effect()):
-            raise UserError(f"{set_by_user} has no effect: data={self.data.kind} has no images; leave it out")
-        if (options := self.augment.on_device) and not self.recipe.mixes_images:
-            raise UserError(f"{options[0]} has no effect: recipe={self.recipe.name} does not mix images; leave it out")
+        self.diagnostics.check(self.optimizer)
 
-    def with_augment(self, augment: Augment) -> Config:
-        """Return the config with images augmented in this way."""
-        data = replace(self.data, augment=augment) if isinstance(self.data, ImageSource) else self.data
-        return replace(self, augment=augment, data=data)
+    @property
+    def name(self) -> str:
+        """The name of the run: of its folder and in MLflow."""
+        return self.run_name or default_name(self.recipe.name, self.precision.mode, self.seed)
 
-    def open_datasets(self) -> Datasets:
-        """Return the recipe's training and validation samples.
-
-        Raises:
-            UserError: the data cannot be had, or does not suit the recipe.
-        """
-        return self.recipe.datasets(self.data, self.seed)
-
-    def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Config, list[Choice]]:
-        """Return the config with the ``auto`` values that depend on the data resolved, and the choices to report."""
-        workers = self.loader.processes(datasets.decodes, hardware)
-        config = replace(self, loader=replace(self.loader, workers=workers))
-        decided = self.recipe.decided(datasets)
-        if not isinstance(self.augment, AutomaticAugment):
-            return config, decided
-        augment = self.augment.chosen
-        if augment is None:  # no images were opened
-            return config.with_augment(Augment()), decided
-        return config.with_augment(augment), [*decided, Choice("augment", augment.kind, REASONS[augment.kind])]
-
-    def default_name(self) -> str:
-        """Return the default name of a run."""
-        return default_name(self.recipe.name, self.precision.mode, self.seed)
-
-    def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved:
-        """Return the config with the ``auto`` values that depend on the hardware resolved, and check it.
-
-        Args:
-            hardware: of this process.
-            world: the processes that train together; None: this one alone.
-
-        Raises:
-            UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
-        """
-        self.precision.check(hardware)
-        recipe, chosen = self.recipe.resolve(hardware, self.data)
-        world = world or World()
-        choices = [*self.preset, *chosen]
-        sizes = recipe.sizes(hardware)
-        numbers: dict[str, Any] = {}
-
-        def number(key: str, auto: int, why: str) -> int:
-            typed = getattr(self, key)
-            if typed == "auto":
-                choices.append(Choice(key, auto, why))
-            value: int = auto if typed == "auto" else typed
-            numbers[key] = value
-            return value
-
-        default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
-        opened, auto, why, epoch = None, sizes.steps, default, None
-        if self.epochs is not None:
-            opened = world.first_then_others(replace(self.with_augment(self.augment), recipe=recipe).open_datasets)
-            samples, typed = len(opened.train), self.batch_size
-            epoch = samples / (typed if isinstance(typed, int) else sizes.batch_size)
-            auto, why = math.ceil(self.epochs * epoch), f"{self.epochs:g} epochs of {samples} samples"
-        steps = number("steps", auto, why)
-        if self.schedule.warmup(steps) >= max(2, steps):
-            raise UserError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={steps}; "
-                "use schedule.warmup_steps=auto or a longer run"
-            )
-        batch_size = number("batch_size", sizes.batch_size, default)
-        most = min(batch_size, sizes.micro_batch_size)
-        least = self.augment.micro_batch_multiple
-        fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
-        micro_batch_size = number("micro_batch_size", fitting, default)
-        self.augment.check_batching(batch_size // world.size, micro_batch_size)
-        eval_every = number("eval_every", *_evaluation_interval(steps, epoch))
-        every = self.checkpoint.every
-        plan = Plan(
-            self.run_name or self.default_name(),
-            steps,
-            Batching(batch_size, micro_batch_size, world.size, world.rank),
-            eval_every,
-            eval_samples=number("eval_samples", 10 * batch_size, "at most ten training batches"),
-            save_every=eval_every if isinstance(every, str) else every,
-        )
-        if "/" in plan.run_name or plan.run_name in (".", ".."):
-            raise UserError(f"run_name={plan.run_name} must be the name of a folder, without a slash")
+    def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved[Self]:
+        resolved = super().resolve(hardware, world)
+        if "/" in self.name or self.name in (".", ".."):
+            raise UserError(f"run_name={self.name} must be the name of a folder, without a slash")
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
-        config = replace(self.with_augment(self.augment), recipe=recipe, run_name=plan.run_name, epochs=None, **numbers)
-        return Resolved(config, plan, choices, opened)
-
-
-def _evaluation_interval(steps: int, epoch: float | None) -> tuple[int, str]:
-    """Return the default of ``eval_every``, and why; ``epoch``: its steps, where the run is measured in epochs."""
-    interval = max(steps // 10, min(steps, 25))
-    if epoch is None or epoch >= interval:
-        return interval, "at most ten evaluations per run"
-    if epoch >= steps / 100:
-        return math.ceil(epoch), "once per epoch"
-    return math.ceil(steps / 100), "at most 100 evaluations per run"
+        return resolved._replace(config=replace(resolved.config, run_name=self.name))
 
 
 def default_name(recipe: str, precision: str, seed: int) -> str:
     """Return the default name of a run of this recipe, in this precision (``precision.mode``)."""
     return f"{recipe}-{precision}-s{seed}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The numbers of a run, resolved."""
-
-    run_name: str
-    steps: int
-    """Optimizer steps of the whole run."""
-    batching: Batching
-    eval_every: int
-    """Optimizer steps between two evaluations."""
-    eval_samples: int
-    """Of the validation data, at most."""
-    save_every: int
-    """Optimizer steps between two checkpoints."""
-
-
-class Resolved(NamedTuple):
-    """A config, resolved for some hardware."""
-
-    config: Config
-    """The same with values in the place of ``auto``, as it is recorded."""
-    plan: Plan
-    """The numbers among them, and those that follow."""
-    choices: list[Choice]
-    """What was chosen, to be shown."""
-    opened: Datasets | None = None
-    """The data, where it had to be opened to count the steps of ``epochs``."""
-
-    def with_micro_batch_size(self, size: int, why: str) -> Resolved:
-        """Return it with another micro_batch_size."""
-        key = "micro_batch_size"
-        others = [choice for choice in self.choices if choice.key != key]
-        plan = replace(self.plan, batching=replace(self.plan.batching, micro_batch_size=size))
-        config = replace(self.config, micro_batch_size=size)
-        return self._replace(config=config, plan=plan, choices=[*others, Choice(key, size, why)])

@@ -16,17 +16,13 @@ from trainer.checkpoint.schema import sha256
 from trainer.checkpoint.weights import fill
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import read_object
-from trainer.kernels.optimizers import averages_itself
-from trainer.recipe import Choice, Recipe
-from trainer.tracking.mlflow.delivery_record import IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER
-
-BEST = "best"
-"""The folder in a run's that has its exported weights."""
+from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
+from trainer.optim.classes import averages_itself
+from trainer.recipe import Choice, FirstWeights, Recipe
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(FirstWeights):
     """The run whose weights another one starts from."""
 
     path: Path

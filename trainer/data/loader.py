@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.loading import Ahead, end_with_the_run, forkserver_context
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware
-from trainer.parallel.loading import Ahead, end_with_the_run, forkserver_context
 
 STEPS_AHEAD = 2
 """Steps whose batches are prepared while one is taken, where a thread does that."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mantissa.formats import STOCHASTIC, Format
 from trainer.parallel.wrap import is_sharded, local_part
 
 _LOW_BITS = 16  # by which bf16 is shorter than fp32
@@ -184,13 +185,13 @@ def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
-def masters_of(mode: str, model: nn.Module, seed: int) -> MasterWeights | None:
-    """Return the masters that a precision mode needs; None: the optimizer updates the model's own weights."""
-    if mode == "bf16_sr":
+def masters_of(format: Format, model: nn.Module, seed: int) -> MasterWeights | None:
+    """Return the masters that a format needs; None: the optimizer updates the model's own weights."""
+    if format.rounding == STOCHASTIC:
         return StochasticWeights(model, seed)
-    return MasterWeights(model) if mode.endswith("_master") else None
+    return MasterWeights(model) if format.masters else None
 
 
-def accumulation_dtype(mode: str) -> torch.dtype | None:
+def accumulation_dtype(format: Format) -> torch.dtype | None:
     """Return the dtype in which gradients of microbatches are accumulated; None: that of the weights."""
-    return torch.float32 if mode.endswith(("_master", "_sr")) else None
+    return torch.float32 if format.accumulates_in_fp32 else None

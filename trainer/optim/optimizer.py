@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError, nearest
-from trainer.kernels.blocks import hidden_matrices, layer_factors
-from trainer.kernels.fused import fused_is_sound, start_momentum
-from trainer.kernels.muon import MuonAdamW
-from trainer.kernels.optimizers import accepted_options, averages_itself, optimizer_class
+from trainer.optim.blocks import hidden_matrices, layer_factors
+from trainer.optim.classes import accepted_options, averages_itself, optimizer_class
 from trainer.optim.decay import decayed
+from trainer.optim.fused import fused_is_sound, start_momentum
 from trainer.optim.groups import check_patterns, parameter_groups
 from trainer.optim.masters import MasterWeights
+from trainer.optim.muon import MuonAdamW
 from trainer.parallel.wrap import is_sharded
 
 
@@ -26,7 +26,7 @@ class Optimizer:
     """An optimizer's class and its options; a new choice is one YAML file."""
 
     name: str = "AdamW"
-    """The class in torch.optim, or one of the others of ``trainer.kernels.optimizers``."""
+    """The class in torch.optim, or one of the others of ``trainer.optim.classes``."""
     lr: float = 1e-3
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: float = 0.0

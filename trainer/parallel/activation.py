@@ -60,7 +60,7 @@ class ActivationCheckpointing:
 def _recomputed(block: nn.Module, forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    policy = _keep_expensive if mode == "selective" else _keep_nothing
+    policy = functools.partial(_policy, mode == "selective")
 
     def contexts() -> Contexts:
         if _is_traced():
@@ -130,10 +130,11 @@ def _keeps(operator: Any) -> bool:
     return any(operator is getattr(torch.ops.aten, name).default for name in _KEPT)
 
 
-def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+def _policy(selective: bool, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep the results of expensive operators if ``selective``, else none."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    keep = _keeps(operator) and not _dropout_of(operator, args, kwargs)
+    keep = selective and _keeps(operator) and not _dropout_of(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -145,9 +146,3 @@ def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     position = names.index("dropout_p")
     dropout: float = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
     return dropout
-
-
-def _keep_nothing(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mantissa.formats import BF16, FORMATS, FP16, STOCHASTIC
 from trainer.errors import UserError
 from trainer.parallel.world import World, join, launched_local_rank, launched_processes
-from trainer.precision.modes import AUTOCAST_DTYPE, WEIGHTS_DTYPE, Precision
+from trainer.precision.modes import Precision
 
 
 @dataclass
@@ -82,12 +83,16 @@ class Parallel:
             build: makes another model with the same names, on the host.
             state: the state dict of a model that is to be built; None: the weights of ``model``.
         """
-        if state is None:
+        if state is None and not any(map(is_sharded, model.parameters())):
             return model
-        other = build()
-        target = other.state_dict()
-        for name, tensor in state.items():
-            target[name].copy_(tensor)
+        other = build() if not dist.is_initialized() or dist.get_rank() == 0 else None
+        target = {} if other is None else other.state_dict()
+        # One after another: the whole need not fit on a device.
+        source: dict[str, Any] = state or model.state_dict()
+        for name, tensor in source.items():
+            gathered = tensor.full_tensor() if is_sharded(tensor) else tensor  # every rank takes part
+            if target:
+                target[name].copy_(gathered)
         return other
 
 
@@ -176,19 +181,19 @@ class FSDP(SeveralProcesses):
     gradients are still summed in fp32). None: weights are gathered in fp32 and only autocast decides, as elsewhere."""
 
     def check(self, precision: Precision) -> None:
-        if precision.mode in WEIGHTS_DTYPE and precision.fp32_modules:
+        if precision.format.half_weights and precision.fp32_modules:
             raise UserError(
                 f"precision.fp32_modules with precision={precision.mode}: parallel=fsdp gathers weights of one dtype; "
                 "remove it, or use parallel=ddp"
             )
-        if precision.mode == "bf16_sr":
+        if precision.format.rounding == STOCHASTIC:
             raise UserError(
-                "precision=bf16_sr rounds whole weights, but parallel=fsdp shards them; "
+                f"precision={precision.mode} rounds whole weights, but parallel=fsdp shards them; "
                 "use precision=bf16_master, or parallel=ddp"
             )
         if self.param_dtype is None:
             return
-        if precision.mode in WEIGHTS_DTYPE:
+        if precision.format.half_weights:
             raise UserError(
                 f"parallel.param_dtype has no effect with precision={precision.mode}, "
                 "whose weights are 16-bit; remove it"
@@ -198,7 +203,7 @@ class FSDP(SeveralProcesses):
                 f"parallel.param_dtype={self.param_dtype} with precision={precision.mode}: the weights would be "
                 "rounded to another dtype than the run is named after; remove it, or make the two equal (bf16 or fp16)"
             )
-        if precision.mode not in ("bf16", "fp16"):
+        if precision.format.number not in (BF16, FP16):
             raise UserError(f"parallel.param_dtype={self.param_dtype} must be bf16 or fp16, or left out")
         if precision.fp32_modules:
             raise UserError("parallel.param_dtype would round the weights of precision.fp32_modules; remove one")
@@ -223,7 +228,7 @@ class FSDP(SeveralProcesses):
         policy = MixedPrecisionPolicy(reduce_dtype=accumulation)
         if self.param_dtype is not None:
             # Inputs are left to autocast: a batch of token ids or pixels has its own dtype.
-            dtype = AUTOCAST_DTYPE[self.param_dtype]
+            dtype = FORMATS[self.param_dtype].autocast
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
@@ -244,21 +249,6 @@ class FSDP(SeveralProcesses):
         replica.set_requires_gradient_sync(last)
         replica.set_is_last_backward(last)
         return nullcontext()
-
-    def whole(
-        self, model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None = None
-    ) -> nn.Module | None:
-        from torch.distributed.tensor import DTensor
-
-        other = build() if dist.get_rank() == 0 else None
-        target = {} if other is None else other.state_dict()
-        for name, tensor in (
-            state or model.state_dict()
-        ).items():  # one after another: the whole need not fit on a device
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # every rank takes part
-            if target:
-                target[name].copy_(whole)
-        return other
 
 
 def _shard_again(model: nn.Module, inputs: Any, outputs: Any) -> None:

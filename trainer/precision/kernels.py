@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from mantissa.formats import FORMATS
 from trainer.files import remembered
 from trainer.hardware import EMULATED, NATIVE, Hardware, processor
 
-KERNELS = ("auto", "native", "fp32")
+AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
 """auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic in every operator and form."""
 
 Forms = dict[str, list[str]]
@@ -88,11 +89,11 @@ def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: 
         return {}
     every = {name: sorted(operator.examples()) for name, operator in OPERATORS.items()}
     chosen: Forms = {}
-    if kernels == "fp32" or (kernels == "auto" and deterministic and hardware.support(_FORMATS[dtype]) != NATIVE):
+    if kernels == WIDE or (kernels == AUTO and deterministic and hardware.support(_FORMATS[dtype]) != NATIVE):
         chosen = {
-            name: [form for form in forms if form != FEW_ROWS or kernels == "fp32"] for name, forms in every.items()
+            name: [form for form in forms if form != FEW_ROWS or kernels == WIDE] for name, forms in every.items()
         }
-    elif kernels == "auto" and not deterministic:
+    elif kernels == AUTO and not deterministic:
         clearly = _CLEARLY[hardware.support(_FORMATS[dtype])]
         for name, forms in times(dtype, hardware).items():
             if faster := [form for form, took in forms.items() if took["fp32"] < clearly * took["native"]]:
@@ -157,7 +158,7 @@ def sentence(mode: str, forms: Forms, hardware: Hardware) -> str | None:
     used = [words for name, words in _WORDS.items() if forms.get(name)]
     if not used:
         return None
-    name = mode.partition("_")[0]
+    name = FORMATS[mode].number.name
     why = f", this CPU has no {name} instructions" if hardware.support(mode) != NATIVE else ""
     return f"{name} {', '.join(used)}: fp32 arithmetic{why}"
 

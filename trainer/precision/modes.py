@@ -15,27 +15,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from mantissa.display import about, dtype_name, quantity
+from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from trainer.errors import UserError
-from trainer.formats import about, dtype_name, quantity
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.precision import fp8, kernels, operators
 from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
 from trainer.precision.kernels import Forms
 from trainer.precision.names import matching
-
-BASIC_MODES = ("fp32", "tf32", "bf16", "fp16")
-"""The modes that need only torch and change only the dtype of matmuls and convolutions."""
-AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""The autocast dtype of the modes with fp32 weights."""
-WEIGHTS_DTYPE = {
-    "bf16_pure": torch.bfloat16,
-    "bf16_sr": torch.bfloat16,
-    "bf16_master": torch.bfloat16,
-    "fp16_pure": torch.float16,
-    "fp16_master": torch.float16,
-}
-"""The dtype of the weights of the modes without autocast."""
-MODES = (*BASIC_MODES, *WEIGHTS_DTYPE, "fp8")
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
 _LOWERING_ENVIRONMENT = {
@@ -70,8 +57,8 @@ class Precision:
     """How a CPU multiplies 16-bit operands: ``auto``, ``native`` or ``fp32``, see ``trainer.precision.kernels``."""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(MODES)}")
+        if self.mode not in FORMATS:
+            raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(FORMATS)}")
         for key in ("fp32_modules", "fp32_ops", "low_ops"):
             if getattr(self, key) and self.half is None:
                 raise UserError(
@@ -86,9 +73,8 @@ class Precision:
             raise UserError(
                 f"precision.kernels has no effect with precision={self.mode}, which has no 16-bit dtype; remove it"
             )
-        # Runs of earlier versions, which have no such lists, can be resumed.
         self.fp32_ops, self.low_ops = self.fp32_ops or None, self.low_ops or None
-        if self.mode == "fp8":
+        if self.format.number is FP8:
             self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
             if self.fp8_scaling not in fp8.SCALINGS:
                 raise UserError(f"precision.fp8_scaling={self.fp8_scaling} is unknown; use {' or '.join(fp8.SCALINGS)}")
@@ -106,20 +92,20 @@ class Precision:
         if hardware.support(self.mode) == UNAVAILABLE:
             raise UserError(
                 f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); {self.mode} "
-                f"needs an NVIDIA GPU of compute capability {'8.9' if self.mode == 'fp8' else '8.0'} or later. "
+                f"needs an NVIDIA GPU of compute capability {'8.9' if self.format.number is FP8 else '8.0'} or later. "
                 "Use precision=fp32 or precision=bf16"
             )
-        if self.mode == "fp8" and find_spec("torchao") is None:
+        if self.format.number is FP8 and find_spec("torchao") is None:
             raise UserError(
                 "precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16"
             )
         variable, value = _NO_TF32
-        if self.mode == "tf32" and os.environ.get(variable) == value:
+        if self.format.number is TF32 and os.environ.get(variable) == value:
             raise UserError(
                 f"the environment variable {variable}={value} disables TF32 silently; "
                 f"unset it for precision=tf32 (unset {variable})"
             )
-        if self.mode != "fp32":
+        if self.format.number is not FP32:
             return
         for variable, lowering in _LOWERING_ENVIRONMENT.items():
             if os.environ.get(variable, "").upper() in lowering:
@@ -135,10 +121,10 @@ class Precision:
         """
         if hardware.support(self.mode) != EMULATED or (self.half and kernels.in_use(self.half, "mm")):
             return None
-        name = family(self.mode)
+        name = self.format.number.name
         text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
-        figures = f"{quantity(rates[name])} against {quantity(rates['fp32'])} TFLOP/s, measured"
-        slowdown = rates["fp32"] / rates[name]
+        figures = f"{quantity(rates[name])} against {quantity(rates[FP32.name])} TFLOP/s, measured"
+        slowdown = rates[FP32.name] / rates[name]
         if slowdown < 1.5:
             return f"{text}do not expect a speedup over fp32 (matmuls: {figures})"
         remedy = "precision=fp32"
@@ -157,13 +143,14 @@ class Precision:
         """
         if self.half is not None:
             kernels.use(self.half, in_fp32_arithmetic or {})
-        fp32 = "tf32" if self.mode == "tf32" else "ieee"
+        tf32 = self.format.number is TF32
+        fp32 = "tf32" if tf32 else "ieee"
         with warnings.catch_warnings():
             # The older flags are deprecated, but torch.compile's kernel templates read them, and torch raises
             # where they disagree with the newer ones.
             warnings.simplefilter("ignore")
-            torch.backends.cuda.matmul.allow_tf32 = fp32 == "tf32"
-            torch.backends.cudnn.allow_tf32 = fp32 == "tf32"
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            torch.backends.cudnn.allow_tf32 = tf32
         torch.backends.fp32_precision = fp32  # type: ignore[attr-defined]
         torch.backends.cuda.matmul.fp32_precision = fp32
         torch.backends.cudnn.fp32_precision = fp32
@@ -180,13 +167,13 @@ class Precision:
         Fresh, because a long-lived context caches low-precision copies of the weights, and the next forward
         would not see the optimizer's update.
         """
-        dtype = AUTOCAST_DTYPE.get(self.mode)
+        dtype = self.format.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
         if not self.listed:
             return autocast
         dtypes = dict.fromkeys(self.low_ops or (), self.half or torch.float32)
         dtypes |= dict.fromkeys(self.fp32_ops or (), torch.float32)
-        return operators.OperatorPolicy(device.type, dtypes, WEIGHTS_DTYPE.get(self.mode)).beside(autocast)
+        return operators.OperatorPolicy(device.type, dtypes, self.format.half_weights).beside(autocast)
 
     @property
     def listed(self) -> dict[str, list[str]]:
@@ -202,15 +189,20 @@ class Precision:
         up, so that no gradient is larger than that of the mean. The factor, from 1 to 2, is applied in fp32 when the
         loss scale is undone.
         """
-        if self.mode in ("fp32", "tf32"):
+        if self.half is None:
             return targets, 1.0
         power = 1 << (targets - 1).bit_length()
         return power, power / targets
 
     @property
+    def format(self) -> Format:
+        """The row of the table of formats."""
+        return FORMATS[self.mode]
+
+    @property
     def half(self) -> torch.dtype | None:
         """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
-        return AUTOCAST_DTYPE.get(self.mode, WEIGHTS_DTYPE.get(self.mode))
+        return self.format.half
 
     def convert(self, model: nn.Module, device: torch.device) -> list[str]:
         """Convert the model's weights to the dtype of this mode; return the names of the submodules that stay in fp32.
@@ -224,9 +216,9 @@ class Precision:
                 or no weight is left for 16 bits.
         """
         kept = self.keep_fp32(model, device)
-        if self.mode == "fp8":
+        if self.format.number is FP8:
             fp8.convert(model, kept, str(self.fp8_scaling))
-        dtype = WEIGHTS_DTYPE.get(self.mode)
+        dtype = self.format.half_weights
         if dtype is None:
             return kept
         islands = {id(module) for name in kept for module in model.get_submodule(name).modules()}
@@ -278,7 +270,7 @@ class Precision:
         # A container may never be called, only its children. So they are converted with it.
         inside = {id(module): module for name in kept for module in modules[name].modules()}
         for module in inside.values():
-            module.forward = in_fp32(module.forward, device.type, WEIGHTS_DTYPE.get(self.mode))
+            module.forward = in_fp32(module.forward, device.type, self.format.half_weights)
         return sorted(kept)
 
     def kept_in_fp32(self, model: nn.Module) -> set[str]:
@@ -301,7 +293,7 @@ class Precision:
         ``dtypes_in_use`` adds what depends on the model.
         """
         with self.autocast(hardware.device):
-            one = torch.ones(8, 8, device=hardware.device, dtype=WEIGHTS_DTYPE.get(self.mode, torch.float32))
+            one = torch.ones(8, 8, device=hardware.device, dtype=self.format.weights)
             product = (one @ one).dtype
         backends = torch.backends
         return {
@@ -323,11 +315,6 @@ class Precision:
             },
             "environment": {name: os.environ[name] for name in _LOWERING_ENVIRONMENT if name in os.environ},
         }
-
-
-def family(mode: str) -> str:
-    """Return the mode that names the dtype a mode computes in: bf16 for bf16_master."""
-    return mode.partition("_")[0]
 
 
 def dtypes_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mantissa.formats import FP8, Format
 from trainer.errors import UserError
-from trainer.precision.modes import family
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -113,19 +113,19 @@ class Scaler:
         """How many consecutive skipped steps are allowed; None if no step is ever skipped."""
         return None
 
-    def check(self, mode: str) -> None:
+    def check(self, format: Format) -> None:
         """Check that the scaler fits the precision, unless ``force``.
 
         Raises:
             UserError: fp16 without a scaler, or a scaler with a precision whose range is fp32's.
         """
-        if _in_fp16(mode) and not self.force:
+        if format.needs_loss_scale and not self.force:
             raise UserError(
-                f"scaler=none with precision={mode} silently loses gradients below 2^-24; use scaler=auto, "
+                f"scaler=none with precision={format.name} silently loses gradients below 2^-24; use scaler=auto, "
                 "or scaler.force=true to see the effect"
             )
 
-    def build(self, mode: str, device: torch.device) -> LossScale:
+    def build(self, format: Format, device: torch.device) -> LossScale:
         """Return the run's loss scale."""
         return LossScale(device)
 
@@ -143,11 +143,13 @@ class Scaling(Scaler):
     def skip_limit(self) -> int | None:
         return self.max_consecutive_skips
 
-    def check(self, mode: str) -> None:
-        if not _in_fp16(mode) and not self.force:
-            reason = "every tensor has its own scale" if mode == "fp8" else f"{family(mode)} has fp32's range"
+    def check(self, format: Format) -> None:
+        if not format.needs_loss_scale and not self.force:
+            reason = (
+                "every tensor has its own scale" if format.number is FP8 else f"{format.number.name} has fp32's range"
+            )
             raise UserError(
-                f"scaler={self.kind} with precision={mode}: {reason}, so scaling is not needed; "
+                f"scaler={self.kind} with precision={format.name}: {reason}, so scaling is not needed; "
                 "use scaler=auto, or scaler.force=true to measure it anyway"
             )
 
@@ -165,7 +167,7 @@ class StaticScaler(Scaling):
             raise UserError(f"scaler.scale={self.scale} must be a positive number that fp32 holds, such as 1024")
         super().__post_init__()
 
-    def build(self, mode: str, device: torch.device) -> LossScale:
+    def build(self, format: Format, device: torch.device) -> LossScale:
         return StaticLossScale(device, self.scale)
 
 
@@ -202,7 +204,7 @@ class DynamicScaler(Scaling):
     def floor(self) -> float:
         return torch.tensor(self.floor_scale, dtype=torch.float32).item()  # as the scale, which it is compared with
 
-    def build(self, mode: str, device: torch.device) -> LossScale:
+    def build(self, format: Format, device: torch.device) -> LossScale:
         return DynamicLossScale(device, self)
 
 
@@ -212,12 +214,8 @@ class AutoScaler(DynamicScaler):
 
     kind: ClassVar[str] = "auto"
 
-    def check(self, mode: str) -> None:
+    def check(self, format: Format) -> None:
         pass
 
-    def build(self, mode: str, device: torch.device) -> LossScale:
-        return DynamicLossScale(device, self) if _in_fp16(mode) else LossScale(device)
-
-
-def _in_fp16(mode: str) -> bool:
-    return family(mode) == "fp16"
+    def build(self, format: Format, device: torch.device) -> LossScale:
+        return DynamicLossScale(device, self) if format.needs_loss_scale else LossScale(device)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.formats import dtype_name
+from mantissa.display import dtype_name
 from trainer.profiling.ledger import tensors
 
 LOSS = "(loss)"

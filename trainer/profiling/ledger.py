@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import formats
+from mantissa import display
 
 STEADY = ("weights", "buffers", "gradients", "optimizer")
 """What training holds at any batch size, in the dtype of the weights also under autocast."""
@@ -67,7 +67,7 @@ class Ledger:
 
     def text(self) -> str:
         """Return the table, the largest tensors and the sentence as plain text."""
-        lines = [f"Peak {formats.size(self.peak_bytes)}, reached in the {self.peak_phase} phase", ""]
+        lines = [f"Peak {display.size(self.peak_bytes)}, reached in the {self.peak_phase} phase", ""]
         lines.append(f"{'':<16}{'at the peak':>16}{'share':>9}{'highest':>16}")
         for name, mib, share, highest in self.table():
             lines.append(f"{name:<16}{mib:>12.1f} MiB{share:>9.1%}{highest:>12.1f} MiB")
@@ -88,7 +88,7 @@ class Ledger:
         working = self.at_peak["activations"] + self.at_peak["temporary"]
         half = self.half_at_peak["activations"] + self.half_at_peak["temporary"]
         could_save = (working - half) / 2
-        peak = f"the peak of {formats.size(self.peak_bytes)}"
+        peak = f"the peak of {display.size(self.peak_bytes)}"
         names = ["optimizer state" if name == "optimizer" else name for name in STEADY if self.at_peak[name]]
         held = " and ".join(", ".join(names).rsplit(", ", 1))
         if steady >= working:
@@ -104,14 +104,14 @@ class Ledger:
                 "(try a larger micro_batch_size)."
             )
         bulk = f"Activations and temporary tensors are {self._share(working):.0%} of {peak}"
-        fixed = f"{held} take {formats.size(steady)}, which autocast does not change."
+        fixed = f"{held} take {display.size(steady)}, which autocast does not change."
         if copies := self.highest["autocast_copies"]:
             return (
-                f"{bulk}, {half / working:.0%} of them in 16 bits at the price of {formats.size(copies)} of "
+                f"{bulk}, {half / working:.0%} of them in 16 bits at the price of {display.size(copies)} of "
                 f"copies of the weights; {fixed}"
             )
         return (
-            f"{bulk}: autocast could save up to half of what is in fp32, {formats.size(could_save)} or "
+            f"{bulk}: autocast could save up to half of what is in fp32, {display.size(could_save)} or "
             f"{self._share(could_save):.0%}; {fixed}"
         )
 
@@ -175,12 +175,9 @@ class MemoryLedger(TorchDispatchMode):
         self._events: list[tuple[int, _Block, str]] = []
         """Changes of size in order: bytes, block, phase. A freed storage is a negative number."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._finished = False
 
     def __enter__(self) -> MemoryLedger:
         """Start recording."""
-        if self._events or self._finished:
-            raise RuntimeError("a MemoryLedger records one step; make a new one")
         self._mark_model_and_optimizer()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
@@ -200,12 +197,9 @@ class MemoryLedger(TorchDispatchMode):
             hook.remove()
         self._mark_model_and_optimizer()
         self._alive.clear()  # also removes the callbacks of the weak references: nothing is recorded any more
-        self._finished = True
 
     def report(self) -> Ledger:
         """Find the peak and what was alive then. Call it after the ``with`` block."""
-        if not self._finished:
-            raise RuntimeError("the ledger is complete only after its with block")
         events = [(block.bytes, block, "optimizer") for block in self._before] + self._events
         peak_index, highest = _highest(events)
         alive: dict[_Block, int] = {}
@@ -223,7 +217,7 @@ class MemoryLedger(TorchDispatchMode):
             at_peak=at_peak,
             highest=highest,
             half_at_peak=half,
-            largest=[LargeTensor(b.name, b.category, b.shape, formats.dtype_name(b.dtype), size) for b, size in top],
+            largest=[LargeTensor(b.name, b.category, b.shape, display.dtype_name(b.dtype), size) for b, size in top],
         )
 
     def __torch_dispatch__(

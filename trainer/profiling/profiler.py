@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,9 +28,22 @@ class Session:
     Steps are counted from the start of this process, so a resumed run is profiled like a fresh one.
     """
 
-    ledger: Ledger | None = None
-    summary: str | None = None
-    """One line for the end of the run."""
+    def __init__(
+        self,
+        config: Any,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        averages: Iterable[Tensor],
+    ) -> None:
+        self.ledger: Ledger | None = None
+        self.summary: str | None = None
+        """One line for the end of the run."""
+        self._config, self._folder, self._device = config, folder, device
+        self._model, self._optimizer, self._averages = model, optimizer, averages
+        self._started = 0
+        self._files: list[Path] = []
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         """Return the context in which optimizer step ``step_index`` is to run."""
@@ -38,103 +51,14 @@ class Session:
 
     def finish(self) -> list[Path]:
         """Write what is not written yet and return every file written. May be called after a failed step."""
-        return []
-
-
-@dataclass
-class Profiler:
-    """The ``profiler`` config group; this base is ``profiler=none``, which measures nothing."""
-
-    kind: ClassVar[str] = "none"
-
-    def start(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        averages: Iterable[Tensor] = (),
-    ) -> Session:
-        """Begin a session whose files go to ``folder/profile``. ``averages``: the averaged weights, if any."""
-        return Session()
-
-
-@dataclass
-class TorchProfiler(Profiler):
-    """Profile a few steps with ``torch.profiler``: a Chrome trace and a table of operators.
-
-    Writes ``profile/trace.json`` (open it at https://ui.perfetto.dev or chrome://tracing) and
-    ``profile/operators.txt``, sorted by the time spent in each operator itself, on the device;
-    ``profile/operators.json`` holds these times by operator.
-    """
-
-    kind: ClassVar[str] = "torch"
-    wait: int = 3
-    """Steps before profiling starts, in which caches, autotuning and memory settle."""
-    warmup: int = 2
-    """Steps that are traced and discarded, because the tracer is slow at first."""
-    active: int = 3
-    """Steps that are recorded."""
-    record_shapes: bool = True
-    """Record the shapes of the operators' inputs."""
-    with_stack: bool = False
-    """Record the Python source line of every operator: a much larger trace and slower steps."""
-
-    def __post_init__(self) -> None:
-        for key, least in (("wait", 0), ("warmup", 1), ("active", 1)):
-            value = getattr(self, key)
-            if value < least:
-                raise UserError(f"profiler.{key}={value} must be at least {least}")
-
-    def start(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        averages: Iterable[Tensor] = (),
-    ) -> Session:
-        """Begin a session; nothing is traced before ``wait`` steps have passed."""
-        return _TorchSession(self, folder / "profile", device)
-
-
-@dataclass
-class MemoryProfiler(Profiler):
-    """Record the memory ledger of one step.
-
-    Writes ``profile/ledger.json`` and ``profile/ledger.txt``, and on CUDA the allocator's history over the
-    same step, ``profile/memory_snapshot.pickle`` (open it at https://pytorch.org/memory_viz).
-    """
-
-    kind: ClassVar[str] = "memory"
-    at_step: int = 3
-    """Which step is recorded, counting from 1: at the third the optimizer state exists and caches are warm."""
-
-    def __post_init__(self) -> None:
-        if self.at_step < 1:
-            raise UserError(f"profiler.at_step={self.at_step}: steps count from 1; use profiler.at_step=3")
-
-    def start(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        averages: Iterable[Tensor] = (),
-    ) -> Session:
-        """Begin a session; steps other than ``at_step`` run untouched."""
-        return _MemorySession(self, folder / "profile", model, optimizer, device, averages)
+        return self._files
 
 
 class _TorchSession(Session):
-    def __init__(self, config: TorchProfiler, folder: Path, device: torch.device) -> None:
-        self._config = config
-        self._folder = folder
-        self._device = device
-        self._started = 0
-        self._kept = 0
-        self._profile: torch.profiler.profile | None = None
-        self._files: list[Path] = []
+    _config: TorchProfiler
+    _kept = 0
+    """Active steps so far."""
+    _profile: torch.profiler.profile | None = None
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         self._started += 1
@@ -200,39 +124,8 @@ class _TorchSession(Session):
         self.summary = f"{self._kept} steps profiled; operator time on {self._device.type}: {shares}"
 
 
-def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:
-    """Return a profile of a device that is not started; ``options`` are torch's."""
-    # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver. Its log level can
-    # be set in the environment only.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # With one cycle there is nothing to drop, of which torch 2.11 warns without acc_events.
-    return torch.profiler.profile(activities=activities, acc_events=True, **options)
-
-
-def operator_times(profile: torch.profiler.profile, device: torch.device) -> dict[str, float]:
-    """Return the microseconds spent on the device in each of torch's operators itself, by name (``aten::mm``)."""
-    where = "device" if device.type == "cuda" else "cpu"
-    # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
-    return {
-        row.key: getattr(row, f"self_{where}_time_total")
-        for row in profile.key_averages()
-        if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
-    }
-
-
-@dataclass
 class _MemorySession(Session):
     _config: MemoryProfiler
-    _folder: Path
-    _model: nn.Module
-    _optimizer: torch.optim.Optimizer
-    _device: torch.device
-    _averages: Iterable[Tensor]
-    _started: int = 0
-    _files: list[Path] = field(default_factory=list)
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         self._started += 1
@@ -273,3 +166,92 @@ class _MemorySession(Session):
                 self._started,
             )
         return self._files
+
+
+@dataclass
+class Profiler:
+    """The ``profiler`` config group; this base is ``profiler=none``, which measures nothing."""
+
+    kind: ClassVar[str] = "none"
+    session: ClassVar[type[Session]] = Session
+
+    def start(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        averages: Iterable[Tensor] = (),
+    ) -> Session:
+        """Begin a session whose files go to ``folder/profile``. ``averages``: the averaged weights, if any."""
+        return self.session(self, folder / "profile", model, optimizer, device, averages)
+
+
+@dataclass
+class TorchProfiler(Profiler):
+    """Profile a few steps with ``torch.profiler``: a Chrome trace and a table of operators.
+
+    Writes ``profile/trace.json`` (open it at https://ui.perfetto.dev or chrome://tracing) and
+    ``profile/operators.txt``, sorted by the time spent in each operator itself, on the device;
+    ``profile/operators.json`` holds these times by operator.
+    """
+
+    kind: ClassVar[str] = "torch"
+    session: ClassVar[type[Session]] = _TorchSession
+    wait: int = 3
+    """Steps before profiling starts, in which caches, autotuning and memory settle."""
+    warmup: int = 2
+    """Steps that are traced and discarded, because the tracer is slow at first."""
+    active: int = 3
+    """Steps that are recorded."""
+    record_shapes: bool = True
+    """Record the shapes of the operators' inputs."""
+    with_stack: bool = False
+    """Record the Python source line of every operator: a much larger trace and slower steps."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("wait", 0), ("warmup", 1), ("active", 1)):
+            value = getattr(self, key)
+            if value < least:
+                raise UserError(f"profiler.{key}={value} must be at least {least}")
+
+
+@dataclass
+class MemoryProfiler(Profiler):
+    """Record the memory ledger of one step.
+
+    Writes ``profile/ledger.json`` and ``profile/ledger.txt``, and on CUDA the allocator's history over the
+    same step, ``profile/memory_snapshot.pickle`` (open it at https://pytorch.org/memory_viz).
+    """
+
+    kind: ClassVar[str] = "memory"
+    session: ClassVar[type[Session]] = _MemorySession
+    at_step: int = 3
+    """Which step is recorded, counting from 1: at the third the optimizer state exists and caches are warm."""
+
+    def __post_init__(self) -> None:
+        if self.at_step < 1:
+            raise UserError(f"profiler.at_step={self.at_step}: steps count from 1; use profiler.at_step=3")
+
+
+def new_profile(device: torch.device, **options: Any) -> torch.profiler.profile:
+    """Return a profile of a device that is not started; ``options`` are torch's."""
+    # Kineto prints a line at every start and stop, and an error where a CUDA build finds no driver. Its log level can
+    # be set in the environment only.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # With one cycle there is nothing to drop, of which torch 2.11 warns without acc_events.
+    return torch.profiler.profile(activities=activities, acc_events=True, **options)
+
+
+def operator_times(profile: torch.profiler.profile, device: torch.device) -> dict[str, float]:
+    """Return the microseconds spent on the device in each of torch's operators itself, by name (``aten::mm``)."""
+    where = "device" if device.type == "cuda" else "cpu"
+    # Rows of the host's own operators: on CUDA each carries the time of the kernels it launched.
+    return {
+        row.key: getattr(row, f"self_{where}_time_total")
+        for row in profile.key_averages()
+        if row.key.startswith("aten::") and row.device_type == torch.autograd.DeviceType.CPU
+    }

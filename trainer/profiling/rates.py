@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
 from trainer.errors import UserError
 from trainer.files import remembered
 from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor
 from trainer.precision import kernels
-from trainer.precision.modes import family
-
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = (*DTYPES, "fp8")
 
 _SMALLEST, _LARGEST = 128, 8192
 _LARGEST_ON_CPU = 4096
@@ -34,10 +31,10 @@ _AGREE = 1.03
 """The ratio of the two shortest times from which on they agree: other work on the machine did not slow them."""
 
 
-def product_rates(hardware: Hardware, formats: Sequence[str] | None = None) -> dict[str, float]:
-    """Return the rates of matrix products here, in 10^12 FLOP/s by format; formats that the device lacks are left out.
+def product_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
+    """Return the rates of matmuls here, in 10^12 FLOP/s by number format; formats that the device lacks are left out.
 
-    Measured are the three products of a linear layer in training, of square matrices: forward, the gradient of the
+    Measured are the three matmuls of a linear layer in training, of square matrices: forward, the gradient of the
     input, the gradient of the weight, by the kernels that this process uses. They differ in which factor is transposed,
     which matters where a processor has no instructions for the format. On a CPU the higher of two rates counts: of one
     thread by its CPU time, and of all of torch's threads. The shortest of several times counts. This takes some 0.1 to
@@ -45,74 +42,74 @@ def product_rates(hardware: Hardware, formats: Sequence[str] | None = None) -> d
 
     Args:
         hardware: the device.
-        formats: of ``FORMATS``; None: all.
+        numbers: names of ``mantissa.formats.NUMBERS``.
     """
     of = _of(hardware)
     return {
-        name: remembered("products", of | _arithmetic(name), partial(measure, name, hardware.device))
-        for name in (FORMATS if formats is None else formats)
-        if hardware.support(name) != UNAVAILABLE
+        name: _rate(NUMBERS[name], hardware.device, of) for name in numbers if hardware.support(name) != UNAVAILABLE
     }
 
 
 def slowdown(mode: str, hardware: Hardware) -> float:
-    """Return the time of a product in the format of a precision mode over fp32's; on a CPU by one thread's CPU time.
+    """Return the time of a matmul in a precision mode over fp32's; on a CPU by one thread's CPU time.
 
     (With all threads, one of the two could have been measured while other programs ran, and the other not.)
 
     Raises:
-        UserError: this device does not have the format.
+        UserError: this device does not have the mode.
     """
-    name = family(mode)
-    if hardware.support(name) == UNAVAILABLE:
+    number, of, alone = FORMATS[mode].number, _of(hardware), hardware.device.type == "cpu"
+    if hardware.support(number.name) == UNAVAILABLE:
         raise UserError(f"precision={mode} is not available on {hardware.name}; use precision=fp32")
-    if name == "fp32":
+    if number is FP32:
         return 1.0
-    if hardware.device.type != "cpu":
-        rates = product_rates(hardware, ("fp32", name))
-    else:
-        of = _of(hardware) | {"threads": 1, "by": "CPU time"}
-        rates = {
-            each: remembered("products", of | _arithmetic(each), partial(measure, each, hardware.device, alone=True))
-            for each in ("fp32", name)
-        }
-    return rates["fp32"] / rates[name]
+    if alone:
+        of |= {"threads": 1, "by": "CPU time"}
+    return _rate(FP32, hardware.device, of, alone) / _rate(number, hardware.device, of, alone)
 
 
-def measure(name: str, device: torch.device, alone: bool = False) -> float:
-    """Measure the rate of products in one format, in 10^12 FLOP/s; see ``product_rates``.
+def _rate(number: Number, device: torch.device, of: dict[str, Any], alone: bool = False) -> float:
+    """Return what ``measure`` returns, or has returned for the same ``of`` and kernels."""
+    of = of | {"format": number.name}
+    if kernels.in_use(number.dtype, "mm"):
+        of["arithmetic"] = "fp32"
+    return remembered("products", of, partial(measure, number, device, alone))
+
+
+def measure(number: Number, device: torch.device, alone: bool = False) -> float:
+    """Measure the rate of matmuls in one format, in 10^12 FLOP/s; see ``product_rates``.
 
     ``alone``: on a CPU, of one thread.
     """
     threads = torch.get_num_threads()
     with unset_fake_temporarily(), torch.no_grad(), torch.autocast(device.type, enabled=False):
         if device.type != "cpu":
-            rate = _Products(name, device, time.perf_counter).rate()
+            rate = _Matmuls(number, device, time.perf_counter).rate()
         else:
             # One thread's own time does not count the work of other programs, which keep several threads waiting for
             # each other. On a busy machine it is the better figure, although of one thread only.
             try:
                 torch.set_num_threads(1)
-                own = _Products(name, device, time.thread_time)
+                own = _Matmuls(number, device, time.thread_time)
                 rate = own.rate()
             finally:
                 torch.set_num_threads(threads)
             if threads > 1 and not alone:
-                rate = max(rate, _Products(name, device, time.perf_counter, own.size).rate())
+                rate = max(rate, _Matmuls(number, device, time.perf_counter, own.size).rate())
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the run's own allocations begin afresh
     return rate
 
 
-class _Products:
-    """The products of one format, of a size that gives an exact time.
+class _Matmuls:
+    """The matmuls of one format, of a size that gives an exact time.
 
     The size grows until they take long enough and their rate no longer rises, so a slow format is measured on small
     matrices.
     """
 
-    def __init__(self, name: str, device: torch.device, clock: Callable[[], float], size: int = _SMALLEST) -> None:
-        self.name = name
+    def __init__(self, number: Number, device: torch.device, clock: Callable[[], float], size: int = _SMALLEST) -> None:
+        self.number = number
         self.device = device
         self.clock = clock
         self.size = size
@@ -141,33 +138,33 @@ class _Products:
 
     @property
     def _flop(self) -> float:
-        return 2.0 * self.size**3 * len(self._products)
+        return 2.0 * self.size**3 * len(self._matmuls)
 
     def _prepare(self) -> None:
         generator = torch.Generator(self.device).manual_seed(0)  # random: a GPU is faster where all bits are equal
         x, weight, upstream = (
             torch.randn(self.size, self.size, device=self.device, generator=generator) for _ in range(3)
         )
-        self._products: list[Callable[[], Tensor]]
-        if self.name == "fp8":
-            self._products = [_scaled(x, weight)]
+        self._matmuls: list[Callable[[], Tensor]]
+        if self.number is FP8:
+            self._matmuls = [_scaled(x, weight)]
             return
-        x, weight, upstream = (each.to(DTYPES[self.name]) for each in (x, weight, upstream))
-        self._products = [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
+        x, weight, upstream = (each.to(self.number.dtype) for each in (x, weight, upstream))
+        self._matmuls = [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
 
     def _seconds(self) -> float:
-        with _fp32_products(self.name, self.device):
-            _wait(self._products[0]())
+        with _fp32_matmuls(self.number, self.device):
+            _wait(self._matmuls[0]())
             began = self.clock()
             for _ in range(self.repeats):
-                for product in self._products:
-                    result = product()
+                for matmul in self._matmuls:
+                    result = matmul()
             _wait(result)
             return (self.clock() - began) / self.repeats
 
 
 def _scaled(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """Return an fp8 product as torchao computes it: both factors in e4m3, one scale each, the result in bf16."""
+    """Return an fp8 matmul as torchao computes it: both factors in e4m3, one scale each, the result in bf16."""
     scale = torch.ones((), device=x.device)
     x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
     return lambda: torch._scaled_mm(x, weight, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -186,7 +183,7 @@ def _largest(device: torch.device) -> int:
 
 
 @contextmanager
-def _fp32_products(name: str, device: torch.device) -> Iterator[None]:
+def _fp32_matmuls(number: Number, device: torch.device) -> Iterator[None]:
     """Multiply fp32 matrices as fp32 or tf32 does, whatever the precision of the process is."""
     on_gpu = device.type == "cuda"
     backend: Any = torch.backends.cuda.matmul if on_gpu else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -200,16 +197,10 @@ def _fp32_products(name: str, device: torch.device) -> Iterator[None]:
         backend.fp32_precision = value
 
     try:
-        choose("tf32" if name == "tf32" else "ieee")
+        choose("tf32" if number is TF32 else "ieee")
         yield
     finally:
         choose(before)
-
-
-def _arithmetic(name: str) -> dict[str, Any]:
-    """Return the format, and whether its products use fp32 arithmetic in this process."""
-    wide = {"arithmetic": "fp32"} if kernels.in_use(DTYPES.get(name, torch.float32), "mm") else {}
-    return {"format": name} | wide
 
 
 def _of(hardware: Hardware) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.formats import quantity
+from mantissa.display import quantity
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,18 @@ from typing import Any, Literal
 import hydra
 from omegaconf import OmegaConf
 
-from recipes.data.images import augment
-from recipes.data.images.augment import REASONS, AutomaticAugment
 from trainer.checkpoint import store as checkpoint
 from trainer.config.compose import CONF, quoted
 from trainer.config.registration import flatten
-from trainer.config.schema import Config, Resolved, default_name
+from trainer.config.schema import Config, default_name
+from trainer.config.step import Resolved
 from trainer.errors import NonFiniteError, UserError
-from trainer.files import check_output_dir, read_object
+from trainer.files import check_output_dir, final_status, read_object
 from trainer.parallel.world import launch_id, restarted
 from trainer.run.folder import LAUNCH_FILE, RunFolder, local_folder
 from trainer.run.memory.fit import earlier_plan
 from trainer.run.record import FAILURE
 from trainer.run.resume import NO_FOLDER, SAME, is_same, parse_override
-from trainer.tracking.mlflow.delivery_record import final_status
 
 State = Literal["complete", "not finite", "interrupted"]
 
@@ -37,7 +35,7 @@ def earlier_folder(config: Config, resolved: Resolved) -> RunFolder | None:
         UserError: ``resume`` names no run, or the output folder cannot be written.
     """
     check_output_dir(config.output_dir)
-    if found := _found(Path(config.output_dir).expanduser(), resolved.plan.run_name, config.resume):
+    if found := _found(Path(config.output_dir).expanduser(), resolved.config.name, config.resume):
         return found
     if config.resume == SAME:
         return same_run(config, resolved)
@@ -105,7 +103,7 @@ def same_run(config: Config, resolved: Resolved) -> RunFolder | None:
         resolved: what it became.
     """
     found: dict[Path, State] = {}
-    for path in _named(Path(config.output_dir).expanduser(), resolved.plan.run_name):
+    for path in _named(Path(config.output_dir).expanduser(), resolved.config.name):
         folder = RunFolder(path)
         if (state := state_of(folder)) and _is_same(folder, config, resolved):
             found[path] = state
@@ -160,10 +158,9 @@ def _as_before(before: dict[str, Any], config: Config) -> Config:
     if taken_over and hasattr(config.data, "tokenizer") and "data.tokenizer" in before:
         tokenizer: Any = {"tokenizer": before["data.tokenizer"]}  # where it is now
         config = replace(config, data=replace(config.data, **tokenizer))
-    if not isinstance(config.augment, AutomaticAugment) or before.get("data") != config.data.kind:
+    if before.get("data") != config.data.kind:
         return config
-    kind = augment.from_record(augment.recorded(before, recipe.unit == "images")).kind
-    return config.with_augment(config.augment.become(kind)) if kind in REASONS else config
+    return replace(config, augment=config.augment.as_before(str(before.get("augment"))))
 
 
 def _is_same(folder: RunFolder, config: Config, resolved: Resolved) -> bool:
@@ -171,7 +168,7 @@ def _is_same(folder: RunFolder, config: Config, resolved: Resolved) -> bool:
         now = continued(folder, folder.config(), config, resolved).config
     except UserError:  # a folder without a config, or of another version
         return False
-    return is_same(folder, flatten(now), now.recipe.unit == "images")
+    return is_same(folder, flatten(now))
 
 
 def _named(root: Path, name: str) -> list[Path]:

@@ -10,9 +10,8 @@ import yaml
 
 from trainer.checkpoint import store as checkpoint
 from trainer.errors import UserError
-from trainer.files import make_folder, read_json, read_object, write_json, write_text
+from trainer.files import TOKENIZER, make_folder, read_json, read_object, write_json, write_text
 from trainer.parallel.world import launch_id, launched_processes
-from trainer.tracking.mlflow.delivery_record import TOKENIZER
 
 LAUNCH_FILE = "launch.json"
 """From which folder the run was last started, and by which torchrun."""

@@ -15,9 +15,10 @@ from trainer.checkpoint.state import AVERAGE
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.kernels import attention
+from trainer.errors import redacted
+from trainer.precision import attention
 from trainer.precision.kernels import sentence
-from trainer.precision.modes import dtypes_in_use, family
+from trainer.precision.modes import dtypes_in_use
 from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.dtypes import ModuleDtypes
 from trainer.profiling.flops import ModelFlops
@@ -26,8 +27,6 @@ from trainer.profiling.utilisation import Utilisation
 from trainer.run.folder import RunFolder
 from trainer.run.monitor import NonFiniteGradients
 from trainer.tracking.mlflow.datasets import dataset_facts
-from trainer.tracking.mlflow.delivery_record import SOURCE_FILE
-from trainer.tracking.mlflow.store import without_password
 from trainer.tracking.tracker import Tracker, countable
 from trainer.trainer import Trainer
 
@@ -40,7 +39,7 @@ log = logging.getLogger("mantissa")
 def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
     """Write every option into the run folder, and return them by dotted key."""
     options = flatten(config)
-    options["tracking.uri"] = options["tracking.uri"] and without_password(options["tracking.uri"])
+    options["tracking.uri"] = options["tracking.uri"] and redacted(options["tracking.uri"])
     folder.write_config(options)
     return options
 
@@ -49,7 +48,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     """Return the content of precision.json: the precision that was requested, the one in effect, the FLOP it takes."""
     config = trainer.config
     manifest = config.precision.manifest(trainer.hardware, trainer.fp32_modules)
-    effective, formats = manifest["effective"], dict.fromkeys(("fp32", family(config.precision.mode)))
+    effective, formats = manifest["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
     effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled()} | trainer.operator_calls
@@ -66,7 +65,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
 
 def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:
     """Return the content of precision.json, and what turns the run's throughput into MFU."""
-    manifest, name = precision_manifest(trainer), family(trainer.config.precision.mode)
+    manifest, name = precision_manifest(trainer), trainer.config.precision.format.number.name
     return manifest, Utilisation(
         flops_per_unit=manifest["model_flops"]["per_unit"],
         unknown=manifest["model_flops"]["unknown"],
@@ -109,7 +108,7 @@ def open_tracker(
     }
     facts = config.recipe.facts(trainer.model, trainer.datasets)
     tags |= {name: str(value) for name, value in facts.items()}
-    if source := files.read_object(folder / SOURCE_FILE):
+    if source := files.read_object(folder / files.SOURCE_FILE):
         tags |= {
             f"init_from.{name}": str(source[name]) for name in ("run", "step", "mlflow_run_id") if source.get(name)
         }

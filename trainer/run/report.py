@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mantissa.display import duration, loss, quantity, size
+from mantissa.formats import FORMATS, FP32
 from trainer.checkpoint import store as checkpoint
 from trainer.errors import RunError
-from trainer.files import read_object
-from trainer.formats import duration, loss, quantity, size
-from trainer.kernels.ema import ExponentialMovingAverage
+from trainer.files import SOURCE_FILE, read_object
+from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
-from trainer.precision.modes import family
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Choice
 from trainer.run.folder import RunFolder
 from trainer.run.terminal import Rows
-from trainer.tracking.mlflow.delivery_record import SOURCE_FILE
 from trainer.trainer import Trainer
 
 
@@ -34,7 +33,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     batching = plan.batching
     effective = manifest["effective"]
     precision = f"requested {config.precision.mode}; matmuls run in {effective['matmul_dtype']}"
-    if config.precision.mode in ("fp32", "tf32") and hardware.is_gpu:
+    if config.precision.half is None and hardware.is_gpu:
         precision += (
             f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
         )
@@ -44,7 +43,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"
     if trainer.fp32_modules:
         precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
-    formats = {"fp32_ops": "fp32", "low_ops": family(config.precision.mode)}
+    formats = {"fp32_ops": FP32.name, "low_ops": config.precision.format.number.name}
     for option, calls in trainer.operator_calls.items():
         precision += f"; operators in {formats[option]}: {', '.join(calls)}"
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
@@ -75,8 +74,8 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
 
 def _product_rates(mode: str, effective: dict[str, Any]) -> str:
     """Return the measured rate of products in the run's format, and beside it fp32's."""
-    rates, name = effective["product_tflops"], family(mode)
-    beside = "" if name == "fp32" else f", fp32 {quantity(rates['fp32'])}"
+    rates, name = effective["product_tflops"], FORMATS[mode].number.name
+    beside = "" if name == FP32.name else f", fp32 {quantity(rates['fp32'])}"
     return f"products {quantity(rates[name])} TFLOP/s{beside}"
 
 

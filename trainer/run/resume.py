@@ -17,21 +17,20 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.data.images import augment
 from trainer.config.compose import CONF, quoted
 from trainer.config.early_stopping import EarlyStopping
 from trainer.config.registration import groups
 from trainer.config.schema import Config
 from trainer.data.loader import OnDeviceLoader
+from trainer.debug import Overfit
 from trainer.errors import UserError
-from trainer.profiling.debug import Overfit
 from trainer.run.folder import RunFolder, local_folder
 
 # What may differ between a run and its continuation, because it does not change what is learnt; and ``steps``, which
 # makes the run longer (and with it the schedule).
 _FREE = ("steps", "epochs", "eval_every", "log_every", "resume", "output_dir", "run_name", "device", "threads")
 _FREE_GROUPS = (
-    *("loader", "profiler", "meters", "checkpoint", "tracking", "parallel", "activation_checkpointing"),
+    *("loader", "profiler", "diagnostics", "checkpoint", "tracking", "parallel", "activation_checkpointing"),
     *("early_stopping", "debug"),
 )
 SAME = "same"
@@ -64,7 +63,6 @@ def complete(arguments: list[str]) -> list[str]:
     plain = {override.key_or_group: str(override.value()) for override in typed.values() if not _is_choice(override)}
     folder = local_folder(named[-1], plain.get("output_dir", "outputs"), plain.get("tracking.uri"))
     recorded = folder.config()
-    recorded |= augment.recorded(recorded, _reads_images(recorded))
     choices = {override.key_or_group: argument for argument, override in typed.items() if _is_choice(override)}
     checked = [choice for group, choice in choices.items() if group not in _FREE_GROUPS]
     _check_choices(folder, recorded, checked, {override.key_or_group for override in typed.values()} - choices.keys())
@@ -87,7 +85,6 @@ def recorded_overrides(folder: RunFolder, only: Collection[str] | None = None) -
         UserError: its config.json cannot be read, or is of another version.
     """
     recorded = folder.config()
-    recorded |= augment.recorded(recorded, _reads_images(recorded))
     recorded = folder.located(recorded)
     if only is None:
         return _base(folder, recorded, set())
@@ -95,23 +92,18 @@ def recorded_overrides(folder: RunFolder, only: Collection[str] | None = None) -
     return _base(folder, wanted, groups().keys() - set(only))
 
 
-def check_same(
-    folder: RunFolder, flat: dict[str, Any], reads_images: bool = False, defaults: dict[str, Any] | None = None
-) -> None:
+def check_same(folder: RunFolder, flat: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
     """Refuse to continue a run under a config that would make it another run.
 
     Args:
         folder: of the run.
         flat: the config by dotted keys.
-        reads_images: whether the recipe trains on images.
         defaults: of options that the run's record may lack, because they were added later.
 
     Raises:
         UserError: names the keys that differ, the recipe first.
     """
     before = folder.config()
-    if "augment" in flat:  # first: what was done before there was a choice is not the default
-        before |= augment.recorded(before, reads_images)
     before = {key: value for key, value in (defaults or {}).items() if key in flat} | before
     different = {
         key: (before.get(key), flat.get(key))
@@ -125,7 +117,7 @@ def check_same(
         raise _another_run(folder, different)
 
 
-def is_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False) -> bool:
+def is_same(folder: RunFolder, flat: dict[str, Any]) -> bool:
     """Return whether the run in ``folder`` was started with this config (``flat``, by dotted keys).
 
     Stricter than ``check_same``: another number of steps, another loader or profiler would give other results. What is
@@ -135,8 +127,6 @@ def is_same(folder: RunFolder, flat: dict[str, Any], reads_images: bool = False)
         UserError: its config.json cannot be read.
     """
     before = folder.config()
-    if "augment" in flat:
-        before |= augment.recorded(before, reads_images)
     return all(
         _equal(before.get(key), flat.get(key))
         or folder.is_place(key, before, flat.get(key))
@@ -172,11 +162,6 @@ def _is_free(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     if key in ("micro_batch_size", "precision.kernels"):  # rounding; and of the first what batch norm sees
         return not now.get("deterministic")
     return key in _FREE or key.partition(".")[0] in _FREE_GROUPS
-
-
-def _reads_images(recorded: dict[str, Any]) -> bool:
-    recipe = groups()["recipe"].get(str(recorded.get("recipe")))
-    return recipe is not None and getattr(recipe, "unit", "") == "images"
 
 
 def parse_override(argument: str) -> Override | None:

@@ -10,13 +10,14 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
+from mantissa.display import finite, loss
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
-from trainer.config.schema import Config, Plan
+from trainer.config.schema import Config
+from trainer.config.step import Plan
 from trainer.data.contract import Batch
 from trainer.data.loader import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
-from trainer.formats import finite, loss
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
@@ -109,7 +110,9 @@ class Run:
         averages = trainer.average.held().values()
         self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device, averages)
         half = self.config.precision.half
-        self.meters = self.config.meters.start(trainer.model, trainer.update, half, self.plan.steps, self.world)
+        self.diagnostics = self.config.diagnostics.start(
+            trainer.model, trainer.update, half, self.plan.steps, self.world
+        )
 
     def _begin(self, resume_step: int | None, choices: list[Choice]) -> Tracker:
         """Record the facts of this run, show them, and open its metric log."""
@@ -182,7 +185,7 @@ class Run:
                 profiled = self.profiler.step(trainer.step + 1)
                 if not isinstance(profiled, nullcontext):
                     self.monitor.leave_out()
-                with profiled, self.meters.step(trainer.step + 1), self.config.debug.step():
+                with profiled, self.diagnostics.step(trainer.step + 1), self.config.debug.step():
                     record = self.step(microbatches)
                 self.first = self.first or record
                 self.log(record)
@@ -211,7 +214,11 @@ class Run:
         if last or step % self.plan.eval_every == 0:
             with self.monitor.paused():
                 score = self._evaluate(step)
-        due = self.complete or step % self.plan.save_every == 0 or (score is not None and score.improved)
+        due = (
+            self.complete
+            or self.config.checkpoint.due(step, self.plan.eval_every)
+            or (score is not None and score.improved)
+        )
         if self.config.checkpoint.enabled and (due or stop or save):
             with self.monitor.paused():
                 self._save(score)
@@ -227,7 +234,7 @@ class Run:
         self.terminal.progress(step, self.plan.steps, metrics, self.config.recipe.unit)
 
     def _log_meters(self) -> None:
-        for step, metrics in self.meters.collect():
+        for step, metrics in self.diagnostics.collect():
             if self.tracker:
                 self.tracker.log(step, metrics)
 
@@ -259,8 +266,6 @@ class Run:
         return f"\nFind the cause with:\n  {doctor_command(self.folder.path)}"
 
     def _restore(self, saved: CheckpointReader) -> None:
-        trainer, lowest = self.trainer, self.scores.lowest
-        saved.check_progress(self.monitor.state_dict(), trainer.loss_scale, trainer.optimizer, lowest)
         if saved.progress["data"] != self.fingerprint:
             raise UserError(
                 f"resume: the data of {self.folder.path} has changed since its last checkpoint; "

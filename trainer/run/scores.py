@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from mantissa.display import loss
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.formats import loss
 
 PREFIX = "valid/"
 

@@ -11,10 +11,11 @@ from typing import Any
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.registration import defaults, flatten
-from trainer.config.schema import Config, Resolved
+from trainer.config.schema import Config
+from trainer.config.step import Resolved
 from trainer.data.contract import Datasets
 from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
-from trainer.files import in_use
+from trainer.files import SOURCE_FILE, TOKENIZER, final_status, in_use
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
 from trainer.run.earlier import continued, earlier_folder, earlier_result
@@ -25,7 +26,6 @@ from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
-from trainer.tracking.mlflow.delivery_record import SOURCE_FILE, TOKENIZER, final_status
 from trainer.tracking.tracker import finish_delivery
 
 
@@ -102,7 +102,7 @@ def _nothing_left(folder: RunFolder, saved: CheckpointReader, resolved: Resolved
 
 
 def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolder:
-    folder = RunFolder.create(resolved.config.output_dir, resolved.plan.run_name)
+    folder = RunFolder.create(resolved.config.output_dir, resolved.config.name)
     stack.enter_context(in_use(folder.path))
     datasets.keep(folder.path)
     described = Path(str(getattr(resolved.config.recipe, "pretrained", None))).expanduser() / "config.json"
@@ -122,7 +122,7 @@ def _settled(folder: RunFolder, config: Config, stack: ExitStack) -> dict[str, A
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
     stack.enter_context(in_use(folder.path))
-    check_same(folder, flatten(config), config.recipe.unit == "images", defaults(config))
+    check_same(folder, flatten(config), defaults(config))
     path = checkpoint.find_verified(folder.checkpoints)
     step, steps = checkpoint.step_of(path), folder.config().get("steps")
     if not isinstance(steps, int) or step is None or step > steps:

@@ -16,11 +16,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from mantissa.display import columns, loss, quantity, size
 from trainer.config.compose import CONF, combinations, compose
 from trainer.config.options import unquoted
 from trainer.config.schema import Config
 from trainer.errors import RunError
-from trainer.formats import columns, loss, quantity, size
 from trainer.hardware import detect
 from trainer.parallel.world import World, launched_processes
 from trainer.run.earlier import same_run, state_of
@@ -68,7 +68,7 @@ def name_of(config: Config, values: dict[str, str]) -> str:
         config: of the run, as composed.
         values: what is swept, see ``swept_values``; a choice of a config group stands without its group.
     """
-    base, known = (config.default_name(), _IN_EVERY_NAME) if config.run_name is None else (config.run_name, ())
+    base, known = (config.name, _IN_EVERY_NAME) if config.run_name is None else (config.run_name, ())
     last = [key.rpartition(".")[2] for key in values]
     parts = [base]
     for key, value in values.items():
@@ -139,7 +139,7 @@ class Sweep:
     def begin(self, config: Config, overrides: Sequence[str]) -> Config:
         """Note that a run begins, and return its config: see ``named``."""
         config = self.named(config, overrides)
-        self.rows.append(_Row(config.run_name or config.default_name(), swept_values(self.keys, overrides)))
+        self.rows.append(_Row(config.name, swept_values(self.keys, overrides)))
         return config
 
     def end(self, summary: dict[str, Any]) -> None:

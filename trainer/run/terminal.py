@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trainer.formats import duration, loss, quantity
+from mantissa.display import duration, loss, quantity
 
 Rows = Iterable[tuple[str, str]]
 

@@ -21,13 +21,15 @@ Series = tuple[np.ndarray, np.ndarray]
 def plot_run(metrics_file: Path, folder: Path, title: str) -> list[Path]:
     """Draw ``loss.png`` and ``throughput.png`` of a metric log, as far as it has them, and return the files written."""
     series = read_series(metrics_file)
-    rates = [name for name in series if name.endswith("_per_s") and "/" not in name]
-    drawn = []
+    figures = {}
     if "loss" in series or "valid/loss" in series:
-        drawn.append(_save(_loss_figure(series, title), folder / "loss.png"))
-    if rates:
-        drawn.append(_save(_rate_figure(series[rates[0]], rates[0], title), folder / "throughput.png"))
-    return drawn
+        figures["loss.png"] = _loss_figure(series, title)
+    if rates := [name for name in series if name.endswith("_per_s") and "/" not in name]:
+        figures["throughput.png"] = _rate_figure(series[rates[0]], rates[0].removesuffix("_per_s"), title)
+    for name, figure in figures.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / name)
+    return [folder / name for name in figures]
 
 
 def read_series(metrics_file: Path) -> dict[str, Series]:
@@ -66,15 +68,13 @@ def bare_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _figure(title: str, y_label: str) -> tuple[Any, Any]:
-    from matplotlib.ticker import MaxNLocator
-
     figure, axes = bare_figure(8, 4.5)
     axes.set_title(title, loc="left", color=INK, fontsize=12)
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.set_ylabel(y_label, color=QUIET)
     axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
     axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.locator_params(axis="x", integer=True, nbins=8)
     return figure, axes
 
 
@@ -82,44 +82,31 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
     figure, axes = _figure(f"{title}: loss", "loss")
     if "loss" in series:
         steps, values = series["loss"]
-        _curve(axes, steps, values, TRAIN, "training")
-        broken = steps[~np.isfinite(values)]
+        _curve(axes, steps, values, "training")
+        broken, bottom = steps[~np.isfinite(values)], axes.get_xaxis_transform()
         if broken.size:
-            axes.plot(
-                broken,
-                np.full(broken.size, 0.02),
-                "|",
-                color=ALARM,
-                markersize=9,
-                transform=axes.get_xaxis_transform(),
-                label=f"not finite ({broken.size})",
-            )
+            marks, label = np.full(broken.size, 0.02), f"not finite ({broken.size})"
+            axes.plot(broken, marks, "|", color=ALARM, markersize=9, transform=bottom, label=label)
     if "valid/loss" in series:
         steps, values = series["valid/loss"]
         axes.plot(steps, values, "o-", color=VALID, linewidth=1.8, markersize=4, label="validation")
         if np.isfinite(values).any():
             best = int(np.nanargmin(values))
-            axes.annotate(
-                f"best {values[best]:.4g}",
-                (steps[best], values[best]),
-                xytext=(0, 9),
-                textcoords="offset points",
-                ha="right" if steps[best] > sum(axes.get_xlim()) / 2 else "left",
-                color=VALID,
-            )
+            place = {"xytext": (0, 9), "textcoords": "offset points", "color": VALID}
+            place["ha"] = "right" if steps[best] > sum(axes.get_xlim()) / 2 else "left"
+            axes.annotate(f"best {values[best]:.4g}", (steps[best], values[best]), **place)
     axes.legend(frameon=False, labelcolor=INK)
     return figure
 
 
-def _rate_figure(series: Series, name: str, title: str) -> Any:
+def _rate_figure(series: Series, unit: str, title: str) -> Any:
     from matplotlib.ticker import EngFormatter
 
-    unit = name.removesuffix("_per_s")
     figure, axes = _figure(f"{title}: throughput", f"{unit} per second")
     steps, values = series
-    _curve(axes, steps, values, TRAIN, unit)
-    finite = values[np.isfinite(values)]
+    _curve(axes, steps, values, unit)
     axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    finite = values[np.isfinite(values)]
     if finite.size:
         median = float(np.median(finite))
         label = f"median {EngFormatter(places=1)(median)}"
@@ -129,18 +116,10 @@ def _rate_figure(series: Series, name: str, title: str) -> Any:
     return figure
 
 
-def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
+def _curve(axes: Any, steps: np.ndarray, values: np.ndarray, label: str) -> None:
     if len(values) < SMOOTH_FROM:
-        axes.plot(steps, values, color=color, linewidth=1.8, label=label)
-        if len(values) == 1:
-            axes.plot(steps, values, "o", color=color)
+        axes.plot(steps, values, "o" if len(values) == 1 else "-", color=TRAIN, linewidth=1.8, label=label)
         return
     width = max(3, len(values) // 50) | 1
-    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
-    axes.plot(steps, running_mean(values, width), color=color, linewidth=1.8, label=f"{label}, mean of {width} points")
-
-
-def _save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    axes.plot(steps, values, color=TRAIN, linewidth=0.8, alpha=0.3)
+    axes.plot(steps, running_mean(values, width), color=TRAIN, linewidth=1.8, label=f"{label}, mean of {width} points")

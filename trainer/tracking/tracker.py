@@ -7,65 +7,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.files import write_json
+from trainer.errors import UserError, redacted
+from trainer.files import METRICS_FILE, SUMMARY_FILE, final_status, write_json
 from trainer.tracking.metric_log import MetricLog, truncate
-from trainer.tracking.mlflow.checkpoints import MODES
-from trainer.tracking.mlflow.delivery import TRACKING_FILE, RunInfo
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE, SUMMARY_FILE, final_status, is_delivered, reopen
+from trainer.tracking.mlflow.addresses import explicit_uri, lasting_uri, tracking_uri, whole_uri
 from trainer.tracking.mlflow.feed import Feed
-from trainer.tracking.mlflow.store import explicit_uri, lasting_uri, tracking_uri, whole_uri, without_password
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered, reopen
+from trainer.tracking.options import Tracking
 
 log = logging.getLogger("mantissa")
-
-
-@dataclass
-class Tracking:
-    """The ``tracking`` config group: whether MLflow gets the run, where it is, and how often metrics are sent."""
-
-    mlflow: bool = True
-    uri: str | None = None
-    """The tracking URI; None: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
-    experiment: str | None = None
-    """The name of MLflow's experiment; None: the recipe's name."""
-    system_metrics: bool = True
-    """Whether MLflow samples the machine's CPU, memory and GPU while the run trains."""
-    flush_every_s: float = 5.0
-    """Seconds between two uploads of new metrics."""
-    patience_s: float = 30.0
-    """Seconds that a finished run waits while the upload makes no progress."""
-    checkpoints: str = "last"
-    """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none."""
-    register: str | None = None
-    """The registered model that gets the best weights as a new version; None: they are not registered."""
-    parent: str | None = None
-    """MLflow's id of the run that this one is shown below, such as a search's; None: none."""
-    epilogue: bool = True
-    """Whether a finished run shows what its model can do, such as generated text, where its recipe has that."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
-            raise UserError(
-                f"tracking.flush_every_s={self.flush_every_s} must be a positive number of seconds, such as 5"
-            )
-        if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
-            raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
-        if self.checkpoints not in MODES:
-            raise UserError(
-                f"tracking.checkpoints={self.checkpoints} is unknown; use tracking.checkpoints=last, all or none"
-            )
-        if self.register is not None and (not self.register or set(self.register) & set("/:")):
-            raise UserError(
-                f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
-            )
-        if self.register and not self.mlflow:
-            raise UserError("tracking.register has no effect with tracking=local; remove one of them")
-        if self.mlflow:
-            explicit_uri(self.uri)
 
 
 class Tracker:
@@ -102,7 +56,10 @@ class Tracker:
         self._config = config
         self._run_name = run_name
         path = folder / METRICS_FILE
-        before = _earlier_info(folder) if resume_step is not None else None
+        try:
+            before = None if resume_step is None else RunInfo.read(folder)
+        except UserError:  # lost to a full disk
+            before = None
         uri = _store_of(config, before) if config.mlflow else None
         if resume_step is not None:
             truncate(path, resume_step)
@@ -193,7 +150,7 @@ def finish_delivery(folder: Path, config: Tracking) -> None:
         return
     if is_delivered(folder, uri):
         return
-    log.info("Sending the rest of this run to MLflow at %s.", without_password(uri))
+    log.info("Sending the rest of this run to MLflow at %s.", redacted(uri))
     feed = Feed(folder, uri, replace(info, uri=lasting_uri(uri)), config.flush_every_s, training=False)
     missing = feed.conclude(final_status(folder) or "KILLED", config.patience_s)
     log.log(logging.WARNING if missing else logging.INFO, "%s", missing or "MLflow now has the complete run.")
@@ -213,13 +170,6 @@ def _tolerate(write: Callable[[], object], path: Path) -> bool:
         log.warning("%s cannot be written (%s).", path, error.strerror or error)
         return False
     return True
-
-
-def _earlier_info(folder: Path) -> RunInfo | None:
-    try:
-        return RunInfo.read(folder)
-    except UserError:  # lost to a full disk, or of a version without this file
-        return None
 
 
 def countable(values: Mapping[str, object]) -> dict[str, object]:

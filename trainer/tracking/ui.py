@@ -1,30 +1,52 @@
-"""MLflow's page: the newest runs of a store, the addresses that show them, and the server."""
+"""``scripts/ui.py``: MLflow's page of the newest runs, the addresses that show them, and the server."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from trainer.errors import RunError, UserError, first_line
-from trainer.tracking.mlflow.store import connect, database_file, without_password
-from trainer.tracking.views import share_views
+from trainer.errors import RunError, UserError, first_line, redacted
+from trainer.tracking.mlflow.addresses import database_file, tracking_uri
+from trainer.tracking.mlflow.store import connect
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+log = logging.getLogger("mantissa")
+
 HOST = "127.0.0.1"
+PORT = 5000
 FIRST_RUN = "python scripts/train.py recipe=gpt2 precision=bf16"
 TRAINING = "workflowType=machine_learning"
 """Without it MLflow's page opens in its view for language-model applications."""
-PORT = 5000
 STOP_TIMEOUT_S = 10
+VIEW = "mantissa"
+"""The key of the view of all runs."""
+COMPARISON = "mantissa-compare"
+"""The key of the view of the newest runs."""
+_COLUMNS = (
+    *("tags.`precision`", "metrics.`best/valid_loss`", "metrics.`final/throughput`"),
+    *("metrics.`final/peak_memory_mib`", "attributes.`Duration`"),
+)
+
+
+@dataclass
+class UiOptions:
+    """Of scripts/ui.py."""
+
+    port: int = PORT
+    uri: str = ""
+    experiment: str = ""
+    runs: int = 6
 
 
 class Newest(NamedTuple):
@@ -35,46 +57,36 @@ class Newest(NamedTuple):
     run_ids: list[str]
     run_names: list[str]
     views: bool
-    """Whether the store has the views of trainer/tracking/views.py."""
+    """Whether the store has the views of ``share_views``."""
 
 
-def check_store(uri: str) -> None:
-    """Check that ``uri`` is a store that this project can show.
-
-    Raises:
-        UserError: there is no database file yet, or the store has its own page.
-    """
-    if uri.startswith(("databricks", "uc")):
-        raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
-    database = database_file(uri)
-    if database and not database.exists():
-        raise UserError(f"no runs yet in {database}; train something first: {FIRST_RUN}")
-
-
-def open_store(uri: str) -> MlflowClient:
-    """Connect to a store that exists.
-
-    Raises:
-        UserError: it does not answer, or is no MLflow store.
-    """
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
+def ui(options: UiOptions) -> int:
+    """Print the addresses of the newest runs, and serve MLflow's page until Ctrl-C where no server does."""
     try:
-        return connect(uri)
-    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise UserError(f"cannot read an MLflow store at {without_password(uri)}: {first_line(error)}") from None
+        uri = tracking_uri(options.uri or None, "uri")
+        newest = newest_runs(uri, options.experiment or None, options.runs)
+        if uri.startswith(("http://", "https://")):
+            _show(uri, newest)
+        else:
+            port = free_port(options.port)
+            if port != options.port:
+                print(f"port {options.port} is taken, using {port}")
+            _show(server_address(port), newest)
+            print(f"starting MLflow on {redacted(uri)}: open these addresses when it is running")
+            _serve(uri, port)
+    except KeyboardInterrupt:
+        print("\nstopped")
+    return 0
 
 
 def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     """Find the newest runs, of one experiment or of the one with the newest run.
 
     Raises:
-        UserError: there are none, no such experiment, or the store cannot be read.
+        UserError: there are none, no such experiment, the store cannot be read, or has its own page.
     """
-    client = open_store(uri)
-    experiments = client.search_experiments()
-    names = {item.experiment_id: item.name for item in experiments}
+    client = _open(uri)
+    names = {item.experiment_id: item.name for item in client.search_experiments()}
     wanted = [key for key, name in names.items() if experiment in (None, name)]
     if not wanted:
         known = ", ".join(sorted(names.values()))
@@ -82,7 +94,7 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     order = ["attributes.start_time DESC"]
     latest = client.search_runs(wanted, order_by=order, max_results=1)
     if not latest:
-        raise UserError(f"no runs yet in {without_password(uri)}; train something first: {FIRST_RUN}")
+        raise UserError(f"no runs yet in {redacted(uri)}; train something first: {FIRST_RUN}")
     chosen = latest[0].info.experiment_id
     runs = client.search_runs([chosen], order_by=order, max_results=count)
     run_ids = [run.info.run_id for run in runs]
@@ -90,13 +102,45 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     return Newest(names[chosen], chosen, run_ids, [run.info.run_name for run in runs], views)
 
 
+def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str], comparison: str = COMPARISON) -> bool:
+    """Store the views of an experiment, unless they are there: the columns and runs with which MLflow's page opens.
+
+    MLflow's page keeps what a user has arranged in the browser. A view that is to be shared is stored as a tag, by its
+    "Share" button, and opened by an address with the tag's key; the same tags are written here. The form is that of
+    MLflow 3.5 to 3.17; a version that does not know it shows its default view.
+
+    Args:
+        client: of the store.
+        experiment_id: the experiment's.
+        run_ids: the runs that the view ``comparison`` is to show.
+        comparison: the key of that view.
+
+    Returns:
+        Whether the store has the views; if it cannot be written, there is a warning.
+    """
+    runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
+    # In the order of time, MLflow hides the runs of a comparison below their parent, and draws nothing of them.
+    order = {"orderByKey": "tags.`mlflow.runName`", "orderByAsc": True}
+    chosen = {"searchFilter": f"attributes.run_id IN ({runs})", **order}
+    try:
+        known = client.get_experiment(experiment_id).tags
+        for key, state in ((VIEW, {}), (comparison, chosen)):
+            tag, value = f"mlflow.sharedViewState.{key}", json.dumps({"selectedColumns": _COLUMNS, **state})
+            if known.get(tag) != value:
+                client.set_experiment_tag(experiment_id, tag, value)
+    except Exception as error:  # of many kinds: a store that may only be read is shown as it is
+        log.warning("The columns of this project cannot be stored in MLflow (%s).", first_line(error))
+        return False
+    return True
+
+
 def server_address(port: int = PORT) -> str:
-    """Return the address of a server that ``serve`` has started."""
+    """Return the address of the server that ``ui`` starts."""
     return f"http://{HOST}:{port}"
 
 
 def experiment_address(base: str, experiment_id: str, view: str | None = None) -> str:
-    """Return the address of an experiment's table of runs, with the columns of a view (``views.py``)."""
+    """Return the address of an experiment's table of runs, with the columns of a view (``share_views``)."""
     shared = f"&viewStateShareKey={quote(view)}" if view else ""
     return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{TRAINING}{shared}"
 
@@ -117,6 +161,18 @@ def comparison_address(base: str, experiment_id: str, run_ids: list[str]) -> str
     return f"{base.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING}"
 
 
+def page_of(uri: str) -> tuple[str, str]:
+    """Return the base of a store's addresses, and when they can be opened, such as ``, while … runs``."""
+    served = uri.startswith(("http://", "https://"))
+    return (uri, "") if served else (server_address(), ", while python scripts/ui.py runs")
+
+
+def shown_at(uri: str, experiment_id: str, run_id: str) -> str:
+    """Return the line that says where in MLflow a run is."""
+    base, when = page_of(uri)
+    return f"in MLflow{when}: {run_address(base, experiment_id, run_id)}"
+
+
 def free_port(wanted: int) -> int:
     """Return the first free port, from ``wanted`` on.
 
@@ -134,7 +190,35 @@ def free_port(wanted: int) -> int:
     raise UserError(f"port={wanted}: no free port from this one on; use another, such as port=5000")
 
 
-def serve(uri: str, port: int) -> None:
+def _open(uri: str) -> MlflowClient:
+    """Connect to a store that exists."""
+    if uri.startswith(("databricks", "uc")):
+        raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
+    database = database_file(uri)
+    if database and not database.exists():
+        raise UserError(f"no runs yet in {database}; train something first: {FIRST_RUN}")
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        return connect(uri)
+    except (MlflowException, SQLAlchemyError, sqlite3.Error, OSError) as error:
+        raise UserError(f"cannot read an MLflow store at {redacted(uri)}: {first_line(error)}") from None
+
+
+def _show(base: str, newest: Newest) -> None:
+    """Print what to open."""
+    table, compared = (VIEW, COMPARISON) if newest.views else (None, None)
+    print(f"experiment {newest.experiment}: {experiment_address(base, newest.experiment_id, table)}")
+    print(f"its curves: {curves_address(base, newest.experiment_id, table)}")
+    if len(newest.run_ids) > 1:
+        print(f"compare {', '.join(newest.run_names)}:")
+        print(f"  {curves_address(base, newest.experiment_id, compared)}")
+        print("all params and metrics of these runs, side by side:")
+        print(f"  {comparison_address(base, newest.experiment_id, newest.run_ids)}")
+
+
+def _serve(uri: str, port: int) -> None:
     """Run ``mlflow server`` for a store (its password in ``uri``) on the loopback interface, until Ctrl-C ends it.
 
     Raises:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import DIVERGENCE, FORWARD, UPDATE, Finding
-from trainer.checkpoint.generators import random_state, set_random_state
+from mantissa.formats import FORMATS
 from trainer.data.contract import Batch
-from trainer.precision.modes import Precision, family
+from trainer.determinism import random_state, set_random_state
+from trainer.precision.modes import Precision
 
 STEPS = 20
 REPLAYS = 3
@@ -68,7 +69,7 @@ class Divergence:
         )
         cure = []
         if self.masters_cure:
-            masters = f"{family(mode)}_master"
+            masters = f"{FORMATS[mode].number.name}_master"
             detail += f"; with precision={masters} it stays near that of fp32"
             cure = [f"precision={masters}"]
         # The first loss is computed before any update.
@@ -85,7 +86,7 @@ def divergence(case: Case, batches: list[list[Batch]]) -> Divergence:
         batches: the microbatches of each step.
     """
     own = case.config.precision
-    unit = _UNITS[family(own.mode)]
+    unit = _UNITS[own.format.number.name]
     losses = {own.mode: list(_losses(_as_the_run(case, own), batches))}
     for number in range(REPLAYS):
         losses[f"fp32, changed {number + 1}"] = list(_changed(case, batches, unit, number))
@@ -96,7 +97,7 @@ def divergence(case: Case, batches: list[list[Batch]]) -> Divergence:
 
 def masters_cure(case: Case, batches: list[list[Batch]], found: Divergence) -> bool:
     """Return whether the loss stays near that of fp32 where fp32 masters hold the weights and the optimizer's state."""
-    masters = replace(found.precision, mode=f"{family(found.precision.mode)}_master")
+    masters = replace(found.precision, mode=f"{found.precision.format.number.name}_master")
     return found.leaves(list(_losses(_as_the_run(case, masters), batches))) is None
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from evidence.doctor.step.case import CaseTrainer, finite
 from evidence.doctor.step.finding import EXCHANGE, OVERFLOW, Finding
-from trainer.formats import dtype_name
+from mantissa.display import dtype_name
 
 
 def overflow_of_sum(trainer: CaseTrainer, ranks: int) -> list[Finding]:

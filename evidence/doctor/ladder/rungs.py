@@ -11,7 +11,7 @@ import torch
 
 from evidence.doctor.step.case import Case, CaseTrainer, Reference
 from trainer.hardware import UNAVAILABLE
-from trainer.precision.modes import Precision, family
+from trainer.precision.modes import Precision
 from trainer.trainer import Gradients
 
 OK, BREAKS, DIFFERS, LEFT_OUT = "ok", "BREAKS", "DIFFERS", "left out"
@@ -73,7 +73,7 @@ def rungs(case: Case) -> list[Rung]:
     stored weights, its fp32 modules and operators.
     """
     own = case.config.precision
-    half = family(own.mode)
+    half = own.format.number.name
     result = [Rung(FP64, lambda: Reference(case, torch.float64)), Rung(FP32, lambda: case.trainer(Precision()))]
     if case.hardware.support(TF32) != UNAVAILABLE and own.mode != FP32:
         result.append(Rung(TF32, lambda: case.trainer(Precision(mode=TF32))))
@@ -98,7 +98,7 @@ def _plain(own: Precision, mode: str) -> Precision:
 
 def loss_scales(case: Case) -> tuple[float, ...]:
     """Return the run's loss scale, and those that a dynamic scaler would back off to."""
-    scaler = case.config.scaler.build(case.config.precision.mode, torch.device("cpu"))
+    scaler = case.config.scaler.build(case.config.precision.format, torch.device("cpu"))
     floor = case.config.scaler.floor
     scales = [case.scale]
     if scaler.recovers and floor:

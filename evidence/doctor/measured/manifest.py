@@ -14,9 +14,9 @@ from evidence.doctor.provenance.tape import tensors
 from evidence.doctor.step.case import CaseTrainer
 from evidence.doctor.step.finding import DTYPE, FORWARD, Finding
 from evidence.doctor.step.modules import ModuleTracer
+from mantissa.display import dtype_name
+from mantissa.formats import FORMATS
 from trainer.data.loader import to_device
-from trainer.formats import dtype_name
-from trainer.precision.modes import WEIGHTS_DTYPE
 
 _HALF = (torch.float16, torch.bfloat16)
 _CAST = "aten._to_copy"
@@ -136,7 +136,7 @@ def _islands(trainer: CaseTrainer, rows: list[Row], rung: str) -> list[Finding]:
     With 16-bit weights the result of an island is cast back, so there casts are not counted.
     """
     islands = trainer.fp32_modules
-    casts_back = trainer.config.precision.mode in WEIGHTS_DTYPE
+    casts_back = trainer.config.precision.format.half_weights
     found: dict[str, list[Row]] = {}
     for row in rows:
         if (
@@ -188,7 +188,7 @@ def _base(op: str) -> str:
 
 def _weights(trainer: CaseTrainer, rung: str) -> list[Finding]:
     """Return the parameters that are stored in fewer bits than the precision asks for."""
-    asked = WEIGHTS_DTYPE.get(trainer.config.precision.mode, torch.float32)
+    asked = FORMATS[trainer.config.precision.mode].weights
     low: dict[str, list[tuple[str, torch.dtype]]] = {}
     for name, parameter in trainer.model.named_parameters():
         module = name.rpartition(".")[0]
@@ -223,7 +223,7 @@ def _loss(trainer: CaseTrainer, rung: str) -> list[Finding]:
 
 def _notes(trainer: CaseTrainer, rows: list[Row]) -> list[str]:
     """Return what is unusual: sums and wide-range operators that ran in 16 bits under autocast."""
-    if trainer.config.precision.mode in WEIGHTS_DTYPE:  # there every operator does
+    if trainer.config.precision.format.half_weights:  # there every operator does
         return []
     found: dict[tuple[str, str], int] = {}
     for row in rows:

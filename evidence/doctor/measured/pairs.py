@@ -20,9 +20,9 @@ from evidence.doctor.measured.recording import Recording, swapped
 from evidence.doctor.provenance.tape import tensors
 from evidence.doctor.step.case import Case
 from evidence.doctor.step.finding import BACKWARD, ERROR, FORWARD, Finding
+from mantissa.display import dtype_name
+from mantissa.formats import FORMATS as MODES
 from trainer.errors import UserError
-from trainer.formats import dtype_name
-from trainer.precision.modes import family
 
 FACTOR = 8
 SUM = 0.6
@@ -110,7 +110,7 @@ def check_reference(mode: str, reference: torch.dtype | None) -> None:
     Raises:
         UserError: it is not.
     """
-    if family(mode) in FORMATS and FORMATS[family(mode)].dtype == reference:
+    if MODES[mode].number.name in FORMATS and FORMATS[MODES[mode].number.name].dtype == reference:
         raise UserError(f"reference=fp32 is no reference for precision={mode}; use reference=fp64, or leave it out")
 
 
@@ -122,9 +122,9 @@ def measure(case: Case, reference: torch.dtype | None = None) -> Pairs:
         reference: what it is compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32.
     """
     mode = case.config.precision.mode
-    if family(mode) not in FORMATS:
+    if MODES[mode].number.name not in FORMATS:
         return Pairs(notes=[f"errors of modules: not judged with precision={mode}"])
-    format = FORMATS[family(mode)]
+    format = FORMATS[MODES[mode].number.name]
     if reference is not None:
         format = replace(format, reference=reference)
     recording = Recording.of(case, format.reference)

@@ -16,8 +16,8 @@ from evidence.doctor.measured.pairs import NOISE
 from evidence.doctor.measured.recording import least_samples
 from evidence.doctor.step.case import Case, CaseTrainer, Reference
 from evidence.doctor.step.finding import BACKWARD, SCALE, UNDERFLOW, Finding
+from mantissa.formats import FORMATS
 from trainer.data.loader import to_device
-from trainer.precision.modes import family
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
@@ -108,7 +108,7 @@ def measure(case: Case) -> Range:
     reference = Reference(case)
     mode = case.config.precision.mode
     few = case.few(least_samples(reference.model))
-    if family(mode) != "fp16":
+    if FORMATS[mode].number.name != "fp16":
         note = f"range of gradients: {mode} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, case, few), notes=[note])
     layers = _exponents(reference, case, case)

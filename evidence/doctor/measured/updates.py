@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evidence.doctor.step.finding import LOST, MOMENT, UPDATE, Finding
-from trainer.precision.modes import Precision, family
+from mantissa.formats import FORMATS
+from trainer.precision.modes import Precision
 from trainer.profiling.updates import ParameterUpdate
 
 _MOST = 0.5
@@ -22,7 +23,7 @@ def judge(updates: list[ParameterUpdate], precision: Precision) -> tuple[list[Fi
     if not keeps_16_bits(precision):
         return [], []
     mode = precision.mode
-    name = family(mode)
+    name = FORMATS[mode].number.name
     moments = _worst(updates, lambda each: each.second_moment_zero)
     found = [
         _finding(

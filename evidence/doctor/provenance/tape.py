@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from evidence.doctor.step.case import finite
 from evidence.doctor.step.modules import ModuleTracer
-from trainer.formats import dtype_name
+from mantissa.display import dtype_name
 
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainer.checkpoint.generators import random_state, set_random_state
-from trainer.config.schema import Config, Plan
+from trainer.config.schema import Config
+from trainer.config.step import Plan
 from trainer.data.contract import Batch, Datasets
+from trainer.determinism import random_state, set_random_state
 from trainer.hardware import Hardware
 from trainer.optim.masters import StochasticWeights
 from trainer.parallel.compile import Compile

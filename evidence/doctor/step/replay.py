@@ -22,7 +22,7 @@ from trainer.data.loader import DataOrder
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import UNAVAILABLE, detect, peak_memory_bytes, reset_peak_memory
-from trainer.kernels.optimizers import optimizer_class
+from trainer.optim.classes import optimizer_class
 from trainer.parallel.world import World
 from trainer.parallel.wrap import Parallel
 from trainer.precision import kernels
@@ -114,7 +114,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     folder = _folder(resume)
     failure, summary = read_object(folder.path / FAILURE_FILE), folder.summary()
     config = compose([*recorded_overrides(folder), *overrides])
-    check_same(folder, flatten(config), config.recipe.unit == "images", defaults(config))
+    check_same(folder, flatten(config), defaults(config))
     trainer, notes = _trainer(config)
     notes += _other_software(summary)
     if summary and summary.get("fp32_arithmetic") != (here := _not_timed(trainer)):
@@ -186,13 +186,11 @@ def _restore(trainer: Trainer, folder: RunFolder, step: int) -> str:
         if number >= step:
             continue
         path = store.find_verified(place, number)
-        try:
-            trainer.restore(CheckpointReader(path))
-        except UserError:
-            if place == folder.checkpoints:
-                raise
-            continue  # the weights were not finite any more when the run failed
-        return path.name
+        reader = CheckpointReader(path)
+        weights = (tensor for name, tensor in reader.tensors().items() if name.startswith("weights/"))
+        if all(bool(tensor.isfinite().all()) for tensor in weights):  # else a step before it harmed them
+            trainer.restore(reader)
+            return path.name
     return "the beginning"
 
 

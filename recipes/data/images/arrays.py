@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from recipes.data.images.augment import Augment
+from recipes.data.images.augment import ImageAugment
 from recipes.data.images.pixels import ArrayImages, check_fraction, check_path, grey_statistics, held_out, scale
 from recipes.data.images.source import ImageDatasets, ImageSource
 from trainer.errors import UserError
@@ -40,8 +40,8 @@ class Digits(ImageSource):
         images = scale(pixels, size).numpy()
         labels = digits.target.astype(np.int64)
         valid = held_out(labels, self.valid_fraction)
-        augment = self.augment.choose(8)
-        return _image_data("digits", images[~valid], labels[~valid], images[valid], labels[valid], size, augment)
+        parts = [(images[rows], labels[rows]) for rows in (~valid, valid)]
+        return _image_data("digits", parts, size, self.augment.choose(8))
 
 
 @dataclass
@@ -70,21 +70,18 @@ class Idx(ImageSource):
         Raises:
             UserError: no such files, a file of another format, fewer than two classes.
         """
-        pairs = [_read_pair(*names) for names in self._files()]
-        images, labels = pairs[0]
-        if len(pairs) == 2:
-            valid_images, valid_labels = pairs[1]
-        else:
+        parts = [_read_pair(*names) for names in self._files()]
+        if len(parts) == 1:
+            ((images, labels),) = parts
             valid = held_out(labels, self.valid_fraction)
-            valid_images, valid_labels = images[valid], labels[valid]
-            images, labels = images[~valid], labels[~valid]
-        if not len(labels) or not len(valid_labels):
+            parts = [(images[rows], labels[rows]) for rows in (~valid, valid)]
+        if not all(len(labels) for _, labels in parts):
             raise UserError(f"data.path={self.path} has too few images for training and validation")
+        images, labels = parts[0]
         if len(np.unique(labels)) < 2:
             raise UserError(f"data.path={self.path} has images of one class only; two are needed")
         size = image_size or max(images.shape[2:])
-        augment = self.augment.choose(min(images.shape[2:]))
-        return _image_data("idx", images, labels, valid_images, valid_labels, size, augment)
+        return _image_data("idx", parts, size, self.augment.choose(min(images.shape[2:])))
 
     def _files(self) -> list[tuple[Path, Path]]:
         """Return the pairs of images and labels: to train on, and to validate on where there are two."""
@@ -138,20 +135,14 @@ def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
 
 
 def _image_data(
-    kind: str,
-    train_images: np.ndarray,
-    train_labels: np.ndarray,
-    valid_images: np.ndarray,
-    valid_labels: np.ndarray,
-    size: int,
-    augment: Augment,
+    kind: str, parts: list[tuple[np.ndarray, np.ndarray]], size: int, augment: ImageAugment
 ) -> ImageDatasets:
-    classes = [str(label) for label in range(max(train_labels.max(), valid_labels.max()) + 1)]
-    counts = f"{len(train_labels):,} training and {len(valid_labels):,} validation images"
+    """Return the images and labels to train on, and those to validate on."""
+    train, valid = (ArrayImages(*part, size, augment) for part in parts)
+    classes = [str(label) for label in range(max(int(labels.max()) for _, labels in parts) + 1)]
+    counts = f"{len(train):,} training and {len(valid):,} validation images"
     description = f"{kind}: {counts}, {len(classes)} classes, {size} × {size}"
-    mean, std = grey_statistics(train_images)
-    train = ArrayImages(train_images, train_labels, size, augment)
-    valid = ArrayImages(valid_images, valid_labels, size, augment)
+    mean, std = grey_statistics(parts[0][0])
     return ImageDatasets(
         train, valid, description, classes=classes, image_size=size, mean=mean, std=std, augment=augment
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from recipes.data.images import policies
 from trainer.errors import UserError
-from trainer.recipe import SetOnce
+from trainer.recipe import Augment, Choice, Recipe
 
 SMALL = 64
 """Pixels. Images with a shorter side below this are not cropped unless the user requests it: the object fills most of
@@ -40,14 +40,13 @@ class View(NamedTuple):
 
 
 @dataclass
-class Augment(SetOnce):
+class ImageAugment(Augment):
     """The ``augment`` config group; this base is ``augment=none``: the whole image, in training and in evaluation.
 
     A choice is a pure function of the sample's seed. It does not know the pixels: ``pixels.py`` cuts them, and
     ``mixing.py`` mixes and erases them on the device. Every choice has these options; evaluation has none of them.
     """
 
-    kind: ClassVar[str] = "none"
     uses_global_generator: ClassVar[bool] = False
     """Whether the policy of its views draws from torch's global generator."""
     mixup: float = field(default=0.0, kw_only=True)
@@ -80,9 +79,14 @@ class Augment(SetOnce):
         """The options that are set and that the recipe's loss carries out, as typed."""
         return [f"augment.{name}={value}" for name in DEVICE_OPTIONS if (value := getattr(self, name))]
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse to mix the images of a recipe whose loss does not."""
+        if (options := self.on_device) and not recipe.mixes_images:
+            raise UserError(f"{options[0]} has no effect: recipe={recipe.name} does not mix images; leave it out")
+
     def effect(self) -> str | None:
         """Return what a recipe without images must refuse, as typed; None: nothing."""
-        typed = [] if self.kind in (Augment.kind, AutomaticAugment.kind) else [f"augment={self.kind}"]
+        typed = [] if self.kind in (ImageAugment.kind, AutomaticAugment.kind) else [f"augment={self.kind}"]
         return " ".join(typed + self.on_device) or None
 
     def check_batching(self, batch_size: int, micro_batch_size: int) -> None:
@@ -104,7 +108,7 @@ class Augment(SetOnce):
                 f"neighbours in pairs; use {advice}"
             )
 
-    def choose(self, shorter_side: int | None) -> Augment:
+    def choose(self, shorter_side: int | None) -> ImageAugment:
         """Return what is done to images of this size (see ``AutomaticAugment``): this very choice.
 
         Args:
@@ -129,7 +133,7 @@ class Augment(SetOnce):
 
 
 @dataclass
-class Light(Augment):
+class Light(ImageAugment):
     """``augment=light``: training shifts the image a little, with ``flip`` mirrors it; evaluation takes it whole."""
 
     kind: ClassVar[str] = "light"
@@ -153,7 +157,7 @@ class Light(Augment):
 
 
 @dataclass
-class ImageNet(Augment):
+class ImageNet(ImageAugment):
     """``augment=imagenet``: the random crops and flips of Szegedy et al. 2015; evaluation on the middle of the image.
 
     Sides of the crop are between 3:4 and 4:3.
@@ -226,7 +230,8 @@ class RandAugment(ImageNet):
         view = super().view(width, height, seed, size)
         if seed is None:
             return view
-        return view._replace(policy=partial(policies.rand_augment, self.operations, self.magnitude, seed))
+        options = {"num_ops": self.operations, "magnitude": self.magnitude, "num_magnitude_bins": policies.MAGNITUDES}
+        return view._replace(policy=partial(policies.changed, policies.transform("RandAugment", **options), seed))
 
 
 @dataclass
@@ -242,77 +247,47 @@ class TrivialAugment(ImageNet):
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Draw a crop and a flip, and let the same seed draw the change."""
         view = super().view(width, height, seed, size)
-        return view if seed is None else view._replace(policy=partial(policies.trivial_augment, seed))
+        if seed is None:
+            return view
+        return view._replace(policy=partial(policies.changed, policies.transform("TrivialAugmentWide"), seed))
 
 
 @dataclass
-class AutomaticAugment(Augment):
+class AutomaticAugment(ImageAugment):
     """``augment=auto``: ``none`` for images below 64 pixels and synthetic ones, ``imagenet`` for all others."""
 
     kind: ClassVar[str] = "auto"
 
-    @property
-    def chosen(self) -> Augment | None:
-        """The last choice; None: no images were opened."""
-        return vars(self).get("_chosen")
-
-    def choose(self, shorter_side: int | None) -> Augment:
-        """Return the choice for images of this size, and keep it in ``chosen``."""
-        cls = Augment if shorter_side is None or shorter_side < SMALL else ImageNet
-        choice = self.become(cls.kind)
+    def choose(self, shorter_side: int | None) -> ImageAugment:
+        """Return the choice for images of this size, and keep it for ``decided``."""
+        choice = self._become(ImageAugment if shorter_side is None or shorter_side < SMALL else ImageNet)
         vars(self)["_chosen"] = choice
         return choice
 
-    def become(self, kind: str) -> Augment:
-        """Return the choice ``kind`` with its defaults, and with the options that are set here."""
-        return CHOICES[kind](**{name: getattr(self, name) for name in DEVICE_OPTIONS})
+    def decided(self) -> tuple[ImageAugment, list[Choice]]:
+        """Return the last choice, and why; ``none`` where no images were opened."""
+        choice = vars(self).get("_chosen")
+        return (choice, [Choice("augment", choice.kind, REASONS[choice.kind])]) if choice else (ImageAugment(), [])
+
+    def as_before(self, kind: str) -> Augment:
+        """Return the choice ``kind`` where ``auto`` can become it."""
+        return next((self._become(cls) for cls in (ImageAugment, ImageNet) if cls.kind == kind), self)
+
+    def _become(self, cls: type[ImageAugment]) -> ImageAugment:
+        return cls(mixup=self.mixup, cutmix=self.cutmix, erasing=self.erasing)
 
     def view(self, width: int, height: int, seed: int | None, size: int) -> View:
         """Raise: which part is taken depends on all of the images."""
         raise AssertionError("choose() comes first")
 
 
-CHOICES: dict[str, type[Augment]] = {
-    cls.kind: cls for cls in (AutomaticAugment, Augment, Light, ImageNet, RandAugment, TrivialAugment)
-}
-
 REASONS = {
-    Augment.kind: f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; augment=light "
-    "shifts them in training",
+    ImageAugment.kind: f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; "
+    "augment=light shifts them in training",
     ImageNet.kind: f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
     "evaluation on the middle 87.5 %; augment=none turns this off",
 }
 """What the user is shown about what ``auto`` became."""
-
-
-def recorded(config: Mapping[str, Any], reads_images: bool) -> dict[str, Any]:
-    """Return the ``augment`` entries of a run's config.json: ``augment`` and ``augment.<option>``.
-
-    Args:
-        config: the file's content. Runs of versions without this group did what it calls ``imagenet`` to images that
-            are read one by one, and nothing to those that are held in memory.
-        reads_images: whether the recipe reads images (``data=hub`` has text, too).
-    """
-    found = {key: value for key, value in config.items() if key.partition(".")[0] == "augment"}
-    if found:  # perhaps of a version without some of the options
-        cls = CHOICES.get(found.get("augment", ""), Augment)
-        return found | {key: entry.default for entry in fields(cls) if (key := f"augment.{entry.name}") not in found}
-    then: Augment = ImageNet() if reads_images and config.get("data") in ("imagefolder", "hub") else Augment()
-    return {"augment": then.kind} | {f"augment.{key}": value for key, value in vars(then).items()}
-
-
-def from_record(entries: Mapping[str, Any]) -> Augment:
-    """Return the choice that ``recorded`` describes.
-
-    Raises:
-        UserError: there is no such choice, or it has other options.
-    """
-    options = {key.removeprefix("augment."): value for key, value in entries.items() if key != "augment"}
-    try:
-        return CHOICES[entries["augment"]](**options)
-    except (KeyError, TypeError):
-        shown = ", ".join(f"{key}={value}" for key, value in entries.items())
-        raise UserError(f"resume: this version has no {shown} (from config.json); start a new run") from None
 
 
 def _placed(

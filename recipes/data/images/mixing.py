@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes.data.images.augment import Augment
+from recipes.data.images.augment import ImageAugment
 from trainer.data.contract import Batch, SampleId
 
 SHARE, PASTED, ERASED = "share", "pasted", "erased"
@@ -28,7 +28,7 @@ _AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)
 _NOTHING = (0, 0, 0, 0)
 
 
-def draw(augment: Augment, samples: Sequence[SampleId], size: int) -> Batch:
+def draw(augment: ImageAugment, samples: Sequence[SampleId], size: int) -> Batch:
     """Return what ``apply`` and ``soft_targets`` need of these samples; nothing in evaluation.
 
     Args:
@@ -104,7 +104,7 @@ def _is_box(boxes: Tensor) -> Tensor:
     return (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
 
 
-def _pair(augment: Augment, random: np.random.Generator, size: int) -> tuple[float, tuple[int, int, int, int]]:
+def _pair(augment: ImageAugment, random: np.random.Generator, size: int) -> tuple[float, tuple[int, int, int, int]]:
     """Draw the share that an image keeps of itself, and the box that it takes from its neighbour, if any."""
     cut = random.random() < 0.5 if augment.mixup and augment.cutmix else bool(augment.cutmix)
     alpha = augment.cutmix if cut else augment.mixup

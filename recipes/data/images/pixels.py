@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes.data.images import mixing
-from recipes.data.images.augment import Augment, View
+from recipes.data.images.augment import ImageAugment, View
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
 
@@ -66,11 +67,26 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-class ArrayImages:
+class Images:
+    """Labelled images as squares, augmented."""
+
+    labels: Tensor
+    """int64, one for each image."""
+    image_size: int
+    augment: ImageAugment
+    """Set when the images are open: what is done to them may depend on their size."""
+
+    @property
+    def uses_global_generator(self) -> bool:
+        """Whether ``batch`` uses torch's global generator, so that no thread beside the training may call it."""
+        return self.augment.uses_global_generator
+
+
+class ArrayImages(Images):
     """A dataset of images in memory: uint8, N × (1 or 3) × H × W, and their int64 labels."""
 
     def __init__(
-        self, images: np.ndarray, labels: np.ndarray, image_size: int, augment: Augment, length: int | None = None
+        self, images: np.ndarray, labels: np.ndarray, image_size: int, augment: ImageAugment, length: int | None = None
     ) -> None:
         self.images = torch.from_numpy(images)
         self.labels = torch.from_numpy(labels)
@@ -82,11 +98,6 @@ class ArrayImages:
     def __len__(self) -> int:
         return self.length
 
-    @property
-    def uses_global_generator(self) -> bool:
-        """Whether ``batch`` uses torch's global generator, so that no thread beside the training may call it."""
-        return self.augment.uses_global_generator
-
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s."""
         rows = torch.tensor([sample.index for sample in samples]) % len(self.labels)
@@ -95,7 +106,7 @@ class ArrayImages:
         return {"image": self._squares(images, samples).contiguous(), "label": self.labels[rows]} | drawn
 
     def _squares(self, images: Tensor, samples: Sequence[SampleId]) -> Tensor:
-        if self.augment.kind == Augment.kind:  # no loop over the samples
+        if self.augment.kind == ImageAugment.kind:  # no loop over the samples
             return scale(images, self.image_size).expand(-1, 3, -1, -1)
         height, width = images.shape[-2:]
         views = [self.augment.view(width, height, sample.seed, self.image_size) for sample in samples]
@@ -108,14 +119,8 @@ class ArrayImages:
         return torch.from_numpy(np.stack(cut)).expand(-1, 3, -1, -1)
 
 
-class DecodedImages:
+class DecodedImages(Images):
     """A dataset of images that are decoded when they are fetched. Subclasses define ``open`` and set ``labels``."""
-
-    labels: Tensor
-    """int64, one for each image."""
-    image_size: int
-    augment: Augment
-    """Set when the images are open: what is done to them may depend on their size."""
 
     def open(self, index: int) -> AbstractContextManager[Image.Image]:
         """Open an image for a block that decodes it, and does nothing else.
@@ -127,11 +132,6 @@ class DecodedImages:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @property
-    def uses_global_generator(self) -> bool:
-        """Whether ``batch`` uses torch's global generator, so that no thread beside the training may call it."""
-        return self.augment.uses_global_generator
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return ``image`` (uint8, B × 3 × image_size × image_size), ``label`` (int64, B) and ``mixing.draw``'s.
@@ -217,8 +217,6 @@ def check_fraction(fraction: float) -> None:
 
 def check_path(path: str, what: str) -> None:
     """Refuse a ``data.path`` that is not a folder."""
-    from pathlib import Path
-
     if not path:
         raise UserError(f"missing required option: data.path; set {what}, as in data.path=/folder")
     if not Path(path).expanduser().is_dir():

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from recipes.data.images.augment import Augment
+from recipes.data.images.augment import ImageAugment
 from recipes.data.images.pixels import IMAGENET_MEAN, IMAGENET_STD
 from trainer.data.contract import Datasets
 from trainer.errors import UserError
-from trainer.files import write_json
-from trainer.recipe import NO_OPTION, DataSource
-from trainer.tracking.mlflow.delivery_record import IMAGES_FILE
+from trainer.files import IMAGES_FILE, write_json
+from trainer.recipe import NO_OPTION, Augment, DataSource
 
 
 @dataclass(kw_only=True)
@@ -26,7 +25,7 @@ class ImageDatasets(Datasets):
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     """Of the three channels, after division by 255; the recipe normalises on the device."""
-    augment: Augment = field(default_factory=Augment)
+    augment: ImageAugment = field(default_factory=ImageAugment)
     """What is done to the images as they are fetched, and which part of them is evaluated."""
     new_head: list[str] = field(default_factory=list)
     """Names of the weights that pretrained ones do not give, because these data have other classes."""
@@ -41,8 +40,11 @@ class ImageDatasets(Datasets):
 class ImageSource(DataSource):
     """Data that can be read as labelled images."""
 
-    augment: Augment = field(default_factory=Augment, kw_only=True, metadata=NO_OPTION)
-    """The ``augment`` group of the root, which sets it here; what ``auto`` means is known once the images are open."""
+    augment: ImageAugment = field(default_factory=ImageAugment, kw_only=True, metadata=NO_OPTION)
+    """Set by ``augmented``; what ``auto`` means is known once the images are open."""
+
+    def augmented(self, augment: Augment) -> ImageSource:
+        return replace(self, augment=augment) if isinstance(augment, ImageAugment) else self
 
     def refuse_augment(self) -> None:
         """Raise UserError if images were to be augmented: the data is read as something else."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +16,9 @@ import numpy as np
 from recipes.data.text.split import Split
 from recipes.data.text.tokenizers import CorpusTokenizer
 from trainer.errors import UserError
-from trainer.files import locked
+from trainer.files import flush, locked, read_object, write_json
 
-FORMAT = 1
+FORMAT = 2
 """Part of every cache key: raise it when the same text would become other tokens."""
 
 _PIECE = 2**16
@@ -59,29 +57,22 @@ def open_or_build(
     parent = Path(cache_dir).expanduser() / "text"
     folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not _complete(folder):
-        with _lock(parent / f".{folder.name}.lock", cache_dir):
-            if not _complete(folder):  # another process may have built it while this one waited
-                log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
-                _build(folder, splits, plan)
-    meta = json.loads((folder / "meta.json").read_text())
-    ids: dict[str, np.ndarray] = {}
-    for part in splits:
-        ids[part] = np.memmap(folder / f"{part}.bin", dtype=meta["dtype"], mode="r")
-    return ids, plan.load(folder)
-
-
-@contextmanager
-def _lock(path: Path, cache_dir: str) -> Iterator[None]:
-    with ExitStack() as stack:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(path))
+            parent.mkdir(parents=True, exist_ok=True)
+            lock = parent / f".{folder.name}.lock"
+            lock.touch()
         except OSError as error:
             raise UserError(
                 f"data.cache_dir={cache_dir} cannot be written ({error.strerror}); set another folder, "
                 "here or in the environment variable MANTISSA_CACHE"
             ) from None
-        yield
+        with locked(lock):
+            if not _complete(folder):  # another process may have built it while this one waited
+                log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
+                _build(folder, splits, plan)
+    dtype = read_object(folder / "meta.json")["dtype"]
+    ids: dict[str, np.ndarray] = {part: np.memmap(folder / f"{part}.bin", dtype=dtype, mode="r") for part in splits}
+    return ids, plan.load(folder)
 
 
 def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
@@ -101,11 +92,10 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
                         raise UserError("the text for testing is empty; set data.test to another file or folder")
                     share = "training" if part == "train" else "validation"
                     raise UserError(f"no text is left for {share}; use a longer text or another data.valid_fraction")
-        files = {path.name: _check(path) for path in sorted(partial.iterdir())}
-        (partial / "meta.json").write_text(json.dumps({"dtype": dtype.name, "files": files}))
+        sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+        write_json(partial / "meta.json", {"dtype": dtype.name, "sizes": sizes})
         for path in partial.iterdir():
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
+            flush(path)
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would not be built again
         partial.rename(folder)
     finally:
@@ -113,21 +103,10 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
 
 
 def _complete(folder: Path) -> bool:
-    try:
-        files = json.loads((folder / "meta.json").read_text())["files"]
-        damaged = [name for name, check in files.items() if _check(folder / name) != check]
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (ValueError, KeyError, TypeError):
-        damaged = ["meta.json"]
-    if damaged:
-        log.info("%s is damaged (%s) and is rebuilt", folder, ", ".join(damaged))
-    return not damaged
-
-
-def _check(path: Path) -> int | str:
-    """Return the size of token ids (which may be gigabytes), the hash of anything else."""
-    return path.stat().st_size if path.suffix == ".bin" else hashlib.sha256(path.read_bytes()).hexdigest()
+    """Whether all files are there in their sizes; the list of them is written last."""
+    sizes = read_object(folder / "meta.json").get("sizes", {})
+    files = {path.name: path.stat().st_size for path in folder.glob("*") if path.name in sizes}
+    return bool(sizes) and files == sizes
 
 
 def _encoded(documents: Iterable[str], tokenizer: CorpusTokenizer) -> Iterator[np.ndarray]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -111,7 +110,7 @@ def hub_reachable(timeout_s: float = 8) -> bool:
     def ask() -> None:
         try:
             urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=timeout_s).close()
-        except (HTTPError, HTTPException):
+        except HTTPError:
             pass  # an error status is an answer, too
         except OSError as error:
             if not isinstance(getattr(error, "reason", None), ssl.SSLError):

@@ -31,21 +31,21 @@ class CorpusTokenizer(Tokenizer, Protocol):
     separator: list[int]
     """The ids between two documents."""
 
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = np.asarray(self.encode_many([text])[0]).tolist()
+        return ids
+
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
         """Return the ids of each text: a list or one-dimensional array of integers."""
         ...
 
 
-class Bytes:
+class Bytes(CorpusTokenizer):
     """The 256 bytes of UTF-8."""
 
     vocab_size = 256
     label = "256 bytes"
     separator = list(b"\n")  # noqa: RUF012 - nothing changes it
-
-    def encode(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes."""
-        return list(text.encode())
 
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
         """Return the UTF-8 bytes of each text."""
@@ -68,7 +68,7 @@ class Bytes:
         write_fast_tokenizer(tokenizer, folder)
 
 
-class Characters:
+class Characters(CorpusTokenizer):
     """Every character that the corpus uses, and the line end, in code point order (as nanoGPT does)."""
 
     file = "characters.json"
@@ -90,22 +90,14 @@ class Characters:
             found |= set(text)
         return cls("".join(sorted(found)))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids. Raises UserError for a character that the corpus does not have."""
-        self._check(set(text))
-        return [self._ids[character] for character in text]
-
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text. Raises UserError as ``encode`` does."""
-        self._check(set().union(*texts))
-        return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
-
-    def _check(self, characters: set[str]) -> None:
-        if unknown := characters - self._ids.keys():
+        """Return the ids of each text. Raises UserError for a character that the corpus does not have."""
+        if unknown := set().union(*texts) - self._ids.keys():
             raise UserError(
                 f"the character {min(unknown)!r} is not among the {self.label} of the training text; remove it from "
                 "this text, or train with data.tokenizer=bytes, which has every character"
             )
+        return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids that exist."""
@@ -128,7 +120,7 @@ class Characters:
         return cls(json.loads((folder / cls.file).read_text()))
 
 
-class BytePairs:
+class BytePairs(CorpusTokenizer):
     """A byte-level BPE like GPT-2's, of the corpus's own: any text survives encoding and decoding."""
 
     def __init__(self, tokenizer: Any) -> None:  # tokenizers.Tokenizer, which has no type stubs
@@ -156,13 +148,8 @@ class BytePairs:
         tokenizer.train_from_iterator(_at_most(texts, _BPE_TRAINING_CHARACTERS), trainer)
         return cls(tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids; a literal ``<|endoftext|>`` becomes the end of a document."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
-
     def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text, encoded on all cores."""
+        """Return the ids of each text, encoded on all cores; ``<|endoftext|>`` becomes the end of a document."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:

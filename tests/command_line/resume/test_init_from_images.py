@@ -94,15 +94,6 @@ def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_s
     assert not [choice for choice in trainer.choices if choice.key == "recipe.classes"]
 
 
-def test_a_run_of_an_earlier_version_without_an_export_says_that_its_normalisation_is_lost(digits_source: Path) -> None:
-    shutil.rmtree(digits_source / "best")
-    (digits_source / "images.json").unlink()
-    trainer = start(composed(["recipe=resnet", f"init_from={digits_source}", *DARK]))
-    assert [choice.why[:16] for choice in trainer.choices if "mean" in choice.key] == ["those of the new"]
-    datasets: Any = trainer.datasets
-    assert datasets.mean[0] == pytest.approx(0.05, abs=0.01)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evidence.advice.outputs import record
+from evidence.advice.publish import publish
 from tests.evidence.advice.made import TINY, advice, measured
 from trainer.config.compose import compose
 
@@ -29,13 +29,13 @@ def test_candidates_are_below_the_advice_and_a_second_time_changes_nothing(
     database: sqlite3.Connection, tmp_path: Path
 ) -> None:
     (tmp_path / "advice.json").write_text("{}")
-    made = advice(measured("it's odd", 1.5, 900, threads=1))
+    made = advice(measured("it's odd", 1.5, 900, "threads=1"))
     config = compose(TINY)
-    lines = record(made, config, "a sentence", [tmp_path / "advice.json"])
+    lines = publish(made, config, "a sentence", [tmp_path / "advice.json"])
     counts = "select (select count(*) from runs), (select count(*) from metrics), (select count(*) from tags)"
     before = database.execute(counts).fetchone()
     made.quality = {"verdict": "EQUIVALENT"}  # found out later
-    assert record(made, config, "a sentence", []) == lines
+    assert publish(made, config, "a sentence", []) == lines
     runs, metrics, tags = database.execute(counts).fetchone()
     assert (runs, metrics, tags) == (before[0], before[1], before[2] + 1)
     ids = dict(database.execute("select name, run_uuid from runs"))
@@ -47,7 +47,7 @@ def test_candidates_are_below_the_advice_and_a_second_time_changes_nothing(
         "it's odd": "FINISHED",
         "fp32": "FINISHED",
         "fp16": "FAILED",
-        "bf16, threads 1": "KILLED",
+        "bf16, 1 thread": "KILLED",
     }
     parents = dict(database.execute("select run_uuid, value from tags where key = 'mlflow.parentRunId'"))
     assert parents == {run: ids["advice: gpt2"] for name, run in ids.items() if name != "advice: gpt2"}
@@ -55,7 +55,7 @@ def test_candidates_are_below_the_advice_and_a_second_time_changes_nothing(
     mine = "select key, value from {} where run_uuid = ?"
     speeds = dict(database.execute(mine.format("metrics"), (ids["it's odd"],)))
     assert (speeds["speed"], speeds["speed_low"], speeds["memory_mib"]) == (1.5, 1.45, 900)
-    assert dict(database.execute(mine.format("params"), (ids["it's odd"],)))["threads"] == "1"
+    assert dict(database.execute(mine.format("params"), (ids["it's odd"],)))["overrides"] == "threads=1"
     said = dict(database.execute(mine.format("tags"), (ids["advice: gpt2"],)))
     assert (said["winner"], said["quality"]) == ("bf16 + compile", "EQUIVALENT")
     assert dict(database.execute(mine.format("tags"), (ids["fp16"],)))["reason"] == "the loss is not finite"
@@ -65,7 +65,7 @@ def test_candidates_are_below_the_advice_and_a_second_time_changes_nothing(
 
 def test_the_key_is_of_the_measurement() -> None:
     one, other = advice(), advice()
-    other.health, other.quality = {"faults": []}, {"verdict": "WORSE"}
+    other.quality = {"verdict": "WORSE"}
     other.entries.reverse()
     assert one.key == other.key
     other.entries[-1].step_s = [1.0]
@@ -75,8 +75,8 @@ def test_the_key_is_of_the_measurement() -> None:
 def test_local_runs_are_not_sent_and_a_store_that_fails_is_named(
     database: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert record(advice(), compose([*TINY, "tracking=local"]), "", []) == []
+    assert publish(advice(), compose([*TINY, "tracking=local"]), "", []) == []
     assert database.execute("select count(*) from runs").fetchone() == (0,)
-    monkeypatch.setattr("evidence.advice.outputs.connect", lambda uri: json.loads("no store"))
-    (line,) = record(advice(), compose(TINY), "", [])
+    monkeypatch.setattr("evidence.advice.publish.connect", lambda uri: json.loads("no store"))
+    (line,) = publish(advice(), compose(TINY), "", [])
     assert line.startswith("the advice is not in MLflow (")

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import UserError
+from trainer.files import locked
 from trainer.tracking.mlflow.store import connect
-
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -61,68 +60,35 @@ def test_a_set_up_that_was_killed_is_done_anew(tmp_path: Path) -> None:
     assert integrity(tmp_path / "a folder" / "mlflow.db") == "ok"
 
 
+def test_only_one_process_sets_a_database_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.tracking.mlflow.store.LOCK_TIMEOUT_S", 0)
+    with locked(tmp_path / "mlflow.db-init.lock"), pytest.raises(TimeoutError):
+        connect(f"sqlite:///{tmp_path}/mlflow.db")
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db-init.lock"]
+
+
 def integrity(database: Path) -> str:
     with closing(sqlite3.connect(database)) as connection:
         return str(connection.execute("pragma integrity_check").fetchone()[0])
 
 
-def change(database: Path, *statements: str, age_s: float = 60) -> bytes:
-    """Change a database, so long ago that nobody is at work on it; return what it then holds."""
+def change(database: Path, *statements: str) -> bytes:
+    """Change a database; return what it then holds."""
     with closing(sqlite3.connect(database)) as connection:
         for statement in statements:
             connection.execute(statement)
         connection.commit()
-    changed_s = database.stat().st_mtime - age_s
-    os.utime(database, (changed_s, changed_s))
     return database.read_bytes()
 
 
 @pytest.fixture
 def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store without runs; setting up another takes no time."""
-    monkeypatch.setattr("trainer.tracking.mlflow.sqlite._create", lambda path: shutil.copy(empty_store, path))
+    monkeypatch.setattr("trainer.tracking.mlflow.store.set_up", lambda path: shutil.copy(empty_store, path))
     return Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
 
 
 OLDER = "update alembic_version set version_num = '451aebb31d03'"
-
-
-@pytest.mark.parametrize(
-    "statements",
-    [
-        ["drop table alembic_version", "delete from experiments", "drop table logged_models"],
-        [OLDER, "delete from experiments"],
-    ],
-    ids=["before the first migration", "between two"],
-)
-def test_a_database_that_a_kill_left_half_made_is_set_aside(
-    database: Path, statements: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    before = change(database, *statements)
-    for name in ("mlflow.db.half-made", "mlflow.db.half-made-2"):
-        if name.endswith("2"):
-            database.write_bytes(before)
-            os.utime(database, (0, 0))
-        connect(f"sqlite:///{database}")
-        assert (database.parent / name).read_bytes() == before
-        assert integrity(database) == "ok"
-        assert f"it is now {name}. A new one is created" in caplog.text
-
-
-def test_a_half_made_database_that_still_changes_is_waited_for(
-    database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An `mlflow server` that the user has started on a fresh file does not have our lock."""
-    whole = database.read_bytes()
-    change(database, OLDER, "delete from experiments", age_s=0)
-
-    def finished(_: float) -> None:
-        database.write_bytes(whole)
-
-    monkeypatch.setattr("trainer.tracking.mlflow.sqlite.time.sleep", finished)
-    connect(f"sqlite:///{database}")
-    assert database.read_bytes() == whole
-    assert not caplog.text
 
 
 def test_a_database_without_tables_is_no_database_yet(database: Path) -> None:
@@ -135,6 +101,7 @@ def test_a_database_without_tables_is_no_database_yet(database: Path) -> None:
     ("statements", "message"),
     [
         ([OLDER, "drop table logged_models"], "an older MLflow .*: mlflow db upgrade sqlite:////.*/mlflow.db$"),
+        ([OLDER, "delete from experiments"], "an older MLflow .* mlflow db upgrade"),
         (["drop table alembic_version"], "an older MLflow .* mlflow db upgrade"),
         (["update alembic_version set version_num = 'ffff'"], "a newer MLflow .*; upgrade mlflow"),
     ],
@@ -149,13 +116,8 @@ def test_what_another_mlflow_has_filled_is_not_touched(database: Path, statement
 
 def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
     database = tmp_path / "optuna.db"
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("create table studies (name text)")
-        connection.execute("create table alembic_version (version_num text)")
-        connection.execute("insert into alembic_version values ('v3.2.0.a')")
-        connection.commit()
-    os.utime(database, (0, 0))
-    before = database.read_bytes()
+    tables = ["create table studies (name text)", "create table alembic_version (version_num text)"]
+    before = change(database, *tables, "insert into alembic_version values ('v3.2.0.a')")
     with pytest.raises(UserError, match=r"optuna\.db belongs to another program; set tracking\.uri="):
         connect(f"sqlite:///{database}")
     assert database.read_bytes() == before

@@ -15,11 +15,8 @@ from evidence.doctor.diagnosis import FOUND, HEALTHY, Budget, Diagnosis
 from evidence.doctor.mlflow import publish
 from evidence.doctor.step.finding import FORWARD, OVERFLOW, Finding
 from trainer.files import write_json
-from trainer.tracking.mlflow.delivery import RunInfo
-from trainer.tracking.mlflow.delivery_record import read_record
+from trainer.tracking.mlflow.record import RunInfo, read_record
 from trainer.tracking.mlflow.store import connect
-
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 INFO = RunInfo("gpt2", "gpt2-fp16-s0", {"precision": "fp16"}, {}, None)
 FINDING = Finding(OVERFLOW, FORWARD, "wo", "fp16", op="aten.mm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -11,52 +10,30 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from tests.tracked import open_tracker, record, tracked
+from trainer.checkpoint.schema import sha256
 from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
-from trainer.tracking.mlflow.sync import SyncStatus, send
-from trainer.tracking.tracker import Tracker, Tracking
-
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
-
-@pytest.fixture
-def store(folder: Path, empty_store: Path) -> str:
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return f"sqlite:///{folder}/mlflow.db"
-
-
-def tracker_of(path: Path, resume_step: int | None = None) -> Tracker:
-    path.mkdir(parents=True, exist_ok=True)
-    config = Tracking(system_metrics=False, flush_every_s=0.05, patience_s=300.0, checkpoints="last")
-    described: dict[str, Any] = {"experiment": "e", "params": {"seed": 0}, "tags": {"precision": "bf16"}}
-    return Tracker(config, path, run_name=path.name, resume_step=resume_step, **described)
+from trainer.tracking.sync import SyncStatus, send
 
 
 def checkpoint_of(path: Path, step: int) -> Path:
     """A folder that is as good as one to what sends it."""
-    import hashlib
-
     folder = path / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(f'{{"step": {step}}}')
-    digest = hashlib.sha256((folder / "state.json").read_bytes()).hexdigest()
-    manifest = {"format": 2, "step": step, "score": None, "sha256": {"state.json": digest}}
+    manifest = {"format": 2, "step": step, "score": None, "sha256": {"state.json": sha256(folder / "state.json")}}
     write_json(folder / "manifest.json", manifest)
     write_json(path / "config.json", {"steps": step})
     return folder
 
 
 def trained(path: Path, first: int, last: int, resume_step: int | None = None) -> None:
-    tracker = tracker_of(path, resume_step)
+    tracker = open_tracker(path, resume_step=resume_step)
     for step in range(first, last + 1):
         tracker.log(step, {"loss": 1.0 / step})
     checkpoint_of(path, last)
     tracker.close("FINISHED" if last == 20 else "KILLED", {})
-
-
-def record(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((path / "mlflow.json").read_text())
-    return content
 
 
 def killed(path: Path) -> None:
@@ -114,9 +91,7 @@ def test_a_run_continued_here_from_an_earlier_checkpoint_is_not_taken_for_one_co
     path = folder / "a/run"
     trained(path, 1, 7)
     shutil.rmtree(path / "checkpoints")
-    tracker = tracker_of(path, resume_step=4)
-    tracker.log(5, {"loss": 1.0})
-    tracker.close("FAILED", {})  # where MLflow has step 7
+    tracked(path, 5, "FAILED", resume_step=4)  # where MLflow has step 7
     client, run_id = MlflowClient(store), record(path)["run_id"]
     assert client.get_run(run_id).info.status == "FAILED"
     assert "continued_elsewhere" not in record(path)["delivered"]

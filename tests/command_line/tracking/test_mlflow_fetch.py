@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +16,11 @@ from mlflow import MlflowClient
 from trainer.errors import UserError
 from trainer.tracking.mlflow.fetch import fetch
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
 JOB = (
     *("recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=16", "batch_size=4", "eval_samples=4"),
     *("deterministic=true", "log_every=1", "steps=6", "eval_every=3", "profiler=none", "run_name=run"),
     *("tracking.system_metrics=false", "tracking.flush_every_s=0.05", "tracking.checkpoints=all", "checkpoint.keep=2"),
 )
-
-
-@pytest.fixture
-def store(folder: Path, empty_store: Path) -> str:
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return f"sqlite:///{folder}/mlflow.db"
 
 
 @pytest.fixture
@@ -89,24 +80,29 @@ def test_a_finished_run_that_is_fetched_stays_as_it_was_in_mlflow(
     assert state(client, saved)[3] == Counter(range(1, 10))  # sent nevertheless
 
 
-def test_a_damaged_checkpoint_is_named_as_in_mlflow_with_an_earlier_one(
+def test_damage_is_found_and_named_as_in_mlflow_and_nothing_is_left(
     store: str, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = MlflowClient.download_artifacts
+    real, broken = MlflowClient.download_artifacts, "step-00000006/model.safetensors"
 
     def damage(self: MlflowClient, run_id: str, path: str, target: str | None = None) -> str:
         got = real(self, run_id, path, target)
-        if path.endswith("step-00000006/state.json"):
-            Path(got).write_text("{}")
+        if path.endswith(broken):
+            content = Path(got).read_bytes()
+            planted = content.replace(b'"sha256": {', b'"sha256": {"../../planted": "0",')
+            Path(got).write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if planted == content else planted)
         return got
 
     monkeypatch.setattr(MlflowClient, "download_artifacts", damage)
-    with pytest.raises(UserError) as raised:
-        fetch(f"mlflow:{saved}", store, "other")
-    assert str(raised.value) == (
-        f"resume=mlflow:{saved}: runs:/{saved}/checkpoints/step-00000006 is damaged or incomplete: state.json does not "
-        f"match its SHA-256; use resume=runs:/{saved}/checkpoints/step-00000003, an earlier one"
-    )
+    for found in ("model.safetensors does not match its SHA-256", "'../../planted'"):
+        with pytest.raises(UserError) as raised:
+            fetch(f"mlflow:{saved}", store, "other")
+        step = f"runs:/{saved}/checkpoints/step-0000000"
+        assert str(raised.value).startswith(f"resume=mlflow:{saved}: {step}6 is damaged or incomplete: ")
+        assert found in str(raised.value)
+        assert str(raised.value).endswith(f"; use resume={step}3, an earlier one")
+        assert [path.suffix for path in Path("other").iterdir()] == [".lock"]
+        broken = "step-00000006/manifest.json"
     assert fetch(f"runs:/{saved}/checkpoints/step-00000003", store, "other") == Path("other/run")
 
 

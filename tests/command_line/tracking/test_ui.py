@@ -14,12 +14,10 @@ import psutil
 import pytest
 
 from tests.serving import serve_ui
+from tests.tracked import tracked
 from trainer.errors import UserError
-from trainer.tracking.mlflow.store import tracking_uri
-from trainer.tracking.tracker import Tracker, Tracking
+from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.ui import newest_runs
-
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 PROJECT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, str(PROJECT / "scripts" / "ui.py")]
@@ -63,17 +61,7 @@ def test_a_server_that_does_not_answer_is_named(environment: dict[str, str]) -> 
 def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environment: dict[str, str]) -> None:
     run_ids = []
     for name in ("bignet-fp32-s0", "bignet-bf16-s0"):
-        (tmp_path / name).mkdir()
-        tracker = Tracker(
-            Tracking(flush_every_s=0.1, patience_s=300, system_metrics=False),
-            tmp_path / name,
-            experiment="bignet",
-            run_name=name,
-            params={},
-            tags={},
-        )
-        tracker.log(1, {"loss": 1.0})
-        tracker.close("FINISHED", {})
+        tracker = tracked(tmp_path / name, experiment="bignet")
         run_ids.append(tracker.run_id)
     with pytest.raises(UserError, match="there are: Default, bignet"):
         newest_runs(tracking_uri(), "gpt2", 6)

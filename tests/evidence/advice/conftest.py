@@ -7,6 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written to the project's conf/ and results/."""
-    monkeypatch.setattr("evidence.advice.outputs.CONF", tmp_path / "conf")
-    monkeypatch.setattr("evidence.advice.outputs.RESULTS", tmp_path / "results")
+    """Nothing is written to the project's conf/."""
+    monkeypatch.setattr("evidence.advice.command.CONF", tmp_path / "conf")

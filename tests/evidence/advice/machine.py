@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.advice.candidates import Factor, Setting, Space, Value
-from evidence.advice.conclude import Conclusion, conclude, objections
-from evidence.advice.plan import Plan
-from evidence.advice.rounds import Bench
-from evidence.advice.schema import TWIN, Candidate, Log
+from evidence.advice.candidates import Candidate, Factor, Space, Value
+from evidence.advice.schema import Advice
 from evidence.advice.search import Search
+from evidence.advice.timing import Timer
 from evidence.advice.worker import OUT_OF_MEMORY, Failed, Hung, Started
 
 
@@ -23,7 +22,10 @@ def factor(name: str, *values: str) -> Factor:
 
 
 def space(*factors: Factor) -> Space:
-    return Space(list(factors))
+    """A space in which precision and compile are factors, as they always are."""
+    names = [factor.name for factor in factors]
+    missing = [Factor("compile", (Value(""),))] * ("compile" not in names)
+    return Space([factors[0], *missing, *factors[1:]])
 
 
 SPACE = space(
@@ -33,18 +35,31 @@ SPACE = space(
     factor("attention", "", "attention=eager"),
     factor("fused", "", "fused=false"),
 )
+FACTORS = {"bf16": 0.5, "fp16": 0.6, "compile": 0.6, "micro=32": 0.8, "micro=8": 1.3, "eager": 1.4, "fused=false": 1.1}
+
+
+def times(factors: dict[str, float], base_s: float = 0.02) -> Callable[[str], float]:
+    """Seconds of a step by the label: the factors of its words."""
+    return lambda label: base_s * math.prod(factor for words, factor in factors.items() if words in label)
+
+
+def new(goal: str = "speed", steps: int = 10**6) -> Advice:
+    facts: dict[str, Any] = {"hardware": {"name": "A CPU"}, "versions": {}, "git": {}}
+    return Advice("gpt2", goal, [], "python scripts/advise.py", steps, "a-cpu", **facts)
 
 
 @dataclass
 class Machine:
     """What each candidate takes, in seconds and bytes."""
 
-    step_s: Callable[[str], float]
+    step_s: Callable[[str], float] = field(default_factory=lambda: times(FACTORS))
     """Of a step, by the label."""
     compile_s: float = 10.0
     start_s: float = 1.0
     noise: float = 0.002
     """Standard deviation of a block, relative."""
+    between: float = 0.0
+    """Standard deviation between processes of one setting, relative."""
     spikes: float = 0.0
     """Share of the blocks that another program slows down ten times."""
     memory: Callable[[str], int] = lambda label: 1000
@@ -54,88 +69,95 @@ class Machine:
     """Beside other processes a candidate fails with less than ``memory`` of it."""
     broken: dict[str, str] = field(default_factory=dict)
     """By label: the error at the start; ``hangs``: no answer; ``later``: an error in the third block."""
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    """That the doctor finds, by label."""
+    final: Callable[[str], float] = lambda label: 1.0
+    """Factors of the steps in fresh processes."""
     seed: int = 0
     now: float = 0.0
     started: list[str] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
     alive: list[str] = field(default_factory=list)
+    most_alive: int = 0
     examined: list[str] = field(default_factory=list)
     """By the doctor."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
 
-    def runner(self, candidate: Candidate) -> Fake:
-        return Fake(self, candidate.label)
+    def timer(self) -> Timer:
+        return Timer(
+            lambda candidate, fresh: Fake(self, candidate, fresh),
+            lambda: self.room - 1000 * len(self.alive),
+            0.1,
+            lambda: self.now,
+        )
 
-    def bench(self, log: Log, block_s: float = 0.1) -> Bench:
-        return Bench(self.runner, lambda: self.room - 1000 * len(self.alive), log, block_s, lambda: self.now)
+    def check_up(self, entry: Any) -> dict[str, object]:
+        self.examined.append(entry.label)
+        return {"faults": self.faults.get(entry.label, []), "notes": [], "healthy": entry.label not in self.faults}
 
     def search(
         self,
         among: Space = SPACE,
         budget_s: float = 600.0,
-        log: Log | None = None,
-        goal: str = "speed",
-        steps: int = 10**6,
-        **more: object,
+        advice: Advice | None = None,
+        save: Callable[[], None] = lambda: None,
+        **of: Any,
     ) -> Search:
-        plan = Plan(among, log or Log(), goal, steps)
-        save = more.get("save", lambda: None)
-        assert callable(save)
-        return Search(plan, self.bench(plan.log), budget_s, save, lambda line: None)
+        show = lambda line: None  # noqa: E731
+        return Search(among, advice or new(**of), self.timer(), budget_s, self.check_up, save, show)
 
-    def advise(self, faults: dict[str, list[str]] | None = None, **options: object) -> tuple[Conclusion, str]:
-        search = self.search(**options)  # type: ignore[arg-type]
-
-        def check_up(candidate: Candidate) -> dict[str, Any]:
-            self.examined.append(candidate.label)
-            return {"faults": (faults or {}).get(candidate.label, []), "notes": [], "healthy": True}
-
-        chosen, stopped = search.run(lambda chosen: objections(search.plan, chosen, check_up)[0])
-        return conclude(search.plan, chosen), stopped
+    def advise(self, **options: Any) -> Advice:
+        search = self.search(**options)
+        search.run()
+        return search.advice
 
 
-@dataclass
 class Fake:
-    machine: Machine
-    label: str
-    blocks: int = 0
+    """Stands for the process of a candidate."""
+
+    def __init__(self, machine: Machine, candidate: Candidate, fresh: bool) -> None:
+        self.machine, self.candidate, self.fresh = machine, candidate, fresh
+        self.label, self.blocks = candidate.label, 0
+        machine.alive.append(self.label)
+        machine.most_alive = max(machine.most_alive, len(machine.alive))
+        (machine.fresh if fresh else machine.started).append(self.label)
+        self.own = math.exp(machine.random.gauss(0, machine.between)) if machine.between else 1.0
 
     def start(self, limit_s: float) -> Started:
-        self.machine.started.append(self.label)
-        self.machine.alive.append(self.label)
-        if why := self.machine.broken.get(self.label):
-            if why == "hangs":
-                self.machine.now += limit_s
-                raise Hung(f"no answer within {limit_s:.0f} s")
-            if why != "later":
-                raise Failed(why)
+        here = self.machine
+        why = here.broken.get(self.label, "")
+        if why == "hangs":
+            here.now += limit_s
+            raise Hung(f"no answer within {limit_s:.0f} s")
+        if why and why not in ("later", "in the final round"):
+            raise Failed(why)
         step = self._step()
-        compiling = self.machine.compile_s if "compile" in self.label else 0.0
-        self.machine.now += self.machine.start_s + compiling + 2 * step
-        if 1000 * (len(self.machine.alive) - 1) + self.memory(limit_s) > self.machine.device_bytes:
-            raise Failed(f"{OUT_OF_MEMORY}beside {len(self.machine.alive) - 1} others")
-        return Started(self.machine.start_s + compiling + 2 * step, [step + compiling, step], 1000)
+        first = (self.label not in here.started[:-1]) and not self.fresh
+        compiling = here.compile_s if self.candidate.compiles and first else 0.0
+        here.now += here.start_s + compiling + 2 * step
+        if 1000 * (len(here.alive) - 1) + here.memory(self.label) > here.device_bytes:
+            raise Failed(f"{OUT_OF_MEMORY}beside {len(here.alive) - 1} others")
+        return Started(here.start_s + compiling + 2 * step, [step + compiling, step], 1000)
 
     def block(self, steps: int, limit_s: float) -> float:
+        here = self.machine
         self.blocks += 1
-        if self.machine.broken.get(self.label) == "later" and self.blocks == 3:
+        why = here.broken.get(self.label)
+        if (why == "later" and self.blocks == 3) or (why == "in the final round" and self.fresh):
             raise Failed("it broke later")
-        seconds = steps * self._step() * max(0.1, self.machine.random.gauss(1, self.machine.noise))
-        if self.machine.random.random() < self.machine.spikes:
+        seconds = steps * self._step() * max(0.1, here.random.gauss(1, here.noise))
+        if here.random.random() < here.spikes:
             seconds *= 10
-        self.machine.now += seconds
+        here.now += seconds
         return seconds
 
     def memory(self, limit_s: float) -> int:
-        return self.machine.memory(self.label.removesuffix(TWIN))
+        return self.machine.memory(self.label)
 
     def close(self) -> None:
         self.machine.alive.remove(self.label)
 
     def _step(self) -> float:
-        return self.machine.step_s(self.label.removesuffix(TWIN))
-
-
-def settings(among: Space = SPACE) -> list[Setting]:
-    return among.product()
+        return self.machine.step_s(self.label) * self.own * (self.machine.final(self.label) if self.fresh else 1.0)

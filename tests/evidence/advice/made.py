@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, Advice, Candidate, Entry
-from evidence.intervals import Interval
+from evidence.advice.candidates import Candidate
+from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, Advice, Entry
+from mantissa.statistics import Interval
 
 MIB = 2**20
 TINY = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4")
 
 
-def measured(
-    label: str, speed: float, mib: int, *overrides: str, half: float = 0.05, threads: int | None = None, **more: Any
-) -> Entry:
-    """An entry that was measured, its interval ``half`` to both sides."""
+def measured(label: str, speed: float, mib: int, *overrides: str, half: float = 0.05, **more: Any) -> Entry:
+    """An entry that was timed in the final round, its interval ``half`` to both sides."""
     interval = Interval(speed, speed - half, speed + half, 0.95, 6)
-    times = [0.1 / speed] * 6
-    return Entry(
-        Candidate(label, overrides, threads), rounds=3, step_s=times, speed=interval, memory_bytes=mib * MIB, **more
-    )
+    facts = {"rounds": 3, "step_s": [0.1 / speed] * 6, "memory_bytes": mib * MIB, "speed": speed, "interval": interval}
+    return Entry(Candidate(label, overrides, "compile" in label), **facts | more)
 
 
 def advice(*further: Entry, winner: str = "bf16 + compile", **changed: Any) -> Advice:
@@ -29,17 +26,18 @@ def advice(*further: Entry, winner: str = "bf16 + compile", **changed: Any) -> A
     )
     entries = [
         compiled,
-        measured("bf16", 2.1, 700, "precision=bf16"),
+        measured("bf16", 2.1, 700, "precision=bf16", interval=None),
         *further,
-        measured("fp32", 1.0, 1000, half=0.02),
+        measured("fp32", 1.0, 1000, interval=None),
         Entry(Candidate("fp16", ("precision=fp16",)), FAILED, "the loss is not finite"),
         Entry(Candidate("tf32", ("precision=tf32",)), LEFT_OUT, "not available on this hardware"),
-        Entry(Candidate("bf16, threads 1", ("precision=bf16",), 1), HUNG, "no step within 60 s"),
+        Entry(Candidate("bf16, 1 thread", ("precision=bf16", "threads=1")), HUNG, "no step within 60 s"),
     ]
     facts: dict[str, Any] = {
         "recipe": "gpt2",
         "goal": "speed",
         "overrides": list(TINY),
+        "command": "python scripts/advise.py recipe=gpt2",
         "machine": "a-cpu-2-cores",
         "hardware": {"name": "A CPU", "device": "cpu", "cpu_cores": 2, "torch": "2.15.0", "threads": 2},
         "versions": {"torch": "2.15.0"},
@@ -48,8 +46,6 @@ def advice(*further: Entry, winner: str = "bf16 + compile", **changed: Any) -> A
         "baseline": "fp32",
         "entries": entries,
         "winner": winner,
-        "equal": [],
-        "noise": 0.02,
         "spent_s": 180.0,
         "stopped": "one is ahead",
         "date": "2026-11-22",

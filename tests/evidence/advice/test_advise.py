@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from evidence.advice import cache, command
-from evidence.advice.candidates import space_of
-from evidence.advice.schema import Candidate
+from evidence.advice import command
+from evidence.advice.candidates import Candidate, space_of
+from evidence.advice.schema import _entry, read
 from evidence.advice.worker import Failed, Hung, Worker
 from evidence.memory.fits import Fits
 from trainer.config.compose import compose
@@ -68,7 +69,7 @@ def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.
         (plain, "bf16 matmuls, convolutions: fp32 arithmetic, this CPU has no bf16 instructions"),
     ):
         space, _ = space_of(SMALL, hardware)
-        assert {entry.candidate.label: entry.reason for entry in space.left_out}["bf16"] == why
+        assert space.left_out["bf16"] == why
     space, _ = space_of(SMALL, plain, "memory")
     words = {value.words for value in space.factors[0].values}
     assert "bf16 (fp32 arithmetic)" in words, "memory is the format's, the time beside it is not"
@@ -83,7 +84,7 @@ def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest
     space, _ = space_of([*SMALL, *FIXED, "micro_batch_size=8"], hardware)
     threads = space.factors[-1]
     assert [value.words for value in threads.values] == ["", "4 threads", "1 thread"]
-    assert space.candidate((*space.baseline[:-1], 2)).threads == 1
+    assert space.candidate((*space.baseline[:-1], 2)).overrides == ("threads=1",)
 
 
 def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +110,9 @@ def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
     assert reason.startswith("forecast to need")
 
 
-def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path) -> None:
-    worker = Worker(Candidate("fp32", ()), SMALL, folder)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path, fresh: bool) -> None:
+    worker = Worker(Candidate("fp32"), SMALL, folder, fresh)
     try:
         started = worker.start(300)
         assert len(started.warm_up_s) >= 2
@@ -132,10 +134,10 @@ def test_a_worker_that_stops_or_dies_is_noticed(folder: Path) -> None:
     worker = Worker(Candidate("fp32", ()), SMALL, folder)
     try:
         worker.start(300)
-        os.kill(worker.process_id, signal.SIGSTOP)
+        os.kill(worker._process.pid, signal.SIGSTOP)
         with pytest.raises(Hung, match="no answer within 0 s"):
             worker.block(1, 0.05)
-        os.kill(worker.process_id, signal.SIGKILL)
+        os.kill(worker._process.pid, signal.SIGKILL)
         with pytest.raises(Failed, match="signal SIGKILL"):
             worker.block(1, 60)
     finally:
@@ -149,6 +151,7 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     # Hydra would find the file of an advice that was asked for on this machine first.
     monkeypatch.setattr(command, "machine_name", lambda hardware: "of-the-test")
     monkeypatch.setattr(command, "BLOCKS", 10**6)  # as short as they can be
+    monkeypatch.setattr("evidence.advice.search.PAIRS", 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no threads are varied, only the microbatch
     given = [*SMALL, *FIXED, "batch_size=2", f"output_dir={tmp_path}", "tracking=local", "budget_minutes=3"]
     assert command.main(given) == 0
@@ -161,15 +164,25 @@ def test_the_command_answers_writes_and_repeats_its_answer(
     labels = [entry["candidate"]["label"] for entry in content["entries"]]
     assert content["winner"] == labels[0]
     assert set(labels) >= {"fp32", "fp32, micro_batch_size=1"}
-    advice = cache.read(path.parent)
-    assert advice is not None
-    assert json.loads(json.dumps(content)) == content
-    before = path.stat().st_mtime_ns
+    assert json.dumps(asdict(read(path))) == json.dumps(content)
+    assert (path.parent / "advice.png").exists()
+    outcomes = path.parent / "outcomes.jsonl"
     assert command.main(given) == 0
     again = capsys.readouterr().out
     assert "Nothing changed since this was measured" in again
     assert "experiment=advised_bignet_" in again
-    assert path.stat().st_mtime_ns == before
+    assert json.loads(path.read_text()) == content
+    assert len(outcomes.read_text().splitlines()) == 1
+    monkeypatch.setattr(command, "_depends_on", lambda *_: content["depends_on"] | {"the code": "other"})
+    monkeypatch.setattr(command.Search, "run", lambda search: search.advice.__dict__.update(content | ended(content)))
+    assert command.main(given) == 0
+    assert "measured again: the code changed since the earlier call" in capsys.readouterr().out
+    assert len(outcomes.read_text().splitlines()) == 2, "an earlier outcome is never replaced"
+
+
+def ended(content: dict[str, Any]) -> dict[str, Any]:
+    """The entries of an advice that was read as JSON."""
+    return {"entries": [_entry(each) for each in content["entries"]]}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from trainer.errors import UserError
 BIGNET = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64")
 
 
-def in_this_process(command: list[str], limit_s: float) -> int:
+def in_this_process(command: list[str], log: Path, limit_s: float) -> int:
     return doctor(command[2:])
 
 
@@ -40,13 +39,13 @@ def test_a_fault_is_named_and_an_earlier_report_does_not_count(tmp_path: Path) -
     found = check(overflow, CPU, tmp_path, in_this_process)
     assert not found["healthy"]
     assert "overflow" in found["faults"][0]
-    gone = check(overflow, CPU, tmp_path, lambda command, limit_s: 7)  # it wrote nothing
+    gone = check(overflow, CPU, tmp_path, lambda command, log, limit_s: 7)  # it wrote nothing
     assert (gone["faults"], gone["healthy"]) == ([], False)
     assert "exit code 7; run it: python " in gone["notes"][0]
 
 
 def test_a_doctor_that_does_not_end_or_is_refused_says_so(tmp_path: Path) -> None:
-    def hangs(command: list[str], limit_s: float) -> int:
+    def hangs(command: list[str], log: Path, limit_s: float) -> int:
         raise subprocess.TimeoutExpired(command, limit_s)
 
     for overrides, words in ((TINY, "did not end within"), (("recipe=gtp2",), "gtp2")):
@@ -65,86 +64,55 @@ def timed(baseline_s: float, winner_s: float, **changed: Any) -> Advice:
 
 def test_as_many_pairs_as_fit() -> None:
     made = timed(0.2, 0.1)
-    long = fitting(made, 3600, 200)
-    assert (long.pairs, long.steps) == (5, 200)
-    short = fitting(made, 120, 200)
-    assert short.pairs == 2
-    assert checkup.LEAST_STEPS <= short.steps < 200
-    assert short.seconds <= 120
+    assert fitting(made, 3600, 200) == (5, 200)
+    pairs, steps = fitting(made, 120, 200)
+    assert pairs == 2
+    assert checkup.LEAST_STEPS <= steps < 200
     with pytest.raises(
         UserError, match=r"two pairs of 40 steps need about 1:3\d, and 0:30 are left; set budget_minutes=6"
     ):
         fitting(made, 30, 200)
 
 
-class Trained:
-    """Stands for train.py: writes the summary of a run with the loss that a test chose."""
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Stands for train.py: writes the summary of a run, with a loss by its seed and precision."""
+    commands: list[list[str]] = []
 
-    def __init__(self, seconds: float, clock: list[float]) -> None:
-        self.commands: list[list[str]] = []
-        self.seconds, self.clock = seconds, clock
-
-    def __call__(self, command: list[str], log: Path) -> int:
-        self.commands.append(command)
-        self.clock[0] += self.seconds
+    def train(command: list[str], log: Path) -> int:
+        commands.append(command)
         typed = dict(argument.partition("=")[::2] for argument in command[2:])
         folder = Path(typed["output_dir"].strip("'")) / typed["run_name"]
         folder.mkdir(parents=True)
         loss = 2.0 + 0.01 * int(typed["seed"]) + 1e-5 * (typed["precision"] == "bf16") * int(typed["seed"])
-        summary = {
-            "status": "FINISHED",
-            "units_per_s": 1.0,
-            "energy_j": None,
-            "units": 10,
-            "final": {"valid/loss": loss},
-            "skipped_steps": 0,
-            "hardware": {"device": "cpu"},
-        }
+        facts = {"units_per_s": 1.0, "energy_j": None, "units": 10, "skipped_steps": 0, "hardware": {"device": "cpu"}}
+        summary = {"status": "FINISHED", "final": {"valid/loss": loss}} | facts
         (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 40, "time": 0, "valid/loss": loss}) + "\n")
         return 0
 
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Trained]:
-    """Runs take so many seconds of a clock of their own."""
-
-    def make(seconds: float) -> Trained:
-        clock = [0.0]
-        made = Trained(seconds, clock)
-        monkeypatch.setattr("evidence.runs.in_a_process", made)
-        monkeypatch.setattr(checkup.time, "monotonic", lambda: clock[0])
-        monkeypatch.setattr(checkup, "write_report", lambda result, command: [Path("report.html")])
-        return made
-
-    return make
+    monkeypatch.setattr("evidence.runs.in_a_process", train)
+    monkeypatch.setattr(checkup, "write_report", lambda result, command: [Path("report.html")])
+    return commands
 
 
 def test_equal_losses_are_equivalent_by_the_code_of_compare_and_runs_are_not_repeated(
-    trained: Callable[[float], Trained], tmp_path: Path
+    trained: list[list[str]], tmp_path: Path
 ) -> None:
     made = timed(0.2, 0.1, overrides=[*TINY, "precision=fp32", "steps=1000"])
-    runs = trained(30)  # longer than expected: no time for the four pairs that would fit
     found = quality(made, tmp_path, 200, lambda line: None)
-    assert (found["verdict"], found["margin"], found["pairs"]) == ("EQUIVALENT", 0.003, 3)
+    assert (found["verdict"], found["margin"], found["pairs"]) == ("EQUIVALENT", 0.003, 4)
     assert found["difference"]["low"] <= found["difference"]["mean"] <= found["difference"]["high"]
-    assert len(runs.commands) == 6
-    assert {"precision=bf16", "compile=default", f"steps={found['steps']}", "tracking=local"} < set(runs.commands[1])
-    again = quality(made, tmp_path, 5, lambda line: None)  # the rest of a budget that is spent: all is known
-    assert (again["verdict"], len(runs.commands)) == ("EQUIVALENT", 6)
+    assert len(trained) == 8
+    assert {"precision=bf16", "compile=default", f"steps={found['steps']}", "tracking=local"} < set(trained[1])
+    again = quality(made, tmp_path, 200, lambda line: None)  # after an interruption
+    assert (again["verdict"], len(trained)) == ("EQUIVALENT", 8)
 
 
-def test_no_time_is_inconclusive_and_says_how_much_there_must_be(
-    trained: Callable[[float], Trained], tmp_path: Path
-) -> None:
-    runs = trained(100)
-    made = timed(0.2, 0.1, overrides=[*TINY, "precision=fp32"])
-    none = quality(made, tmp_path / "none", 20, lambda line: None)
-    assert (none["verdict"], len(runs.commands)) == ("INCONCLUSIVE", 0)
+def test_no_time_is_inconclusive_and_says_how_much_there_must_be(trained: list[list[str]], tmp_path: Path) -> None:
+    none = quality(timed(0.2, 0.1, overrides=[*TINY, "precision=fp32"]), tmp_path, 20, lambda line: None)
+    assert (none["verdict"], trained) == ("INCONCLUSIVE", [])
     assert "set budget_minutes=" in none["why"]
-    slow = quality(made, tmp_path / "slow", 150, lambda line: None)
-    assert (slow["verdict"], len(runs.commands)) == ("INCONCLUSIVE", 2)
-    assert slow["why"].startswith("one pair took 3:20, which left no time for a second")
 
 
 def test_the_baseline_is_equivalent_to_itself(tmp_path: Path) -> None:

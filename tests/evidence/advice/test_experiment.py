@@ -25,7 +25,7 @@ def composed(command: str) -> dict[str, object]:
 
 
 def test_the_file_is_the_winners_command_line_and_says_where_it_is_from(tmp_path: Path) -> None:
-    made = advice(measured("x", 3.5, 400, "precision=bf16", "micro_batch_size=2", threads=1), winner="x")
+    made = advice(measured("x", 3.5, 400, "precision=bf16", "micro_batch_size=2", "threads=1"), winner="x")
     written = write(made, SENTENCE, tmp_path, tmp_path / "conf")
     assert written.path == tmp_path / "conf" / "experiment" / "advised_gpt2_a_cpu_2_cores.yaml"
     assert written.note == ""

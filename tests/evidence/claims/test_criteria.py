@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED, Criterion, combine, evaluate, shown
-from evidence.intervals import INCONCLUSIVE
 from evidence.runs import Outcome
+from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
 
 

@@ -18,7 +18,7 @@ from evidence.claims import claims, results
 from evidence.claims import command as reproduce_cli
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
 from evidence.claims.reproduce import Reproduction, machine_name, save
-from evidence.intervals import INCONCLUSIVE
+from mantissa.statistics import INCONCLUSIVE
 from tests.evidence.claims.made_up import CLAIM, Machine, reproduction
 from tests.helpers import CPU
 from trainer.config.options import run

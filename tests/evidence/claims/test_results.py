@@ -11,7 +11,7 @@ from evidence.claims import results
 from evidence.claims.claims import load, names
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, REFUTED
 from evidence.claims.reproduce import part_facts
-from evidence.intervals import INCONCLUSIVE
+from mantissa.statistics import INCONCLUSIVE
 from tests.helpers import PROJECT
 from trainer.errors import UserError
 

@@ -20,7 +20,7 @@ from evidence.doctor.step.case import Case, CaseTrainer
 from evidence.doctor.step.finding import BACKWARD, FORWARD
 from evidence.doctor.step.modules import ModuleTracer
 from tests.helpers import copied, fit, same_bits, trainer_of
-from trainer.checkpoint.generators import random_state
+from trainer.determinism import random_state
 from trainer.trainer import Trainer
 
 GPT2 = ("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4")

@@ -103,7 +103,7 @@ def test_an_exported_folder_opens_as_what_was_evaluated(arch: str, trained: Trai
     trainer.recipe.export(model, trainer.datasets, tmp_path)
     opened = open_classifier(tmp_path)
     assert same_bits(opened.model.state_dict(), model.state_dict())
-    assert opened.classes == [str(digit) for digit in range(10)]
+    assert opened.config["classes"] == [str(digit) for digit in range(10)]
     pixels = trainer.datasets.valid.batch([SampleId(5, None)])["image"]
     image = Image.fromarray(pixels[0].permute(1, 2, 0).contiguous().numpy())
     evaluated = model.normalise(pixels, torch.contiguous_format)  # type: ignore[operator]
@@ -127,7 +127,7 @@ def test_mlflow_serves_a_model_of_timm_and_names_the_package(trained: Trainer, t
     assert isinstance(image, np.ndarray)
     answer = open_classifier(tmp_path / "best")
     logits = answer.model(answer.transform(Image.fromarray(image[0]))[None])
-    assert served.predict(None, image)["label"].tolist() == [answer.classes[logits.argmax()]]
+    assert served.predict(None, image)["label"].tolist() == [answer.config["classes"][logits.argmax()]]
     write_serving(tmp_path, trained.recipe, trained.model, trained.device, trained.datasets, 2)
     required = json.loads((tmp_path / "serving" / "serving.json").read_text())["requirements"]
     assert any(each.startswith("timm==") for each in required)

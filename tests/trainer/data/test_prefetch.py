@@ -19,10 +19,10 @@ from tests.trainer.data.test_data import LENGTH, Broken, Buggy, Echo, flat, stre
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.evaluation import Evaluation
 from trainer.data.loader import STEPS_AHEAD, Batches, Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
+from trainer.debug import Overfit
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.parallel.world import World
-from trainer.profiling.debug import Overfit
 from trainer.run.run import Run
 from trainer.run.start import train
 from trainer.trainer import StepRecord

@@ -11,7 +11,7 @@ from tests.helpers import compose, start
 from trainer.checkpoint.reader import load
 from trainer.checkpoint.store import Snapshot, write
 from trainer.errors import UserError
-from trainer.kernels.ema import ExponentialMovingAverage
+from trainer.optim.ema import ExponentialMovingAverage
 from trainer.parallel.world import World
 from trainer.trainer import Trainer
 

@@ -5,6 +5,7 @@ import torch
 import torchvision
 from torch import nn
 
+from mantissa.formats import FORMATS
 from tests.helpers import trainer_of
 from trainer.errors import UserError
 from trainer.optim.decay import decayed
@@ -74,7 +75,7 @@ class Unusual(nn.Module):
 @pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
 def test_a_models_own_parameters_are_judged_by_role_also_through_masters(mode: str) -> None:
     model = Unusual().to(torch.bfloat16 if mode == "bf16_master" else torch.float32)
-    masters = masters_of(mode, model, 0)
+    masters = masters_of(FORMATS[mode], model, 0)
     optimizer = Optimizer("AdamW", weight_decay=0.1).build(masters or model, CPU)
     chosen = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
     found = [name for name, parameter in (masters or model).named_parameters() if id(parameter) in chosen]

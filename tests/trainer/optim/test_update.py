@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.kernels.fused import fused_is_sound
+from trainer.optim.fused import fused_is_sound
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.precision.scaler import LossScale, StaticLossScale
 

@@ -18,9 +18,9 @@ from recipes.gpt2_model import Shape, new_gpt2
 from recipes.language_model import LanguageModel
 from recipes.resnet import ResNet
 from recipes.vision.architectures import build
-from tests.helpers import compose, same_bits
+from tests.helpers import same_bits
 from trainer.errors import UserError
-from trainer.parallel.activation import ActivationCheckpointing, _keep_expensive
+from trainer.parallel.activation import ActivationCheckpointing, _policy
 from trainer.precision.modes import Precision
 from trainer.profiling.ledger import Ledger, MemoryLedger
 from trainer.recipe import Recipe
@@ -222,7 +222,7 @@ def test_attention_that_draws_dropout_is_recomputed_so_that_later_draws_are_the_
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
     def keeps(*call: Any, **options: Any) -> bool:
-        return "SAVE" in _keep_expensive(None, *call, **options).name
+        return "SAVE" in _policy(True, None, *call, **options).name
 
     assert keeps(flash, query, query, query)
     assert keeps(flash, query, query, query, 0.0, True, scale=0.5)
@@ -318,8 +318,3 @@ def test_what_has_no_blocks_is_refused() -> None:
 def test_an_unknown_mode_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"activation_checkpointing\.mode=block is unknown; did you mean 'blocks'"):
         ActivationCheckpointing("block")
-
-
-@pytest.mark.parametrize("mode", ["none", "blocks", "selective"])
-def test_the_choices_of_the_command_line(mode: str) -> None:
-    assert compose(f"activation_checkpointing={mode}").activation_checkpointing.mode == mode

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mantissa.formats import FORMATS
 from tests.helpers import compose, fit, start
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -49,7 +50,7 @@ def test_values_that_cannot_work_are_named() -> None:
     with pytest.raises(UserError, match=r"fp8_scaling has no effect with precision=bf16.*precision=fp8"):
         Precision("bf16", fp8_scaling="rowwise")
     with pytest.raises(UserError, match=r"scaler=static with precision=fp8: every tensor has its own scale"):
-        StaticScaler().check("fp8")
+        StaticScaler().check(FORMATS["fp8"])
 
 
 def test_plain_linear_layers_whose_sides_divide_by_16_outside_islands() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mantissa.formats import FORMATS
 from tests.helpers import Arrays, NoData, SmallConvNet, compose, same_bits, start
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
@@ -23,7 +24,7 @@ from trainer.hardware import Hardware
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
-from trainer.precision.modes import WEIGHTS_DTYPE, Precision
+from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
 from trainer.run.folder import RunFolder
@@ -142,7 +143,7 @@ def test_training_and_evaluation_are_bit_for_bit_those_with_casts_by_hand(mode: 
     assert not same_bits(result, step(trainer_of(Precision(mode))))
     half = BF16 if mode.startswith("bf16") else FP16
     assert {name: set(found) for name, found in seen.items()} == {
-        name: {half} if "norm" in name else {WEIGHTS_DTYPE.get(mode, FP32)} for name in INNER
+        name: {half} if "norm" in name else {FORMATS[mode].weights} for name in INNER
     }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mantissa.formats import FORMATS
 from trainer.errors import UserError
 from trainer.precision.scaler import (
     AutoScaler,
@@ -128,27 +129,27 @@ def test_no_scaling_multiplies_nothing() -> None:
 
 def test_auto_scales_fp16_only() -> None:
     for mode in ("fp32", "tf32", "bf16"):
-        assert type(AutoScaler().build(mode, CPU)) is LossScale
-    assert type(AutoScaler().build("fp16", CPU)) is DynamicLossScale
-    assert type(StaticScaler(scale=8.0).build("fp16", CPU)) is StaticLossScale
+        assert type(AutoScaler().build(FORMATS[mode], CPU)) is LossScale
+    assert type(AutoScaler().build(FORMATS["fp16"], CPU)) is DynamicLossScale
+    assert type(StaticScaler(scale=8.0).build(FORMATS["fp16"], CPU)) is StaticLossScale
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
 def test_contradictions_are_refused_unless_forced(mode: str) -> None:
-    AutoScaler().check(mode)
+    AutoScaler().check(FORMATS[mode])
     for scaler in (DynamicScaler, StaticScaler):
-        scaler(force=True).check(mode)
+        scaler(force=True).check(FORMATS[mode])
         if mode == "fp16":
-            scaler().check(mode)
+            scaler().check(FORMATS[mode])
         else:
             with pytest.raises(UserError, match=f"scaler={scaler.kind} with precision={mode}.*scaler=auto"):
-                scaler().check(mode)
-    Scaler(force=True).check(mode)
+                scaler().check(FORMATS[mode])
+    Scaler(force=True).check(FORMATS[mode])
     if mode == "fp16":
         with pytest.raises(UserError, match=r"scaler=none with precision=fp16 .*scaler.force=true"):
-            Scaler().check(mode)
+            Scaler().check(FORMATS[mode])
     else:
-        Scaler().check(mode)
+        Scaler().check(FORMATS[mode])
 
 
 @pytest.mark.parametrize(

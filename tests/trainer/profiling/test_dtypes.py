@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import copied, fit, same_bits, trainer_of
-from trainer.checkpoint.generators import random_state
-from trainer.kernels.attention import KernelsTaken
+from trainer.determinism import random_state
+from trainer.precision.attention import KernelsTaken
 from trainer.profiling.dtypes import LOSS, ModuleDtypes
 from trainer.profiling.flops import ModelFlops
 from trainer.run.record import precision_manifest

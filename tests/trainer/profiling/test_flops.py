@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from recipes.language_model import torch_can_chunk
@@ -146,12 +145,6 @@ def test_a_function_with_its_own_backward_counts() -> None:
     assert counted(lambda: Doubled.apply(x, weight)) == 2 * 2 * 5 * 20 * 3
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_does_not_count(reentrant: bool) -> None:
-    model, x = mlp(), torch.randn(5, 20, requires_grad=True)
-    assert counted(lambda: checkpoint(model, x, use_reentrant=reentrant)) == counted(lambda: model(x))
-
-
 def test_gpt2_takes_6n_and_attention() -> None:
     assert per_token() == GPT2_FLOPS
     assert per_token("recipe.attention=eager") == GPT2_FLOPS
@@ -178,13 +171,6 @@ def test_options_of_the_training_do_not_change_the_model_flops(options: tuple[st
 @pytest.mark.skipif(not torch_can_chunk(), reason="this torch cannot compute the loss in chunks")
 def test_a_loss_in_chunks_does_not_change_the_model_flops() -> None:
     assert per_token("recipe.chunked_loss=true", "data.vocab_size=40") == GPT2_FLOPS  # padded to 64
-
-
-def test_a_frozen_gpt2_takes_less() -> None:
-    """A block before the first trained one needs no gradients at all, the output layer only that of its input."""
-    block = 12 * WIDTH**2
-    found = per_token("freeze=[wte,wpe,h.0]")
-    assert found == GPT2_FLOPS - 4 * block - 8 * CONTEXT * WIDTH - 2 * VOCABULARY * WIDTH  # the output layer is wte
 
 
 def test_a_resnet() -> None:
@@ -286,24 +272,16 @@ def test_the_metric_log_has_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpu", "name", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
-        ("NVIDIA H100 PCIe", "fp16", 756.5),
         ("NVIDIA H200", "fp8", 1979),
-        ("NVIDIA H200 NVL", "bf16", 835.5),
         ("NVIDIA A100-SXM4-40GB", "tf32", 156),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
         ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("NVIDIA A100-PCIE-40GB", "fp16", 312),
-        ("NVIDIA L40S", "bf16", 362),
         ("NVIDIA L4", "bf16", 121),
         ("Tesla T4", "fp16", 65),
         ("Tesla T4", "bf16", None),
-        ("Tesla V100-SXM2-16GB", "fp16", 125),
         ("Tesla V100-PCIE-32GB", "fp16", 112),
-        ("NVIDIA GeForce RTX 3090", "bf16", 71),
         ("NVIDIA GeForce RTX 4090", "fp8", 330.3),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "fp16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("NVIDIA B200", "bf16", 2250),
         ("AMD EPYC", "fp32", None),
     ],
 )

@@ -80,7 +80,7 @@ def test_torch_writes_what_a_short_run_left(tmp_path: Path, caplog: pytest.LogCa
     assert "this run made 4: only 2 of 5 steps" in caplog.text
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("steps", [0, 3])
 def test_torch_warns_when_nothing_was_profiled(steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session = run(TorchProfiler(wait=1, warmup=2, active=1), tmp_path, steps)
     with caplog.at_level(logging.WARNING, "mantissa"):

@@ -1,4 +1,4 @@
-"""The measured rates of matrix products: what is measured, and the cache."""
+"""The measured rates of matmuls: what is measured, and the cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mantissa.formats import FP16, FP32, Number
 from trainer import files
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
@@ -29,9 +30,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
     """What is measured, instead of measuring it."""
     calls: list[str] = []
 
-    def measure(name: str, device: torch.device, alone: bool = False) -> float:
-        calls.append(name + " alone" * alone)
-        return {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}[name]
+    def measure(number: Number, device: torch.device, alone: bool = False) -> float:
+        calls.append(number.name + " alone" * alone)
+        return {"fp32": 0.09, "bf16": 0.0091, "fp16": 0.0009}[number.name]
 
     monkeypatch.setattr(rates, "measure", measure)
     return calls
@@ -52,33 +53,33 @@ def test_a_rate_is_measured_on_this_machine(name: str, cache: Path, monkeypatch:
     assert torch.backends.mkldnn.matmul.fp32_precision == backend  # type: ignore[attr-defined]
 
 
-def test_the_rate_counts_three_products_of_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device that takes n³ / 10^11 s for the three products, every second time three times as long."""
+def test_the_rate_counts_three_matmuls_of_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that takes n³ / 10^11 s for the three matmuls, every second time three times as long."""
     now, slow = 0.0, False
 
-    class Fake(rates._Products):
+    class Fake(rates._Matmuls):
         def _prepare(self) -> None:
-            self._products = [lambda: torch.zeros(1, 1)] * 3
+            self._matmuls = [lambda: torch.zeros(1, 1)] * 3
 
         def _seconds(self) -> float:
             nonlocal slow
             slow = not slow
             return self.size**3 / 1e11 * (3 if slow else 1)
 
-    products = Fake("fp32", CPU, lambda: now)
-    assert products.rate() == pytest.approx(0.6)
-    assert products.size == 1024  # 5 ms are reached at 1024, and the rate was as high before
+    matmuls = Fake(FP32, CPU, lambda: now)
+    assert matmuls.rate() == pytest.approx(0.6)
+    assert matmuls.size == 1024  # 5 ms are reached at 1024, and the rate was as high before
 
 
 def test_a_slow_format_is_measured_on_small_matrices() -> None:
-    class Hopeless(rates._Products):
+    class Slow(rates._Matmuls):
         def _prepare(self) -> None:
-            self._products = [lambda: torch.zeros(1, 1)] * 3
+            self._matmuls = [lambda: torch.zeros(1, 1)] * 3
 
         def _seconds(self) -> float:
             return 6.0 * self.size**3 / 0.001e12
 
-    assert Hopeless("fp16", CPU, lambda: 0.0).size == 256
+    assert Slow(FP16, CPU, lambda: 0.0).size == 256
 
 
 def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mantissa.display import loss
 from tests.helpers import compose
-from trainer.formats import loss
 from trainer.run.sweep import Sweep, jobs_folder, name_of, swept_keys
 
 

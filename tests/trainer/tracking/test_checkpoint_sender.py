@@ -148,6 +148,8 @@ def test_the_note_has_the_command_to_continue_if_possible(run: Path, status: str
         "steps": 20,
         "best": None,
         "final": {},
+        "test": {},
+        "utilisation": {},
         "units_per_s": None,
         "peak_memory_bytes": 1,
         "memory_is": "allocated",

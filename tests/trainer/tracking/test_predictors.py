@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +37,3 @@ def test_an_image_of_the_models_size_is_taken_whole(classifier: Any) -> None:
     assert classifier.predict(None, pixels[None])["label"].tolist() == ["white"]
     pixels[0, 0] = 0
     assert classifier.predict(None, pixels[None])["label"].tolist() == ["else"]
-
-
-def test_a_model_whose_recipe_an_earlier_version_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its recipe held what the data decides, and its source is stored with it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from trainer.tracking.mlflow.predictors.forward import Forward
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "earlier_recipe.py").write_text(
-        "import torch\n\nclass Linear:\n    def __init__(self, bias):\n        self.bias = bias\n\n"
-        "    def build_model(self):\n        return torch.nn.Linear(self.features, 2, self.bias)\n"
-    )
-    of = {"module": "earlier_recipe", "class": "Linear", "options": {"bias": False}, "state": {"features": 3}}
-    facts = {"recipe": of, "positional": ["input"], "named": []}
-    (tmp_path / "serving.json").write_text(json.dumps(facts))
-    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    model = Forward()
-    model.load_context(SimpleNamespace(artifacts={"serving": str(tmp_path), "best": str(tmp_path)}))
-    assert model.predict(None, np.ones((1, 3), np.float32)).tolist() == [[3, 3]]

@@ -3,23 +3,22 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
-from trainer.errors import UserError, first_line
-from trainer.files import write_json
+from trainer.errors import UserError, first_line, redacted
 from trainer.tracking.metric_log import truncate
-from trainer.tracking.mlflow.store import cut, database_file, tracking_uri, valid_key, without_password
+from trainer.tracking.mlflow.addresses import database_file, tracking_uri
+from trainer.tracking.mlflow.store import valid_key
+from trainer.tracking.options import Tracking
 from trainer.tracking.plots import plot_run, read_series, running_mean
-from trainer.tracking.tracker import Tracker, Tracking
-from trainer.tracking.ui import comparison_address, curves_address, experiment_address, free_port
+from trainer.tracking.tracker import Tracker
 
 PROJECT = Path(__file__).resolve().parents[3]
 INF, NAN = float("inf"), float("nan")
@@ -93,14 +92,6 @@ def test_finish_writes_the_summary_and_the_plots(open_tracker: OpenTracker, tmp_
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"loss": 1.0})
-    with pytest.raises(TypeError):
-        write_json(path, {"loss": object()})
-    assert json.loads(path.read_text()) == {"loss": 1.0}
-
-
 def test_a_folder_with_another_runs_metrics_is_refused(open_tracker: OpenTracker, tmp_path: Path) -> None:
     open_tracker().log(1, {"loss": 1.0})
     with pytest.raises(UserError, match="resume="):
@@ -138,7 +129,8 @@ def test_damage_inside_the_log_is_named(garbage: str, tmp_path: Path) -> None:
 FULL_DISK = """
 import json, logging, resource, sys
 from pathlib import Path
-from trainer.tracking.tracker import Tracker, Tracking
+from trainer.tracking.options import Tracking
+from trainer.tracking.tracker import Tracker
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 folder = Path(sys.argv[1])
 tracker = Tracker(Tracking(mlflow=False), folder, experiment="e", run_name="r", params={}, tags={})
@@ -180,16 +172,25 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, later: str) -> None:
     assert "plots" in "".join(warnings)  # matplotlib's files are larger than the limit
 
 
-@pytest.mark.parametrize("seconds", [-1.0, NAN, INF])
-def test_patience_must_be_a_duration(seconds: float) -> None:
-    with pytest.raises(UserError, match=r"tracking\.patience_s"):
-        Tracking(patience_s=seconds)
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, NAN])
-def test_flush_every_must_be_positive(seconds: float) -> None:
-    with pytest.raises(UserError, match=r"tracking\.flush_every_s"):
-        Tracking(flush_every_s=seconds)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(({"patience_s": seconds}, r"tracking\.patience_s=") for seconds in (-1.0, NAN, INF)),
+        *(({"flush_every_s": seconds}, r"tracking\.flush_every_s=") for seconds in (0.0, -1.0, NAN)),
+        (
+            {"checkpoints": "best"},
+            r"tracking\.checkpoints=best is unknown; use tracking\.checkpoints=last, all or none",
+        ),
+        ({"register": "a/b"}, r"tracking\.register=a/b must be a name without slash and colon"),
+        ({"register": ""}, "must be a name"),
+        ({"register": "net", "mlflow": False}, r"tracking\.register has no effect with tracking=local"),
+        ({"uri": "runs"}, r"tracking\.uri=runs.*sqlite:///runs"),
+        ({"uri": "htp://me:s3cret@host"}, r"=htp://me:\*\*\*@host is not a URI that MLflow supports"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Tracking(**options)
 
 
 def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,19 +201,27 @@ def test_the_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert tracking_uri() == "http://tracker:5000"
     assert tracking_uri("sqlite:///x.db") == "sqlite:///x.db"
     assert database_file("http://tracker:5000") is None
-    with pytest.raises(UserError, match=r"tracking.uri=runs.*sqlite:///runs"):
-        Tracking(uri="runs")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "here")
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI=here"):
         Tracking()
     Tracking(mlflow=False)
 
 
-def test_passwords_are_not_shown() -> None:
-    assert without_password("postgresql://me:s3cret@host:5432/db") == "postgresql://me:***@host:5432/db"
-    assert without_password("http://127.0.0.1:5000") == "http://127.0.0.1:5000"
-    error = RuntimeError("request to http://me:s3@cret@host:5000/api failed: http://host:5000/a@b\nby …")
-    assert first_line(error) == "request to http://me:***@host:5000/api failed: http://host:5000/a@b"
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://me:s3cret@host:5432/db", "postgresql://me:***@host:5432/db"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+        ("http://me:s3/c#ret@host:5000/a", "http://me:***@host:5000/a"),
+        ("https://s3cret@host/a", "https://***@host/a"),
+        ("http://host/a?x=1&access_token=s3cret&y=2", "http://host/a?x=1&access_token=***&y=2"),
+        ("http://me:s3@cret@h:5000/api, http://h:5000/a@b", "http://me:***@h:5000/api, http://h:5000/a@b"),
+    ],
+)
+def test_secrets_in_addresses_are_not_shown(text: str, shown: str) -> None:
+    assert redacted(f"at {text} it") == f"at {shown} it"
+    assert first_line(RuntimeError(f"at {text}\nby …")) == f"at {shown}"
 
 
 @pytest.mark.parametrize(
@@ -228,11 +237,6 @@ def test_passwords_are_not_shown() -> None:
 )
 def test_keys_become_ones_that_mlflow_takes(name: str, valid: str) -> None:
     assert valid_key(name) == valid
-
-
-def test_values_are_cut_visibly() -> None:
-    assert cut("x" * 10, 10) == "x" * 10
-    assert cut("x" * 11, 10) == "x" * 9 + "…"
 
 
 def write_log(folder: Path, lines: list[dict[str, object]]) -> Path:
@@ -269,22 +273,3 @@ def test_plots_of_long_and_of_broken_runs(tmp_path: Path) -> None:
 def test_running_mean_leaves_out_what_is_not_finite() -> None:
     mean = running_mean(np.array([1.0, NAN, 3.0, 5.0, NAN, NAN, NAN]), 3)
     np.testing.assert_allclose(mean, [1.0, 2.0, 4.0, 4.0, 5.0, NAN, NAN])
-
-
-def test_addresses() -> None:
-    base = "http://127.0.0.1:5000/"
-    assert experiment_address(base, "3").startswith("http://127.0.0.1:5000/#/experiments/3/runs?")
-    assert curves_address(base, "3").endswith("&compareRunsMode=CHART")
-    assert "/#/compare-runs?runs=%5B%22ab%22%2C%22cd%22%5D&experiments=%5B%223%22%5D&" in comparison_address(
-        base, "3", ["ab", "cd"]
-    )
-
-
-def test_a_taken_port_is_passed_over() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        if port > 65000:
-            pytest.skip("too near the last port to say what comes next")
-        assert free_port(port) > port

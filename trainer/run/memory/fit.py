@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.schema import Config, Resolved
+from trainer.config.schema import Config
+from trainer.config.step import Resolved
 from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory
@@ -19,7 +20,7 @@ from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.profiling.ledger import MIB, STEADY
 from trainer.recipe import Recipe
-from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.memory.forecast import forecast, required_bytes, size_within
 from trainer.run.memory.shortage import USABLE, advice
 
 KEY = "micro_batch_size"
@@ -104,8 +105,6 @@ class _Search:
     batching: Batching
     usable: int
     """Bytes."""
-    steady: int = 0
-    """Bytes of weights, gradients and optimizer state at the last forecast's peak, whatever the microbatch is."""
 
     def choose(self, overrides: Sequence[str]) -> tuple[int, str]:
         """Return the microbatch, and why, if it is not the plan's.
@@ -141,10 +140,9 @@ class _Search:
         # A rank's forward and backward passes are those of a single process.
         config = replace(self.config, parallel=Parallel(), batch_size=per_rank, micro_batch_size=size)
         ledger = forecast(config)
-        self.steady = sum(ledger.at_peak[name] for name in STEADY)
         if isinstance(self.config.parallel, FSDP):
-            ledger.peak_bytes -= self.steady - self.steady // ranks
-            self.steady //= ranks
+            steady = sum(ledger.at_peak[name] for name in STEADY)
+            ledger.peak_bytes -= steady - steady // ranks
         return required_bytes(config, ledger)
 
     def largest(self, size: int, need: int) -> int:
@@ -152,13 +150,12 @@ class _Search:
         per_rank = self.batching.batch_size // self.batching.ranks
         least = self.config.augment.micro_batch_multiple
         sizes = [smaller for smaller in range(least, size, least) if per_rank % smaller == 0]
-        if not sizes or self.steady > self.usable:
+        if not sizes:
             return 0
-        below = sizes[-1]
-        below_need = self.need(below)
-        slope = (need - below_need) / (size - below)
-        likely = [smaller for smaller in sizes if below_need - slope * (below - smaller) <= self.usable]
+        needs = {sizes[-1]: self.need(sizes[-1])}
+        most = size_within(self.usable, (sizes[-1], needs[sizes[-1]]), (size, need))
+        likely = [smaller for smaller in sizes if smaller <= most]
         for smaller in reversed(likely[-2:]):  # the line may be a little off
-            if (below_need if smaller == below else self.need(smaller)) <= self.usable:
+            if (needs.get(smaller) or self.need(smaller)) <= self.usable:
                 return smaller
         return 0

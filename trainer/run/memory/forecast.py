@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.config.schema import Config, Plan
+from trainer.config.schema import Config
+from trainer.config.step import Plan
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import OnDeviceLoader
 from trainer.errors import RunError, UserError
@@ -130,6 +132,12 @@ def required_bytes(config: Config, ledger: Ledger) -> int:
     return ledger.peak_bytes + sum(ledger.highest[name] for name in (*copied, *loaded))
 
 
+def size_within(limit_bytes: float, smaller: tuple[int, int], larger: tuple[int, int]) -> int:
+    """Return the largest microbatch within a limit, by the straight line through two forecasts: (microbatch, bytes)."""
+    slope = max(1.0, (larger[1] - smaller[1]) / (larger[0] - smaller[0]))
+    return math.floor(smaller[0] + (limit_bytes - smaller[1]) / slope)
+
+
 def copies_on_device(config: Config) -> bool:
     """Return whether the host's copy of a checkpoint (weights, buffers, optimizer state) takes the device's memory."""
     on_host = detect(config.device).device.type != "cuda"
@@ -195,8 +203,8 @@ class FakeTrainer(Trainer):
         if isinstance(self.masters, StochasticWeights):
             self.masters.hold_nothing()
         with unset_fake_temporarily():
-            few = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
-            self._sample = self.datasets.train.batch(few)
+            samples = self.order.samples(0, min(_SAMPLES, len(self.datasets.train)))
+            self._sample = self.datasets.train.batch(samples)
 
     def first_model(self) -> nn.Module:
         """Return the model with fake tensors in the place of its weights."""

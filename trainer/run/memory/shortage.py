@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from mantissa.formats import BASIC
 from trainer.config.compose import compose
 from trainer.errors import OutOfMemory, RunError, UserError
 from trainer.hardware import available_bytes, detect
 from trainer.profiling.ledger import MIB
-from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
+from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, size_within, table
 
 USABLE = 0.9
 """Of what is free, since allocators waste some. The failed run needs too much, so what fits must need clearly less."""
@@ -42,7 +43,7 @@ def _advice(overrides: Sequence[str]) -> str:
     remedies = [_smaller(typed, overrides, usable)] if divides else []
     if typed.config.activation_checkpointing.mode == "none":
         remedies.append("activation_checkpointing=blocks")
-    if typed.config.precision.mode in ("fp32", "tf32"):
+    if typed.config.precision.format.half is None:
         remedies.append("precision=bf16")
     tried = [need for need in (_need(remedy, overrides) for remedy in remedies) if need is not None]
     fitting = [need for need in tried if need.bytes <= usable]
@@ -68,7 +69,7 @@ def advice(overrides: Sequence[str], usable: float) -> str:
         typed = compose(overrides)
         more = ["checkpoint.background=false"] if copies_on_device(typed) else []
         more += ["activation_checkpointing=blocks"] if typed.activation_checkpointing.mode == "none" else []
-        precisions = ["bf16_master", "bf16_sr"] if typed.precision.mode in ("fp32", "tf32", "bf16", "fp16") else []
+        precisions = ["bf16_master", "bf16_sr"] if typed.precision.mode in BASIC else []
         options = [" ".join(["micro_batch_size=1", *more, f"precision={mode}"]) for mode in precisions]
         recipe = typed.resolve(detect(typed.device)).config.recipe
         for candidates in (options, [f"{smaller} micro_batch_size=1" for smaller in recipe.smaller()]):
@@ -110,6 +111,5 @@ def _smaller(typed: _Need, overrides: Sequence[str], usable: float) -> str:
     least, size = typed.config.augment.micro_batch_multiple, typed.batching.micro_batch_size
     sizes = [smaller for smaller in range(least, size, least) if typed.batching.batch_size % smaller == 0]
     half = _Need(f"micro_batch_size={sizes[-1]}", overrides)
-    slope = (typed.bytes - half.bytes) / (typed.batching.micro_batch_size - sizes[-1])
-    fitting = [size for size in sizes if half.bytes - slope * (sizes[-1] - size) <= usable]
-    return f"micro_batch_size={max(fitting, default=least)}"
+    most = size_within(usable, (sizes[-1], half.bytes), (size, typed.bytes))
+    return f"micro_batch_size={max((size for size in sizes if size <= most), default=least)}"

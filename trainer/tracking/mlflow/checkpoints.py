@@ -10,16 +10,15 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, sha256
 from trainer.errors import first_line
-from trainer.files import link_or_copy
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE
+from trainer.files import METRICS_FILE, link_or_copy
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,7 +27,6 @@ log = logging.getLogger("mantissa")
 
 CHECKPOINTS = "checkpoints"
 COMPANIONS = ("config.json", METRICS_FILE)
-MODES = ("last", "all", "none")
 _PREFIX = ".mlflow-checkpoint-"
 
 
@@ -40,23 +38,18 @@ class CheckpointSender:
     mode: str
     """``all``: every checkpoint as soon as it is saved; ``last``: when the run ends, the newest, and the best, from
     which a resumed run exports its best weights; ``none``."""
-
-    def __post_init__(self) -> None:
-        self._sent: dict[str, str] = {}
-        self._refused: dict[str, str] = {}
-        """The manifests of damaged checkpoints, which are reported once and read once."""
-        self._stay: set[str] = set()
+    _settled: dict[str, str] = field(default_factory=dict)
+    """The manifests of those that were sent, or are damaged, by name."""
+    _stay: set[str] = field(default_factory=set)
+    """What MLflow has refused to remove."""
 
     def unsent(self) -> list[str]:
         """Return the names of the checkpoints that MLflow is not known to have."""
-        return [name for name, path in self._wanted().items() if not self._is_settled(name, path)]
-
-    def _is_settled(self, name: str, path: Path) -> bool:
-        return _manifest(path) in (self._sent.get(name), self._refused.get(name))
+        return [name for name, path in self._wanted().items() if _manifest(path) != self._settled.get(name)]
 
     def forget(self) -> None:
         """For another run in MLflow: forget what was sent."""
-        self._sent.clear()
+        self._settled.clear()
 
     def send(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
         """Send what MLflow lacks, and remove what the run folder no longer has, except steps later than its newest.
@@ -70,35 +63,18 @@ class CheckpointSender:
             return
         for left in self.folder.glob(f"{_PREFIX}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        for name, path in self._wanted().items():
-            if self._is_settled(name, path):
-                continue
+        wanted = self._wanted()
+        for name in self.unsent():
             with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self.folder) as scratch:
-                copy = _snapshot(path, Path(scratch, name))
-                if copy is None:
-                    continue
+                copy = Path(scratch, name)
+                if name not in wanted or not _linked(wanted[name], copy):
+                    continue  # the run has removed it meanwhile
                 if found := _damage(copy):
                     log.warning("The checkpoint %s is damaged (%s) and is not sent to MLflow.", name, found)
-                    self._refused[name] = _manifest(copy)
                 else:
                     self._send(client, run, copy, between)
-                    self._sent[name] = _manifest(copy)
+                self._settled[name] = _manifest(copy)
         self._prune(client, run, between)
-
-    def _prune(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
-        keep = self._wanted().keys()
-        newest = max(keep, default="")  # later ones are of a folder in which the run has continued
-        for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
-            name = item.path.rpartition("/")[2]
-            if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
-                try:
-                    _remove(client, run, name)
-                except Exception as error:  # of many kinds; a checkpoint that stays too long is no failure
-                    if name not in self._stay:
-                        why = first_line(error)
-                        log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, why)
-                    self._stay.add(name)
-                between(0)
 
     def _wanted(self) -> dict[str, Path]:
         """Return the folders by the name of their step (the folder's own name differs while it is being replaced)."""
@@ -115,8 +91,9 @@ class CheckpointSender:
     def _send(self, client: MlflowClient, run: Any, copy: Path, between: Callable[[int], None]) -> None:
         place, run_id = f"{CHECKPOINTS}/{copy.name}", run.info.run_id
         files = sorted((path for path in copy.iterdir() if path.is_file()), key=lambda path: path.name == MANIFEST_FILE)
-        if _sizes(client, run_id, place).get(MANIFEST_FILE, 0) != 0:
-            if _read_manifest(client, run_id, place) == _manifest(copy) and _arrived(client, run_id, place, files):
+        there = _sizes(client, run_id, place)
+        if there.get(MANIFEST_FILE, 0) != 0:
+            if _have_arrived(there, files) and _stored_manifest(client, run_id, place) == _manifest(copy):
                 return
             with suppress(NotImplementedError):
                 _remove(client, run, copy.name)  # of the same step, but not the same weights
@@ -124,22 +101,36 @@ class CheckpointSender:
             between(path.stat().st_size)
             client.log_artifact(run_id, str(path), target)
             between(0)
-        if not _arrived(client, run_id, place, files):
+        if not _have_arrived(_sizes(client, run_id, place), files):
             with suppress(NotImplementedError):
                 _remove(client, run, copy.name)
             raise OSError(f"the upload of {place} is incomplete")
 
+    def _prune(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
+        keep = self._wanted().keys()
+        newest = max(keep, default="")  # later ones are of a folder in which the run has continued
+        for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
+            name = item.path.rpartition("/")[2]
+            if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
+                try:
+                    _remove(client, run, name)
+                except Exception as error:  # of many kinds; a checkpoint that stays too long is no failure
+                    if name not in self._stay:
+                        why = first_line(error)
+                        log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, why)
+                    self._stay.add(name)
+                between(0)
 
-def _snapshot(path: Path, copy: Path) -> Path | None:
-    """Link the files, so that they stay if the run removes the checkpoint; None: it has been removed."""
+
+def _linked(path: Path, copy: Path) -> bool:
+    """Link a checkpoint's files, so that they stay if the run removes it; False: it has removed some already."""
     copy.mkdir()
     try:
         for file in path.iterdir():
             link_or_copy(file, copy / file.name)
     except FileNotFoundError:
-        return None
-    # One that is being removed may have lost some before they were linked.
-    return copy if (copy / MANIFEST_FILE).exists() and all((copy / name).exists() for name in _hashes(copy)) else None
+        return False
+    return (copy / MANIFEST_FILE).exists() and all((copy / name).exists() for name in _hashes(copy))
 
 
 def _damage(copy: Path) -> str | None:
@@ -164,16 +155,14 @@ def _manifest(path: Path) -> str:
 
 
 def _sizes(client: MlflowClient, run_id: str, place: str) -> dict[str, int | None]:
-    items = client.list_artifacts(run_id, place)
-    return {item.path.rpartition("/")[2]: item.file_size for item in items if not item.is_dir}
+    return {Path(item.path).name: item.file_size for item in client.list_artifacts(run_id, place) if not item.is_dir}
 
 
-def _arrived(client: MlflowClient, run_id: str, place: str, files: list[Path]) -> bool:
-    there = _sizes(client, run_id, place)
+def _have_arrived(there: dict[str, int | None], files: Iterable[Path]) -> bool:
     return all(there.get(path.name, -1) in (None, path.stat().st_size) for path in files)  # None: it lists no sizes
 
 
-def _read_manifest(client: MlflowClient, run_id: str, place: str) -> str:
+def _stored_manifest(client: MlflowClient, run_id: str, place: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         return Path(client.download_artifacts(run_id, f"{place}/{MANIFEST_FILE}", scratch)).read_text(encoding="utf-8")
 

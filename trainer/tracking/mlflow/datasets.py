@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer.data.contract import Datasets
     from trainer.recipe import DataSource
 
-TRAINING, VALIDATION = "training", "validation"
+VALIDATION = "validation"
 DIGEST_LENGTH = 32
 """MLflow takes 36 characters."""
 
@@ -34,7 +34,7 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
             "samples": len(part),
             "description": datasets.description,
         }
-        for context, part in ((TRAINING, datasets.train), (VALIDATION, datasets.valid))
+        for context, part in (("training", datasets.train), (VALIDATION, datasets.valid))
     ]
 
 
@@ -42,26 +42,13 @@ def log_datasets(client: MlflowClient, run_id: str, facts: list[dict[str, Any]])
     """Log the datasets of a run; those that it has stay as they are."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    inputs = [
-        DatasetInput(
-            Dataset(
-                name=entry["name"],
-                digest=entry["digest"],
-                source_type=entry["source_type"],
-                source=json.dumps(entry["source"]),
-                profile=json.dumps({"num_rows": entry["samples"], "description": entry["description"]}),
-            ),
-            [InputTag("mlflow.data.context", entry["context"])],
-        )
-        for entry in facts
-    ]
+    inputs = []
+    for entry in facts:
+        profile = json.dumps({"num_rows": entry["samples"], "description": entry["description"]})
+        data = Dataset(entry["name"], entry["digest"], entry["source_type"], json.dumps(entry["source"]), None, profile)
+        inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", entry["context"])]))
     if inputs:
         client.log_inputs(run_id, inputs)
-
-
-def validation_data(facts: list[dict[str, Any]]) -> tuple[str, str] | None:
-    """Return name and digest of the data that scores are computed on."""
-    return next(((entry["name"], entry["digest"]) for entry in facts if entry["context"] == VALIDATION), None)
 
 
 def _location(source: DataSource) -> tuple[str, dict[str, Any]]:

@@ -8,46 +8,43 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
-from trainer.files import write_json
-from trainer.tracking.mlflow.checkpoints import CheckpointSender
-from trainer.tracking.mlflow.datasets import validation_data
-from trainer.tracking.mlflow.delivery_record import (
-    ARTIFACTS,
+from trainer.files import (
+    BEST,
+    IMAGES_FILE,
     METRICS_FILE,
     PRECISION_FILE,
     RECORD_FILE,
+    SOURCE_FILE,
     SUMMARY_FILE,
-    log_size,
-    read_record,
-    step_elsewhere,
+    TOKENIZER,
+    read_json_lines,
+    read_object,
+    write_json,
 )
-from trainer.tracking.mlflow.description import closing_description, write_description
-from trainer.tracking.mlflow.models import BEST, Progress, is_servable, log_best
-from trainer.tracking.mlflow.params import log_params_and_tags
-from trainer.tracking.mlflow.store import (
-    SESSION_TAG,
-    connect,
-    create_run,
-    database_file,
-    find_run,
-    import_mlflow,
-    lasting_uri,
-    valid_key,
-)
-from trainer.tracking.mlflow.summary_metrics import unsent_summary_metrics
-from trainer.tracking.mlflow.tables import log_modules
+from trainer.tracking.mlflow.addresses import database_file, lasting_uri
+from trainer.tracking.mlflow.checkpoints import CheckpointSender
+from trainer.tracking.mlflow.datasets import log_datasets
+from trainer.tracking.mlflow.description import NOTE_TAG, closing_description, may_replace, opening_description
+from trainer.tracking.mlflow.models import Progress, is_servable, log_best
+from trainer.tracking.mlflow.record import RunInfo, log_size, read_record
+from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, import_mlflow, valid_key
+from trainer.tracking.mlflow.summary_metrics import summary_metrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger("mantissa")
 
-TRACKING_FILE = "tracking.json"
+ARTIFACTS = (
+    *("config.yaml", "config.json", SOURCE_FILE, IMAGES_FILE, PRECISION_FILE, SUMMARY_FILE, "failure.json"),
+    *(TOKENIZER, "plots", "profile", BEST),
+)
+"""What of a run folder goes to MLflow, beside the metrics: files, and folders under their own names."""
+SESSION_TAG = "mantissa.session"
+"""The tag that holds the name of the process that has trained a run last."""
 UPLOAD_BYTES_PER_S = 1e6
 """The slowest upload of an artifact that still counts as progress."""
 SET_UP_S = 60.0
@@ -55,52 +52,11 @@ SET_UP_S = 60.0
 READ_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """What MLflow gets when a run begins; kept as ``tracking.json`` in the run folder."""
-
-    experiment: str
-    name: str
-    params: dict[str, object]
-    tags: dict[str, str]
-    uri: str | None
-    """Of the store, without password; None for ``tracking=local``."""
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Finds the run in MLflow if the answer to its creation, with MLflow's own id, was lost."""
-    started_s: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
-    datasets: list[dict[str, Any]] = field(default_factory=list)
-    """See ``trainer.tracking.mlflow.datasets``."""
-    checkpoints: str = "none"
-    """See ``trainer.tracking.mlflow.checkpoints``; none in the files of earlier versions."""
-    register: str | None = None
-    """The registered model that the best weights become a version of."""
-
-    @classmethod
-    def read(cls, folder: Path) -> RunInfo:
-        """Read a run folder's ``tracking.json``.
-
-        Raises:
-            UserError: there is none, or it is damaged.
-        """
-        path = folder / TRACKING_FILE
-        try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise UserError(f"{folder} is not a run folder (it has no {TRACKING_FILE})") from None
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} cannot be read ({error}); the run cannot be sent without it") from None
-
-    def write(self, folder: Path) -> None:
-        """Write ``tracking.json``."""
-        write_json(folder / TRACKING_FILE, asdict(self))
-
-
 class Delivery:
     """Sends one run to one store, from the files in its folder alone.
 
     The metric log is the only queue. So a slow store needs no memory here, and what a store lacks is found by
-    asking it and reading the log. Any method may fail; then ``forget_answers`` must be called before the next attempt.
+    asking it and reading the log. Any method may fail; then ``ask_again`` must be called before the next attempt.
     """
 
     def __init__(self, folder: Path, uri: str, info: RunInfo, *, training: bool, progress: Progress) -> None:
@@ -123,15 +79,14 @@ class Delivery:
         self._training = training
         self._progress = progress
         self._client: MlflowClient | None = None
-        self._record = read_record(folder)
-        if self._record.get("tracking_uri") != lasting_uri(uri):  # an id of another store
-            self._record = {}
+        record = read_record(folder)
+        self._record = record if record.get("tracking_uri") == lasting_uri(uri) else {}  # else the id of another store
         self._certain = False
         self._described: str | None = None
         self._offset = 0
-        self._confirmed = 0
-        self._pending: list[Any] = []
+        """Bytes of the metric log that the store has."""
         self._stored: dict[str, int] = {}
+        """The last step of each metric that the store had when it was asked."""
         self._uploaded: set[str] = set()
         self._model_id: str | None = None
         self._checkpoints = CheckpointSender(folder, info.checkpoints)
@@ -153,23 +108,23 @@ class Delivery:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             info = self._info
             run = create_run(client, self._uri, info.experiment, info.name, info.key, info.started_s)
-            self._confirmed = 0
+            self._offset = 0
             self._uploaded.clear()
             self._checkpoints.forget()
-        self.run_id = run.info.run_id
+        self.run_id = str(run.info.run_id)
+        # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
+        self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        sessions = self._record.get("sessions", [])
+        if self.elsewhere is None and (known or not self._training):
+            self.elsewhere = self._step_elsewhere(run, sessions)
+        if self._training and self.elsewhere is None and self._session not in sessions:
+            sessions = [*sessions, self._session]
         self._record = {
             "run_id": run.info.run_id,
             "experiment_id": run.info.experiment_id,
             "tracking_uri": lasting_uri(self._uri),
-            "sessions": self._record.get("sessions", []),
+            "sessions": sessions,
         }
-        # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
-        self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-        self._offset = self._confirmed
-        if self.elsewhere is None and not (self._training and not known):
-            self.elsewhere = step_elsewhere(self._folder, run, self._record["sessions"], self._training)
-        if self._training and self.elsewhere is None and self._session not in self._record["sessions"]:
-            self._record["sessions"] = [*self._record["sessions"], self._session]
         self._write_record()  # before MLflow has the session, which is then never mistaken for another folder's
         self._progress(0)
         if self._described != self.run_id and self.elsewhere is None:
@@ -178,27 +133,35 @@ class Delivery:
             self._progress(0)
         self._certain = True
 
-    def _describe(self, client: MlflowClient, run: Any) -> None:
-        if self._training:
-            client.set_tag(run.info.run_id, SESSION_TAG, self._session)
-            if run.info.status != "RUNNING":
-                client.update_run(run.info.run_id, status="RUNNING")
-        log_params_and_tags(client, run, self._info.params, self._info.tags, self._info.datasets)
-
     def send_metrics(self) -> None:
-        """Send the metrics that the store lacks."""
+        """Send the points of the log that the store lacks."""
+        from mlflow.entities import Metric
         from mlflow.utils.validation import MAX_METRICS_PER_BATCH
 
         assert self._client is not None
         if self.elsewhere is not None:
             return
-        while self._pending or self._read():
-            self._client.log_batch(self.run_id, metrics=self._pending[:MAX_METRICS_PER_BATCH], synchronous=True)
-            del self._pending[:MAX_METRICS_PER_BATCH]
-            if not self._pending:
-                self._confirmed = self._offset
-            self._progress(0)
-        self._confirmed = self._offset
+        with (self._folder / METRICS_FILE).open("rb") as file:
+            while True:
+                file.seek(self._offset)
+                # The last line may still be being written.
+                lines = [line for line in file.readlines(READ_BYTES) if line.endswith(b"\n")]
+                if not lines:
+                    return
+                points = []
+                for line in lines:
+                    values = json.loads(line)
+                    step, stamp = values.pop("step"), int(values.pop("time") * 1000)
+                    points += [
+                        Metric(key, float(value), stamp, step)
+                        for name, value in values.items()
+                        if value is not None and step > self._stored.get(key := valid_key(name), -1)
+                    ]
+                for start in range(0, len(points), MAX_METRICS_PER_BATCH):
+                    batch = points[start : start + MAX_METRICS_PER_BATCH]
+                    self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
+                    self._progress(0)
+                self._offset += sum(map(len, lines))
 
     def send_checkpoints(self, pause: Callable[[], None]) -> None:
         """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called between two calls."""
@@ -216,23 +179,13 @@ class Delivery:
         """Return whether there are checkpoints to send while the run is training."""
         return self._info.checkpoints == "all" and self.elsewhere is None and bool(self._checkpoints.unsent())
 
-    def _send_summary_metrics(self) -> None:
-        """Send ``best/…`` and ``final/…``, each where the store has none of that step or a later one."""
-        assert self._client is not None
-        points = unsent_summary_metrics(self._folder / METRICS_FILE, self._folder / SUMMARY_FILE, self._stored)
-        if points:
-            self._client.log_batch(self.run_id, metrics=points, synchronous=True)
-            self._stored |= {point.key: point.step for point in points}
-            self._progress(0)
-
     def complete(self, status: str) -> None:
         """Send all of a run that has ended, and record that in ``mlflow.json``.
 
         If the run was continued elsewhere (``elsewhere``), nothing is sent: MLflow shows that continuation.
         """
-        size = log_size(self._folder)
+        delivered: dict[str, Any] = {"metrics_bytes": log_size(self._folder), "status": status}
         self.begin()
-        delivered: dict[str, Any] = {"metrics_bytes": size, "status": status}
         if self.elsewhere is not None:
             delivered["continued_elsewhere"] = self.elsewhere
         else:
@@ -240,11 +193,68 @@ class Delivery:
         self._record["delivered"] = delivered
         self._write_record()
 
+    def ask_again(self) -> None:
+        """After a failed call, ask the store again: it may have stored what was sent although the answer was lost."""
+        self._certain = False
+
+    def missing(self) -> str:
+        """Return what the store may lack, for the user."""
+        if self.run_id is None:
+            return "this run"
+        names = ", ".join(path.name for path in self._artifacts())
+        unsent = ", ".join(self._checkpoints.unsent())
+        parts = ["the last metrics" if self._offset < log_size(self._folder) else ""]
+        parts += [f"the artifacts {names}" if names else "", f"the checkpoints {unsent}" if unsent else ""]
+        return " and ".join(part for part in parts if part) or "the run's final status"
+
+    def _step_elsewhere(self, run: Any, sessions: list[str]) -> int | None:
+        """Return the step that a run has reached in another folder, if that is later than here; else None.
+
+        A later step in the store is not enough: a run that is resumed from an earlier checkpoint removes the later
+        lines of its log, and a power failure may too. So each process that trains a run writes its session into a tag.
+        """
+        if run.data.tags.get(SESSION_TAG) in sessions:
+            return None
+        # MLflow's monitor of the machine counts its own samples.
+        newest = max((step for key, step in self._stored.items() if not key.startswith("system/")), default=-1)
+        here = max((int(line["step"]) for line in read_json_lines(self._folder / METRICS_FILE)), default=0)
+        return newest if newest > here else None
+
+    def _describe(self, client: MlflowClient, run: Any) -> None:
+        """Log what is known of a run when it begins.
+
+        MLflow's params cannot be changed, so what a resumed run changed goes into a tag.
+        """
+        from mlflow.entities import Param, RunTag
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_TAG_VAL_LENGTH
+
+        run_id, known = run.info.run_id, run.data.params
+        params = {
+            valid_key(key): cut(
+                value if isinstance(value, str) else json.dumps(value, default=str), MAX_PARAM_VAL_LENGTH
+            )
+            for key, value in self._info.params.items()
+        }
+        tags = dict(self._info.tags)
+        if self._training:
+            tags[SESSION_TAG] = self._session
+            if run.info.status != "RUNNING":
+                client.update_run(run_id, status="RUNNING")
+        if changed := [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]:
+            tags["changed_on_resume"] = " ".join(changed)
+        if may_replace(run.data.tags.get(NOTE_TAG)):
+            tags[NOTE_TAG] = opening_description(self._info.tags, self._info.datasets)
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        marks = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
+        client.log_batch(run_id, params=new, synchronous=True)  # the client divides what is too long
+        client.log_batch(run_id, tags=marks, synchronous=True)
+        log_datasets(client, run_id, self._info.datasets)
+
     def _send_all(self, status: str) -> None:
-        self.send_metrics()
-        self._send_summary_metrics()
         assert self._client is not None
         client, problem = self._client, None
+        self.send_metrics()
+        self._send_summary_metrics(client)
         parts = (self._upload, self._sum_up, lambda _: self.send_checkpoints(lambda: None))
         try:
             for send in parts:
@@ -256,27 +266,23 @@ class Delivery:
             if problem:
                 raise problem
         finally:  # a run whose artifacts are refused has ended too
-            client.set_terminated(self.run_id, status, int(self._ended_s() * 1000))
+            ended_s = [(self._folder / name).stat().st_mtime for name in (METRICS_FILE, SUMMARY_FILE)
+                       if (self._folder / name).exists()]  # fmt: skip
+            client.set_terminated(self.run_id, status, int(max(ended_s, default=time.time()) * 1000))
 
-    def forget_answers(self) -> None:
-        """After a failed call, ask the store again: it may have stored what was sent although the answer was lost."""
-        self._certain = False
-        self._pending.clear()
+    def _send_summary_metrics(self, client: MlflowClient) -> None:
+        """Send ``best/…`` and ``final/…``, each where the store has none of that step or a later one."""
+        from mlflow.entities import Metric
 
-    def missing(self) -> str:
-        """Return what the store may lack, for the user."""
-        if self.run_id is None:
-            return "this run"
-        names = ", ".join(path.name for path in self._artifacts())
-        points = self._confirmed < log_size(self._folder)
-        unsent = ", ".join(self._checkpoints.unsent())
-        parts = ["the last metrics" if points else "", f"the artifacts {names}" if names else ""]
-        parts.append(f"the checkpoints {unsent}" if unsent else "")
-        return " and ".join(part for part in parts if part) or "the run's final status"
-
-    def _artifacts(self) -> list[Path]:
-        paths = [self._folder / name for name in ARTIFACTS if name not in self._uploaded]
-        return [path for path in paths if path.exists()]
+        points = [
+            Metric(key, float(metric.value), int(metric.time_s * 1000), metric.step)
+            for metric in summary_metrics(self._folder / METRICS_FILE, read_object(self._folder / SUMMARY_FILE))
+            if metric.step > self._stored.get(key := valid_key(metric.name), -1)
+        ]
+        if points:
+            client.log_batch(self.run_id, metrics=points, synchronous=True)
+            self._stored |= {point.key: point.step for point in points}
+            self._progress(0)
 
     def _upload(self, client: MlflowClient) -> None:
         for path in self._artifacts():
@@ -290,57 +296,42 @@ class Delivery:
             else:
                 client.log_artifact(self.run_id, str(path))
             if path.name == PRECISION_FILE:
-                log_modules(client, str(self.run_id), path)
+                self._log_modules(client, path)
             self._uploaded.add(path.name)
             self._progress(0)
+
+    def _artifacts(self) -> list[Path]:
+        paths = [self._folder / name for name in ARTIFACTS if name not in self._uploaded]
+        return [path for path in paths if path.exists()]
 
     def _log_model(self, client: MlflowClient) -> str | None:
         return log_best(
             client,
             client.get_run(self.run_id),
             self._folder,
-            params=self._info.params,
-            dataset=validation_data(self._info.datasets),
-            register=self._info.register,
+            self._info,
             progress=self._progress,
             upload_s=_bytes(self._folder / BEST) / UPLOAD_BYTES_PER_S,
         )
 
+    def _log_modules(self, client: MlflowClient, precision: Path) -> None:
+        """Log each module's dtypes as ``MlflowClient.log_table`` does, which would append to them when repeated."""
+        if rows := read_object(precision).get("modules"):
+            name, table = "precision_modules.json", {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
+            client.log_dict(self.run_id, table, name)
+            # MLflow's page shows these files as tables.
+            client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
+
     def _sum_up(self, client: MlflowClient) -> None:
         assert self.run_id
-        note = closing_description(
-            self._folder, self.run_id, self._model_id, resumable=self._info.checkpoints != "none"
-        )
-        if note:
-            write_description(client, client.get_run(self.run_id), note)
-
-    def _ended_s(self) -> float:
-        paths = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
-        return max((path.stat().st_mtime for path in paths if path.exists()), default=time.time())
+        resumable = self._info.checkpoints != "none"
+        note = closing_description(self._folder, self.run_id, self._model_id, resumable=resumable)
+        if note and may_replace(client.get_run(self.run_id).data.tags.get(NOTE_TAG)):
+            client.set_tag(self.run_id, NOTE_TAG, note)
 
     def _write_record(self) -> None:
         with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again
             write_json(self._folder / RECORD_FILE, self._record)
-
-    def _read(self) -> bool:
-        """Read new complete lines of the log with points that the store lacks; False: there are none."""
-        from mlflow.entities import Metric
-
-        with (self._folder / METRICS_FILE).open("rb") as file:
-            file.seek(self._offset)
-            while not self._pending and (lines := file.readlines(READ_BYTES)):
-                for line in lines:
-                    if not line.endswith(b"\n"):  # still being written
-                        return bool(self._pending)
-                    point = json.loads(line)
-                    self._offset += len(line)
-                    step, stamp = point.pop("step"), int(point.pop("time") * 1000)
-                    self._pending += [
-                        Metric(key, float(value), stamp, step)
-                        for name, value in point.items()
-                        if value is not None and step > self._stored.get(key := valid_key(name), -1)
-                    ]
-        return bool(self._pending)
 
 
 def _bytes(path: Path) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import first_line
-from trainer.tracking.mlflow.delivery import Delivery, RunInfo
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE, sync_command
-from trainer.tracking.mlflow.store import without_password
+from trainer.errors import first_line, redacted
+from trainer.files import METRICS_FILE
+from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.record import RunInfo
 
 log = logging.getLogger("mantissa")
 
@@ -45,14 +46,12 @@ class Feed(threading.Thread):
         self._uri = uri
         self._delivery = Delivery(folder, uri, info, training=training, progress=self._progress)
         self._flush_every_s = flush_every_s
-        self._monitor: Any = None
         self._system_metrics = system_metrics
+        self._monitor: Any = None
         self._ending = threading.Event()
-        self._since = 0.0
         self._abandoned = False
         self._warned_of_elsewhere = False
-        self._deadline = 0.0
-        self._patience_s = 0.0
+        self._since = self._deadline = self._patience_s = 0.0
         self._status = ""
         self._problem: Exception | None = None
 
@@ -69,8 +68,7 @@ class Feed(threading.Thread):
         Returns:
             A message: what is missing in MLflow and how to send it; None: nothing is missing.
         """
-        self._status = status
-        self._patience_s = patience_s
+        self._status, self._patience_s = status, patience_s
         self._deadline = max(self._deadline, time.monotonic() + patience_s)  # an upload may be on its way
         self._ending.set()
         if self.ident is None:
@@ -83,10 +81,9 @@ class Feed(threading.Thread):
             raise
         finally:
             self._abandoned = True
-        delivered = not self.is_alive() and self._problem is None
-        if delivered:
-            return None
-        return self._incomplete(first_line(self._problem) if self._problem else f"no answer within {patience_s:g} s")
+        if self._problem:
+            return self._incomplete(first_line(self._problem))
+        return self._incomplete(f"no answer within {patience_s:g} s") if self.is_alive() else None
 
     def abandon(self) -> str | None:
         """Stop without sending anything more.
@@ -101,9 +98,10 @@ class Feed(threading.Thread):
         return self._incomplete("stopped immediately")
 
     def _incomplete(self, reason: str) -> str:
+        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
         return (
-            f"MLflow upload incomplete ({without_password(self._uri)} lacks {self._delivery.missing()}: {reason}). "
-            f"Data is safe in {self._folder}; retry with: {sync_command(self._folder)}"
+            f"MLflow upload incomplete ({redacted(self._uri)} lacks {self._delivery.missing()}: {reason}). "
+            f"Data is safe in {self._folder}; retry with: {command}"
         )
 
     def run(self) -> None:
@@ -114,21 +112,21 @@ class Feed(threading.Thread):
             try:
                 self._advance(ending)
                 if failures >= 2:
-                    log.info("MLflow at %s is available again.", without_password(self._uri))
+                    log.info("MLflow at %s is available again.", redacted(self._uri))
                 failures, self._problem = 0, None
                 if ending:
                     return
             except DeliveryAbandoned:
                 return
             except Exception as error:  # whatever goes wrong with MLflow, training continues
-                self._delivery.forget_answers()
+                self._delivery.ask_again()
                 self._problem = error
                 failures += 1
                 last_failures += ending
                 if failures == 2 and not ending:
                     log.warning(
                         "MLflow at %s does not accept this run yet: %s. Training continues; %s has the metrics.",
-                        without_password(self._uri),
+                        redacted(self._uri),
                         first_line(error),
                         self._folder / METRICS_FILE,
                     )
@@ -140,24 +138,21 @@ class Feed(threading.Thread):
                 self._ending.wait(min(self._flush_every_s * 2**failures, MAX_BACKOFF_S))
 
     def _advance(self, ending: bool) -> None:
+        """Send what is new."""
         if ending:
             self._stop_monitor()
             self._delivery.complete(self._status)
-            if self._delivery.elsewhere is not None:
-                self._warn_of_elsewhere()
-            return
-        self._delivery.begin()
+        else:
+            self._delivery.begin()
         if self._delivery.elsewhere is not None:
             self._warn_of_elsewhere()
-            return
-        self._delivery.send_metrics()
-        if self._delivery.has_new_checkpoints():
-            self._since = time.monotonic()
-            self._delivery.send_checkpoints(self._pause)
-        if self._system_metrics:
-            if self._problem:
-                self._stop_monitor()  # an outage has ended it
-            self._monitor = self._monitor or self._start_monitor()
+        elif not ending:
+            self._delivery.send_metrics()
+            if self._delivery.has_new_checkpoints():
+                self._since = time.monotonic()
+                self._delivery.send_checkpoints(self._pause)
+            if self._system_metrics:
+                self._watch_system()
 
     def _warn_of_elsewhere(self) -> None:
         if not self._warned_of_elsewhere:
@@ -170,14 +165,17 @@ class Feed(threading.Thread):
             )
         self._warned_of_elsewhere = True
 
-    def _start_monitor(self) -> Any:
+    def _watch_system(self) -> None:
+        """Let MLflow sample the machine."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        monitor = SystemMetricsMonitor(
-            self.run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
-        )
-        monitor.start()
-        return monitor
+        if self._problem:
+            self._stop_monitor()  # an outage has ended it
+        if self._monitor is None:
+            self._monitor = SystemMetricsMonitor(
+                self.run_id, sampling_interval=SYSTEM_METRICS_EVERY_S, resume_logging=True, tracking_uri=self._uri
+            )
+            self._monitor.start()
 
     def _stop_monitor(self) -> None:
         if self._monitor:

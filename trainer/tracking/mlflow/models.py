@@ -13,15 +13,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.files import link_or_copy, read_json_lines
-from trainer.tracking.mlflow.delivery_record import METRICS_FILE
+from trainer.files import BEST, METRICS_FILE, link_or_copy, read_json_lines
+from trainer.tracking.mlflow.datasets import VALIDATION
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.mlflow.store import cut, valid_key
 from trainer.tracking.mlflow.summary_metrics import VALID
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-BEST, SERVING = "best", "serving"
+SERVING = "serving"
 WEIGHTS_TAG = "mantissa.weights_sha256"
 """Finds the model again: the same weights of a run are one model, even if they are sent more than once."""
 VERSIONS_TAG = "mlflow.modelVersions"
@@ -41,15 +42,7 @@ def is_servable(folder: Path) -> bool:
 
 
 def log_best(
-    client: MlflowClient,
-    run: Any,
-    folder: Path,
-    *,
-    params: dict[str, object],
-    dataset: tuple[str, str] | None,
-    register: str | None,
-    progress: Progress,
-    upload_s: float,
+    client: MlflowClient, run: Any, folder: Path, info: RunInfo, *, progress: Progress, upload_s: float
 ) -> str | None:
     """Log the best weights of a run as a model of MLflow, or complete one that was started.
 
@@ -60,38 +53,47 @@ def log_best(
         client: of the store.
         run: MLflow's, whose metrics have arrived.
         folder: the run's, see ``is_servable``.
-        params: of the run, which the model gets too.
-        dataset: name and digest of the validation data.
-        register: the registered model that gets it as a new version, if any.
+        info: what MLflow gets of the run.
         progress: see ``Progress``.
         upload_s: seconds that the upload may take.
     """
+    from mlflow.entities import LoggedModelOutput
     from mlflow.exceptions import MlflowException
 
     facts = json.loads((folder / SERVING / "serving.json").read_text(encoding="utf-8"))
     try:
-        model = _find_or_create(client, run, folder, params)
+        model = _find_or_create(client, run, folder, info.params)
     except MlflowException as error:
         if error.error_code not in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED"):
             raise
         return None
     progress(0)
-    step, model_id = int(facts["step"]), str(model.model_id)
+    step, run_id, model_id = int(facts["step"]), run.info.run_id, str(model.model_id)
     if str(model.status) != "READY":
-        _upload(client, model, run.info.run_id, folder, facts, lambda: progress(upload_s))
-        _link(client, run, model_id, step)
-        _log_scores(client, run.info.run_id, folder, step, model_id, dataset)
+        for left in folder.glob(f"{_PREFIX}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder) as scratch:
+            with _SAVING:
+                _save(Path(scratch, "model"), model, run_id, folder, facts)
+            progress(upload_s)
+            client.log_model_artifacts(model_id, str(Path(scratch, "model")))
+        if not (run.outputs and model_id in [output.model_id for output in run.outputs.model_outputs]):
+            client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
+        _log_scores(client, run_id, folder, step, model_id, info)
         client.finalize_logged_model(model_id, "READY")
         progress(0)
-    if register:
-        _register(client, register, model_id, run.info.run_id)
+    if info.register:
+        _register(client, info.register, model_id, run_id)
         progress(0)
     return model_id
 
 
 def _find_or_create(client: MlflowClient, run: Any, folder: Path, params: dict[str, object]) -> Any:
-    digest = _digest(folder / BEST)
-    own = f"source_run_id = '{run.info.run_id}' AND tags.`{WEIGHTS_TAG}` = '{digest}'"
+    digest = hashlib.sha256()
+    for file in sorted((folder / BEST).rglob("*.safetensors")):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    own = f"source_run_id = '{run.info.run_id}' AND tags.`{WEIGHTS_TAG}` = '{digest.hexdigest()}'"
     known = client.search_logged_models([run.info.experiment_id], filter_string=own, max_results=1)
     if known:
         return known[0]
@@ -99,35 +101,10 @@ def _find_or_create(client: MlflowClient, run: Any, folder: Path, params: dict[s
         run.info.experiment_id,
         name="".join("_" if letter in "/:.%\"'" else letter for letter in run.info.run_name),
         source_run_id=run.info.run_id,
-        tags={WEIGHTS_TAG: digest},
+        tags={WEIGHTS_TAG: digest.hexdigest()},
         params={valid_key(key): cut(str(value), 500) for key, value in params.items()},
         model_type=str(params.get("recipe", "")) or None,
     )
-
-
-def _upload(
-    client: MlflowClient, model: Any, run_id: str, folder: Path, facts: dict[str, Any], allow: Callable[[], None]
-) -> None:
-    for left in folder.glob(f"{_PREFIX}*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder) as scratch:
-        path = Path(scratch, "model")
-        with _SAVING:
-            _save(path, model, run_id, folder, facts)
-        allow()
-        client.log_model_artifacts(model.model_id, str(path))
-        there = _sizes(client, model.model_id)
-        for file in sorted(path.rglob("*")):
-            name = file.relative_to(path).as_posix()
-            if file.is_file() and there.get(name, -1) not in (None, file.stat().st_size):  # None: it lists no sizes
-                raise OSError(f"the upload of the model's {name} is incomplete")
-
-
-def _sizes(client: MlflowClient, model_id: str, path: str | None = None) -> dict[str, int | None]:
-    found: dict[str, int | None] = {}
-    for item in client.list_logged_model_artifacts(model_id, path):
-        found |= _sizes(client, model_id, item.path) if item.is_dir else {item.path: item.file_size}
-    return found
 
 
 def _save(path: Path, model: Any, run_id: str, folder: Path, facts: dict[str, Any]) -> None:
@@ -157,11 +134,10 @@ def _save(path: Path, model: Any, run_id: str, folder: Path, facts: dict[str, An
     own = described.flavors["python_function"]  # without the paths of this machine
     own["model_code_path"] = Path(own["model_code_path"]).name
     own["artifacts"] = {name: {"path": entry["path"], "uri": entry["path"]} for name, entry in own["artifacts"].items()}
-    weights = path / "artifacts" / BEST
     if facts["predictor"] == "text_generation":
         _add_transformers(described, path, light, model.name, facts)
     for file in (folder / BEST).rglob("*.safetensors"):
-        link_or_copy(file, weights / file.relative_to(folder / BEST))
+        link_or_copy(file, path / "artifacts" / BEST / file.relative_to(folder / BEST))
     described.model_size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     described.save(str(path / "MLmodel"))
 
@@ -172,8 +148,7 @@ def _add_transformers(described: Any, path: Path, light: Path, name: str, facts:
     By hand: MLflow's own way to do it without loading the weights fails with transformers 5.23, whose table of tasks
     holds names where it had classes.
     """
-    tokenizer = path / "components" / "tokenizer"
-    shutil.copytree(light, tokenizer)
+    shutil.copytree(light, path / "components" / "tokenizer")
     config = json.loads((light / "config.json").read_text(encoding="utf-8"))
     versions = dict(requirement.split("==") for requirement in facts["requirements"])
     described.add_flavor(
@@ -197,74 +172,47 @@ def _interface(folder: Path, facts: dict[str, Any]) -> tuple[Any, Any, Any, Any]
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema, TensorSpec
 
     kind = facts["predictor"]
-    length = [ParamSpec("max_new_tokens", "long", NEW_TOKENS)]
-    text = Schema([ColSpec("string")])
+    text, length = Schema([ColSpec("string")]), ParamSpec("max_new_tokens", "long", NEW_TOKENS)
     if kind == "text_generation":
-        return [facts["example"]], text, text, ParamSchema([*length, ParamSpec("do_sample", "boolean", False)])
+        return [facts["example"]], text, text, ParamSchema([length, ParamSpec("do_sample", "boolean", False)])
     if kind == "text_to_text":
-        return [facts["example"]], text, text, ParamSchema(length)
+        return [facts["example"]], text, text, ParamSchema([length])
     if kind == "question_answering":
         columns = Schema([ColSpec("string", "question"), ColSpec("string", "context")])
-        return facts["example"], columns, _columns(("string", "answer"), ("double", "score")), None
+        return facts["example"], columns, Schema([ColSpec("string", "answer"), ColSpec("double", "score")]), None
     from safetensors.numpy import load_file
 
     arrays = load_file(folder / SERVING / "example.safetensors")
     if kind == "image_classifier":
         image = Schema([TensorSpec(np.dtype(np.uint8), (-1, -1, -1, 3))])
-        return arrays["input"], image, _columns(("string", "label"), ("double", "probability")), None
-    alone = len(arrays) == 1 and facts["positional"]
-    inputs = Schema(
-        [
-            TensorSpec(array.dtype, (-1, *array.shape[1:]) if array.ndim else (), None if alone else name)
-            for name, array in arrays.items()
-        ]
-    )
-    outputs = Schema(
-        [
-            TensorSpec(np.dtype(spec["dtype"]), (-1, *spec["shape"][1:]) if spec["shape"] else (), name or None)
-            for name, spec in facts["outputs"].items()
-        ]
-    )
-    return next(iter(arrays.values())) if alone else arrays, inputs, outputs, None
+        return arrays["input"], image, Schema([ColSpec("string", "label"), ColSpec("double", "probability")]), None
+
+    def spec(dtype: str, shape: list[int], name: str | None) -> TensorSpec:
+        return TensorSpec(np.dtype(dtype), (-1, *shape[1:]) if shape else (), name)
+
+    alone = len(arrays) == 1
+    inputs = [spec(array.dtype, array.shape, None if alone else name) for name, array in arrays.items()]
+    outputs = [spec(each["dtype"], each["shape"], name or None) for name, each in facts["outputs"].items()]
+    return next(iter(arrays.values())) if alone else arrays, Schema(inputs), Schema(outputs), None
 
 
-def _columns(*columns: tuple[str, str]) -> Any:
-    from mlflow.types import ColSpec, Schema
-
-    return Schema([ColSpec(kind, name) for kind, name in columns])
-
-
-def _link(client: MlflowClient, run: Any, model_id: str, step: int) -> None:
-    from mlflow.entities import LoggedModelOutput
-
-    outputs = client.get_run(run.info.run_id).outputs
-    if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
-        client.log_outputs(run.info.run_id, [LoggedModelOutput(model_id, step)])
-
-
-def _log_scores(
-    client: MlflowClient, run_id: str, folder: Path, step: int, model_id: str, dataset: tuple[str, str] | None
-) -> None:
+def _log_scores(client: MlflowClient, run_id: str, folder: Path, step: int, model_id: str, info: RunInfo) -> None:
     """Log the scores of the weights with their dataset: the same points as the run's, or it would have them twice."""
     from mlflow.entities import Metric
 
+    data = next(((entry["name"], entry["digest"]) for entry in info.datasets if entry["context"] == VALIDATION), ())
+    name, digest = data or (None, None)
     points = []
-    name, digest = dataset or (None, None)
-    for key, value in _scores(folder / METRICS_FILE, step).items():
-        stamps = [point.timestamp for point in client.get_metric_history(run_id, key) if point.step == step]
-        if stamps:
-            points.append(Metric(key, value, stamps[-1], step, model_id, name, digest, run_id))
+    for line in read_json_lines(folder / METRICS_FILE):
+        for key in map(valid_key, line if line["step"] == step else ()):
+            if key.startswith(VALID):
+                stored = [point for point in client.get_metric_history(run_id, key) if point.step == step]
+                points += [
+                    Metric(key, point.value, point.timestamp, step, model_id, name, digest, run_id)
+                    for point in stored[-1:]
+                ]
     if points:
         client.log_batch(run_id, metrics=points, synchronous=True)
-
-
-def _scores(log: Path, step: int) -> dict[str, float]:
-    scores: dict[str, float] = {}
-    for line in read_json_lines(log):
-        if line["step"] == step:
-            valid = {key: value for key, value in line.items() if key.startswith(VALID)}
-            scores |= {valid_key(key): float(value) for key, value in valid.items() if value is not None}
-    return scores
 
 
 def _register(client: MlflowClient, name: str, model_id: str, run_id: str) -> None:
@@ -283,12 +231,3 @@ def _register(client: MlflowClient, name: str, model_id: str, run_id: str) -> No
         # A server does it by itself; for a database it is the client's part.
         listed.append({"name": name, "version": int(version.version)})
         client.set_logged_model_tags(model_id, {VERSIONS_TAG: json.dumps(listed)})
-
-
-def _digest(folder: Path) -> str:
-    """Return a hash of all weights."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.safetensors")):
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mantissa.display import dtype_name
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.files import PROJECT, write_json
-from trainer.formats import dtype_name
 from trainer.recipe import Recipe
 from trainer.tracking.mlflow.models import SERVING
 
@@ -82,17 +82,13 @@ def _requirements(packages: tuple[str, ...] | list[str]) -> list[str]:
 def _forward_facts(target: Path, recipe: Recipe, datasets: Datasets, model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Record the model's inputs and outputs for validation samples: the example and the signature."""
     given, output = _watch(recipe, model, batch)
-    names = [name for name, value in given.items() if isinstance(value, Tensor)]
-    signature = inspect.signature(model.forward)
-    keyword = {name for name, entry in signature.parameters.items() if entry.kind is entry.KEYWORD_ONLY}
-    tensors = {name: _plain(given[name]) for name in names}
+    tensors = {name: _plain(value) for name, value in given.items() if isinstance(value, Tensor)}
     save_file(tensors, target / "example.safetensors")
     outputs = {"": output} if isinstance(output, Tensor) else dict(output)
     module = sys.modules[type(recipe).__module__]
     packages = _copy_source(target / "code", Path(str(module.__file__)))
     return {
-        "positional": [name for name in names if name not in keyword],
-        "named": [name for name in names if name in keyword],
+        "inputs": list(tensors),
         "outputs": {
             name: {"dtype": dtype_name(_plain(value).dtype), "shape": list(value.shape)}
             for name, value in outputs.items()
@@ -144,17 +140,15 @@ def _copy_source(target: Path, file: Path) -> list[str]:
         if path in done:
             continue
         done.add(path)
-        names, at_once = _imported(path)
-        packages |= {name.partition(".")[0] for name in (names if path == file else at_once)}
-        for name in names:
-            base = PROJECT.joinpath(*name.split("."))
-            found = [one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()]
-            found += [init for init in [base.parent / "__init__.py"] if found and init.is_file()]
-            waiting += found
-    for path in done:
         place = target / path.relative_to(PROJECT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, place)
+        everywhere, at_once = _imported(path)
+        packages |= {name.partition(".")[0] for name in (everywhere if path == file else at_once)}
+        for name in everywhere:
+            base = PROJECT.joinpath(*name.split("."))
+            found = [one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()]
+            waiting += found + [init for init in [base.parent / "__init__.py"] if found and init.is_file()]
     distributions = _distributions()
     return sorted({distributions[name][0] for name in packages if name in distributions} | {"safetensors"})
 
@@ -168,13 +162,14 @@ def _distributions() -> Mapping[str, list[str]]:
 def _imported(path: Path) -> tuple[list[str], list[str]]:
     """Return the modules that a file imports anywhere, and those that it imports at its top level."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    everywhere = [name for node in ast.walk(tree) for name in _names(node)]
-    return everywhere, [name for node in tree.body for name in _names(node)]
+    return _names(ast.walk(tree)), _names(tree.body)
 
 
-def _names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return []
+def _names(nodes: Iterable[ast.AST]) -> list[str]:
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names

@@ -1,4 +1,4 @@
-"""MLflow's tracking store: its URI, the connection, finding and creating runs."""
+"""MLflow's tracking store: the connection, finding, creating and publishing runs."""
 
 from __future__ import annotations
 
@@ -7,95 +7,28 @@ import logging
 import os
 import posixpath
 import re
+import sqlite3
 import sys
-from contextlib import nullcontext
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from trainer.errors import UserError
-from trainer.tracking.mlflow.sqlite import prepared
+from trainer.files import flush, locked
+from trainer.tracking.mlflow.addresses import database_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-log = logging.getLogger("mantissa")
-
-_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file", "databricks", "databricks-uc", "uc")
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``RunInfo.key``)."""
-SESSION_TAG = "mantissa.session"
-"""The tag that holds the name of the process that has trained a run last."""
-
-
-def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
-    """Return the tracking URI of the config or of ``MLFLOW_TRACKING_URI``; None: there is none.
-
-    Args:
-        uri: of the config; it takes precedence.
-        key: its name in messages.
-
-    Raises:
-        UserError: it is not a URI that MLflow supports.
-    """
-    value = uri
-    if not value:
-        key, value = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
-    if not value:
-        return None
-    scheme, found, rest = value.partition("://")
-    kind = scheme.partition("+")[0]
-    known = value in ("databricks", "databricks-uc", "uc") or (rest and kind in _SCHEMES)
-    if known or (rest and kind in entry_points(group="mlflow.tracking_store").names):
-        return value
-    if found:
-        raise UserError(f"{key}={value} is not a URI that MLflow supports; use sqlite:///file.db or http://host:port")
-    raise UserError(f"{key}={value} is not a URI; use sqlite:///{value} or http://host:port")
-
-
-def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:
-    """Return the tracking URI to use: see ``explicit_uri``, else SQLite's ``mlflow.db`` in the current folder."""
-    return explicit_uri(uri, key) or f"sqlite:///{(Path.cwd() / 'mlflow.db').as_posix()}"
-
-
-def without_password(uri: str) -> str:
-    """Return a tracking URI without its password, to show and to store."""
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri
-
-
-def whole_uri(uri: str) -> str:
-    """Return a stored tracking URI with its password, which is only in ``MLFLOW_TRACKING_URI``, never in a file.
-
-    Raises:
-        UserError: it is not there.
-    """
-    if ":***@" not in uri:
-        return uri
-    current = explicit_uri(None)
-    if current and lasting_uri(current) == uri:
-        return current
-    raise UserError(f"the password of {uri} is not stored; set MLFLOW_TRACKING_URI to the whole address")
-
-
-def lasting_uri(uri: str) -> str:
-    """Return a tracking URI to store: valid in every folder, without password."""
-    scheme, found, name = uri.partition(":///")
-    if found and scheme.startswith("sqlite") and name[:1] not in ("", ":") and not Path(name).is_absolute():
-        uri = f"{scheme}:///{(Path.cwd() / name).as_posix()}"
-    return without_password(uri)
-
-
-def database_file(uri: str) -> Path | None:
-    """Return the file of an SQLite tracking URI; None: another kind of store."""
-    if not uri.startswith("sqlite:"):
-        return None
-    from sqlalchemy.engine import make_url
-
-    name = make_url(uri).database
-    return Path(name).resolve() if name else None
+LOCK_TIMEOUT_S = 60
+LONGEST = 500
+"""Characters of a param or a tag that ``publish`` logs."""
 
 
 def import_mlflow(uri: str) -> None:
@@ -124,17 +57,77 @@ def connect(uri: str) -> MlflowClient:
     """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
 
     Raises:
-        UserError: the file is not an SQLite database, or of another version of MLflow.
+        UserError: the file is not an SQLite database, or of another program or version of MLflow. It is not touched.
         Exception: of many kinds, when the store does not answer.
     """
     import_mlflow(uri)
     from mlflow import MlflowClient
 
-    database = database_file(uri)
-    with prepared(database) if database else nullcontext():
-        client = MlflowClient(tracking_uri=uri)
-        client.search_experiments(max_results=1)
+    if database := database_file(uri):
+        database.parent.mkdir(parents=True, exist_ok=True)
+        with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):
+            if not (database.exists() and _is_set_up(database)):
+                set_up(database)
+    client = MlflowClient(tracking_uri=uri)
+    client.search_experiments(max_results=1)
     return client
+
+
+def set_up(database: Path) -> None:
+    """Make an SQLite file with MLflow's tables.
+
+    MLflow does it in dozens of migrations, each committed by itself: one that is killed leaves a file that MLflow
+    refuses from then on. So it is done to a file of another name, which is then renamed.
+    """
+    from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    partial = database.with_name(f".{database.name}.partial")
+    for stale in partial.parent.glob(f"{partial.name}*"):  # of a set-up that was killed, with its journal
+        stale.unlink()
+    SqlAlchemyStore(f"sqlite:///{partial.as_posix()}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
+    with closing(sqlite3.connect(partial)) as connection:  # a write-ahead log would stay behind under the old name
+        connection.execute("pragma journal_mode = delete")
+    flush(partial)
+    partial.rename(database)
+    flush(database.parent)
+
+
+def _is_set_up(database: Path) -> bool:
+    """Return whether a file has the tables of this MLflow, which would add them to a file that has others only."""
+    with closing(sqlite3.connect(database, timeout=20)) as connection:
+        try:
+            tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
+        except sqlite3.OperationalError:  # locked, or on a disk that fails
+            raise
+        except sqlite3.DatabaseError:
+            raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
+        version = "alembic_version" in tables and connection.execute("select version_num from alembic_version")
+        (revision,) = (version and version.fetchone()) or (None,)
+    if not tables:
+        return False
+    if "experiments" not in tables:
+        raise UserError(f"{database} belongs to another program; set tracking.uri=sqlite:///another.db")
+    newest, *older = _revisions()
+    if revision in (None, *older):
+        raise UserError(
+            f"{database} was made by an older MLflow (schema {revision}). Copy it, then upgrade it with: "
+            f"mlflow db upgrade sqlite:///{database.as_posix()}"
+        )
+    if revision != newest:
+        raise UserError(
+            f"{database} was made by a newer MLflow (schema {revision}); upgrade mlflow, or set tracking.uri=…"
+        )
+    return True
+
+
+@cache
+def _revisions() -> tuple[str, ...]:
+    """Return the revisions of MLflow's tables that this MLflow knows, newest first."""
+    from alembic.script import ScriptDirectory
+
+    folder = Path(str(import_module("mlflow").__file__)).parent / "store" / "db_migrations"
+    return tuple(script.revision for script in ScriptDirectory(str(folder)).walk_revisions())
 
 
 def find_run(client: MlflowClient, run_id: str) -> Any:
@@ -198,6 +191,67 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
             f"--experiment-id {experiment.experiment_id}`, or choose another with tracking.experiment=<name>"
         )
     return str(experiment.experiment_id)
+
+
+def publish(
+    client: MlflowClient,
+    uri: str,
+    experiment: str,
+    name: str,
+    key: str,
+    *,
+    started_s: float,
+    params: Mapping[str, object] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    step: int = 0,
+    tags: Mapping[str, str] | None = None,
+    files: Sequence[Path] = (),
+    children: Mapping[str, Mapping[str, str]] | None = None,
+    status: str = "FINISHED",
+    ended_s: float | None = None,
+) -> Any:
+    """Create the run that stands above others, or bring it up to date, and return it. Nothing is logged twice.
+
+    Args:
+        client: of the store.
+        uri: of the store.
+        experiment: its name.
+        name: of the run.
+        key: finds the run again.
+        started_s: seconds since the epoch.
+        params: those that the run has stay as they are, because MLflow refuses other values.
+        metrics: logged where the run's last value is another one.
+        step: of the metrics.
+        tags: an empty one is logged only where the run has it already.
+        files: artifacts.
+        children: by MLflow's id of each run below this one, the tags that it gets.
+        status: RUNNING, or how it ended.
+        ended_s: seconds since the epoch; None: now.
+    """
+    from mlflow.entities import Metric, Param, RunTag
+
+    run, now_s = create_run(client, uri, experiment, name, key, started_s), time.time()
+    run_id, known = run.info.run_id, run.data
+    values = {valid_key(each): value for each, value in (metrics or {}).items()}
+    texts = {valid_key(each): cut(str(value), LONGEST) for each, value in (params or {}).items()}
+    marks = {valid_key(each): cut(value, LONGEST) for each, value in (tags or {}).items()}
+    client.log_batch(
+        run_id,
+        [Metric(each, value, int(now_s * 1000), step) for each, value in values.items()
+         if known.metrics.get(each) != value],
+        [Param(each, text) for each, text in texts.items() if each not in known.params],
+        [RunTag(each, text) for each, text in marks.items() if text or each in known.tags],
+    )  # fmt: skip
+    for file in files:
+        client.log_artifact(run_id, str(file))
+    for child, own in (children or {}).items():
+        for each, text in {"mlflow.parentRunId": run_id, **own}.items():
+            client.set_tag(child, each, text)
+    if status != "RUNNING":
+        client.set_terminated(run_id, status, int((ended_s or now_s) * 1000))
+    elif run.info.status != "RUNNING":
+        client.update_run(run_id, status="RUNNING")
+    return run
 
 
 def valid_key(name: str) -> str:

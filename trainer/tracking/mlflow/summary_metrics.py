@@ -14,13 +14,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.files import read_json_lines, read_object
-from trainer.tracking.mlflow.store import valid_key
+from trainer.files import read_json_lines
 
 VALID = "valid/"
 
@@ -40,74 +38,56 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
 
     Args:
         log: its ``metrics.jsonl``; an incomplete last line (after a kill) is skipped.
-        summary: the content of its ``summary.json``; empty for a run that was killed.
+        summary: the content of its ``summary.json``; empty for a run that was killed, whose log then has to do.
     """
     lines = list(read_json_lines(log))
     if not lines:
         return []
-    last = lines[-1]
-    result = []
-    evaluations = [line for line in lines if any(key.startswith(VALID) for key in line)]
-    for key in dict.fromkeys(key for line in evaluations for key in line if key.startswith(VALID)):
-        found = [line for line in evaluations if key in line]
-        value = found[-1][key]
-        if value is not None and not key.endswith("_nonfinite"):
-            result.append(SummaryMetric(f"final/{_name(key)}", value, found[-1]["step"], found[-1]["time"]))
-    result += _best(evaluations, summary)
-    windows = [line for line in lines if "step_time_s" in line]
-    rates = [key for line in windows for key in line if key.endswith("_per_s") and not key.startswith(VALID)]
+    last = {key: line for line in lines for key in line}
+    """The last line that has a metric."""
+    result = [
+        SummaryMetric(f"final/{_name(key)}", line[key], line["step"], line["time"])
+        for key, line in last.items()
+        if key.startswith(VALID) and not key.endswith("_nonfinite") and line[key] is not None
+    ]
+    result += _best(lines, summary)
+    rate = next((key for key in last if key.endswith("_per_s") and not key.startswith(VALID)), "")
+    step_time_s = summary.get("step_time_s") or _median(lines, "step_time_s")
+    peak_bytes = max([summary.get("peak_memory_bytes") or 0, *_values(lines, "memory_bytes")])
     numbers = {
-        "final/throughput": summary.get("units_per_s") or (_median(windows, rates[0]) if rates else None),
-        "final/step_time_ms": _scaled(summary.get("step_time_s") or _median(windows, "step_time_s"), 1e3),
-        "final/mfu": summary.get("utilisation", {}).get("mfu") or _median(windows, "mfu"),
-        "final/peak_memory_mib": _scaled(_peak(windows, summary), 1 / 2**20),
-        "final/skipped_steps": windows[-1].get("skipped_steps") if windows else None,
+        "final/throughput": summary.get("units_per_s") or _median(lines, rate),
+        "final/step_time_ms": step_time_s and 1e3 * step_time_s,
+        "final/mfu": summary.get("utilisation", {}).get("mfu") or _median(lines, "mfu"),
+        "final/peak_memory_mib": peak_bytes / 2**20 or None,
+        "final/skipped_steps": last.get("skipped_steps", {}).get("skipped_steps"),
     }
     numbers |= {f"test/{name}": value for name, value in summary.get("test", {}).items()}
-    result += [
-        SummaryMetric(key, value, last["step"], last["time"]) for key, value in numbers.items() if value is not None
-    ]
-    return result
-
-
-def unsent_summary_metrics(log: Path, summary: Path, stored: dict[str, int]) -> list[Any]:
-    """Return the summary metrics of a run as MLflow's metrics, but for those whose step ``stored`` has reached."""
-    from mlflow.entities import Metric
-
-    return [
-        Metric(valid_key(metric.name), float(metric.value), int(metric.time_s * 1000), metric.step)
-        for metric in summary_metrics(log, read_object(summary))
-        if metric.step > stored.get(valid_key(metric.name), -1)
+    end = lines[-1]
+    return result + [
+        SummaryMetric(key, value, end["step"], end["time"]) for key, value in numbers.items() if value is not None
     ]
 
 
-def _best(evaluations: list[dict[str, Any]], summary: dict[str, Any]) -> list[SummaryMetric]:
+def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[SummaryMetric]:
     """Return the best evaluation: the one that the run has chosen, else the lowest loss."""
     best, key = summary.get("best"), summary.get("best_metric", f"{VALID}loss")
-    for line in evaluations:
-        if best and line["step"] == best["step"] and line.get(key) == best["value"]:
-            return [SummaryMetric(f"best/{_name(key)}", best["value"], line["step"], line["time"])]
-    found = [line for line in evaluations if line.get(f"{VALID}loss") is not None]
-    if not found:
-        return []
-    line = min(found, key=lambda line: (line[f"{VALID}loss"], line["step"]))
-    return [SummaryMetric("best/valid_loss", line[f"{VALID}loss"], line["step"], line["time"])]
+    chosen = [line for line in lines if best and line["step"] == best["step"] and line.get(key) == best["value"]]
+    if not chosen:
+        key = f"{VALID}loss"
+        chosen = [line for line in lines if line.get(key) is not None]
+    line = min(chosen, key=lambda line: (line[key], line["step"]), default=None)
+    return [SummaryMetric(f"best/{_name(key)}", line[key], line["step"], line["time"])] if line else []
 
 
 def _name(key: str) -> str:
     return key.replace("/", "_")
 
 
+def _values(lines: list[dict[str, Any]], key: str) -> list[float]:
+    return [line[key] for line in lines if line.get(key) is not None]
+
+
 def _median(lines: list[dict[str, Any]], key: str) -> float | None:
     """Return the median without the first line, which is of the warm-up, where there are more."""
-    values = [line[key] for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+    values = _values(lines, key)
     return statistics.median(values[1:] or values) if values else None
-
-
-def _peak(lines: list[dict[str, Any]], summary: dict[str, Any]) -> float | None:
-    values = [line["memory_bytes"] for line in lines if line.get("memory_bytes")]
-    return max([*values, summary.get("peak_memory_bytes") or 0]) or None
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

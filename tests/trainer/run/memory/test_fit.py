@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import compose
-from trainer.config.schema import Config, Plan
+from trainer.config.schema import Config
+from trainer.config.step import Plan
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import detect
 from trainer.parallel.world import World
-from trainer.profiling.ledger import MIB, Ledger
+from trainer.profiling.ledger import MIB, STEADY, Ledger
 from trainer.recipe import Choice
 from trainer.run.memory import fit, shortage
 from trainer.run.memory.fit import earlier_plan, fit_plan, rough_bytes
@@ -132,6 +133,16 @@ def test_processes_of_a_machine_share_its_memory_and_agree(monkeypatch: pytest.M
     assert (plan.batching.ranks, plan.batching.micro_batch_size) == (2, 64)
     plan, _ = fitted(monkeypatch, 16 * alone, *BIGNET, world=Two(alone))
     assert plan.batching.micro_batch_size == 64
+
+
+def test_fsdp_shares_weights_gradients_and_optimizer_state() -> None:
+    ledger = forecast(compose(*BIGNET, "batch_size=32", "micro_batch_size=32", "device=cpu"))
+    steady = sum(ledger.at_peak[name] for name in STEADY)
+    needs = {}
+    for mode in ("ddp", "fsdp"):
+        config = compose(*BIGNET, f"parallel={mode}", "device=cpu")
+        needs[mode] = fit._Search(config, Batching(64, 32, 2), usable=0).need(32)
+    assert needs["ddp"] - needs["fsdp"] == steady - steady // 2 > 0
 
 
 def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:

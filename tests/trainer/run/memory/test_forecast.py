@@ -12,7 +12,6 @@ from evidence.memory.trial import measure
 from recipes.bignet import BigNet
 from tests.helpers import compose
 from trainer.config.compose import combinations
-from trainer.config.compose import compose as compose_line
 from trainer.data.contract import Batch
 from trainer.errors import RunError, UserError
 from trainer.hardware import detect, peak_memory_bytes, reset_peak_memory
@@ -99,15 +98,6 @@ def test_every_combination_has_a_unique_name() -> None:
     assert list(found) == ["fp32, batch_size=8", "fp32, batch_size=16", "bf16, batch_size=8", "bf16, batch_size=16"]
     assert found["bf16, batch_size=8"] == ["recipe=bignet", "precision=bf16", "batch_size=8"]
     assert combinations(["recipe=bignet", "checkpoint.every=[1]"]) == {"": ["recipe=bignet", "checkpoint.every=[1]"]}
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [("precision=bf61", "did you mean 'bf16'"), ("precison=bf16", "precision"), ("=3", "not an override")],
-)
-def test_errors_are_reported_as_on_the_command_line(override: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        compose_line(["recipe=bignet", override])
 
 
 def test_table_compares_with_the_first_column_and_wraps() -> None:

@@ -26,14 +26,10 @@ class Forward(PythonModel):
         facts = json.loads(Path(context.artifacts["serving"], "serving.json").read_text(encoding="utf-8"))
         of = facts["recipe"]
         recipe = getattr(import_module(of["module"]), of["class"])(**of["options"])
-        if "datasets" in of:
-            self.model = recipe.build_model(SimpleNamespace(**of["datasets"])).eval()
-        else:  # of an earlier version, whose recipes kept what the data decides
-            vars(recipe).update(of["state"])
-            self.model = recipe.build_model().eval()
+        self.model = recipe.build_model(SimpleNamespace(**of["datasets"])).eval()
         load_model(self.model, Path(context.artifacts["best"], "model.safetensors"), device="cpu")
         self.model.float()
-        self.positional, self.named = facts["positional"], facts["named"]
+        self.inputs = facts["inputs"]
 
     @torch.no_grad()
     def predict(self, context: Any, model_input: np.ndarray, params: dict[str, Any] | None = None) -> Any:
@@ -41,11 +37,8 @@ class Forward(PythonModel):
 
         The input is an array where ``forward`` takes one, else arrays by the names of its parameters.
         """
-        given = model_input if isinstance(model_input, dict) else {self.positional[0]: model_input}
-        tensors = {name: torch.from_numpy(np.array(value)) for name, value in given.items()}
-        output = self.model(
-            *(tensors[name] for name in self.positional), **{name: tensors[name] for name in self.named}
-        )
+        given = model_input if isinstance(model_input, dict) else {self.inputs[0]: model_input}
+        output = self.model(**{name: torch.from_numpy(np.array(given[name])) for name in self.inputs})
         if isinstance(output, torch.Tensor):
             return output.numpy()
         return {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}

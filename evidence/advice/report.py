@@ -1,0 +1,195 @@
+"""The advice for people: one sentence, a table, and a picture of speed against memory."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from evidence.advice.schema import MEASURED, MEMORY, Advice, Entry
+from mantissa.display import duration, mebibytes, size
+from mantissa.page import COLORS, NOISE
+from mantissa.statistics import Interval
+from trainer.profiling.ledger import MIB
+from trainer.tracking.plots import INK, QUIET, bare_figure
+
+ENDED = {
+    "one is ahead": "one setting is ahead",
+    "several are equal": "the best settings are equal",
+    "budget": "there was no time for all of it; a larger budget_minutes continues from here",
+}
+
+
+def sentence(advice: Advice) -> str:
+    """Return the advice in one sentence of measured facts."""
+    winner, base = advice.entry(advice.winner), advice.entry(advice.baseline)
+    healthy = ", numerics healthy" if winner.health.get("healthy") else ""
+    worse = "larger" if advice.goal == MEMORY else "slower"
+    others = {0: "", 1: f"; {''.join(advice.equal[:1])} is not clearly {worse}"}.get(
+        len(advice.equal),
+        f"; {len(advice.equal)} other settings are not clearly {worse}",  # the table marks them
+    )
+    included = f" in a run of {advice.steps} steps, compile time included"
+    if winner is base:
+        setting = "no setting that can be advised" if advice.excluded else "no setting"
+        better = "needs less memory" if advice.goal == MEMORY else "is clearly faster"
+        scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == "budget" else ""
+        run = f" in a run of {advice.steps} steps" if advice.mixed else ""
+        default = "" if base.candidate.overrides else ", train.py's default"
+        return f"{base.label}{default}: {setting} {better} here{scope}{run}{healthy}{others}"
+    assert winner.interval is not None
+    whole = winner.run_interval if advice.mixed else None
+    times = f"{_times(winner.interval)} as fast as {base.label}"
+    if base.candidate.compiles and not winner.candidate.compiles and whole is not None:
+        times = f"{_times(whole)} as fast as {base.label}{included}"
+    facts = [times, _memory(winner, base)]
+    if advice.goal == MEMORY:
+        facts.reverse()
+    said = f"{winner.label}: {', '.join(filter(None, facts))}{healthy}"
+    if winner.candidate.compiles and winner.pays_after_steps is not None:
+        said += f"; compiling pays after {winner.pays_after_steps} steps"
+    if winner.candidate.compiles and whole is not None:
+        said += f"; {_times(whole)} as fast{included}"
+    return said + others
+
+
+def _times(speed: Interval) -> str:
+    return f"{speed.mean:.3g}x [{speed.low:.3g}, {speed.high:.3g}]"
+
+
+def _memory(entry: Entry, base: Entry) -> str:
+    if not entry.memory_bytes or not base.memory_bytes:
+        return ""
+    change = entry.memory_bytes / base.memory_bytes - 1
+    if abs(change) < 0.01:
+        return "the same memory"
+    return f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory"
+
+
+def _quality(advice: Advice) -> str:
+    found = advice.quality
+    if "difference" not in found:
+        return f"Quality: {found['verdict']} ({found['why']})."
+    test, why = found["difference"], f"; {found['why']}" if found["why"] else ""
+    shown = f"{test['mean']:+.2%} [{test['low']:+.2%}, {test['high']:+.2%}]"
+    return (
+        f"Quality: {found['verdict']} at a margin of {found['margin']:.1%}: the final validation loss differs by "
+        f"{shown} in {found['pairs']} pairs of {found['steps']} steps{why}."
+    )
+
+
+def print_advice(advice: Advice, console: Console) -> None:
+    """Print the sentence, the table, what was not measured, and the notes."""
+
+    def say(line: str, style: str | None = None) -> None:
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"\n{sentence(advice)}\n", "bold")
+    console.print(table(advice))
+    for entry in advice.entries:
+        if entry.status != MEASURED:
+            say(f"{entry.status}: {entry.label} ({entry.reason})", "dim")
+        elif entry.candidate.compiles:
+            pays = f" and pays after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""
+            pays = " and never pays" if entry.never_pays else pays
+            say(f"compiling took {entry.compile_s:.1f} s{pays}: {entry.label}", "dim")
+    for note in advice.notes:
+        say(f"Note: {note}.")
+    say(f"Measured for {duration(advice.spent_s)} min on {advice.hardware['name']}: {ENDED[advice.stopped]}.")
+    if advice.quality:
+        say(_quality(advice))
+    say("")
+
+
+def table(advice: Advice) -> Table:
+    """Return the measured entries, the advised one first. A speed without an interval is of one process."""
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    shown.add_column("setting", min_width=16, overflow="fold")
+    whole = [f"run of {advice.steps}"] * advice.mixed
+    for name in ("speed", *whole, "step, ms", "memory"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for entry in advice.entries:
+        if not entry.timed:
+            continue
+        base = entry.label == advice.baseline
+        roles = {
+            "advised": entry.label == advice.winner,
+            "default": base and not entry.candidate.overrides,
+            f"not clearly {'larger' if advice.goal == MEMORY else 'slower'}": entry.label in advice.equal,
+        }
+        said = ", ".join(role for role, has in roles.items() if has)
+        cells = [
+            escape(entry.label + f" ({said})" * bool(said)),
+            "1x" if base else _times(entry.interval) if entry.interval else f"about {entry.speed:.3g}x",
+            *([f"{entry.run_speed:.3g}x"] if whole else []),
+            f"{1e3 * statistics.median(entry.step_s):.4g}",
+            size(entry.memory_bytes) if entry.memory_bytes else "",
+        ]
+        shown.add_row(*cells, style="bold" if entry.label == advice.winner else None)
+    if whole:
+        shown.caption = f"{whole[0]}: speed in a run of {advice.steps} steps, compile time included"
+        shown.caption_justify = "left"
+    return shown
+
+
+def drawn(advice: Advice) -> list[Entry]:
+    """Return the entries whose speed and memory were measured, by their memory."""
+    found = [entry for entry in advice.entries if entry.timed and entry.speed and entry.memory_bytes]
+    return sorted(found, key=lambda entry: (entry.memory_bytes or 0, -(entry.speed or 0.0)))
+
+
+def front(entries: list[Entry]) -> list[Entry]:
+    """Return the Pareto front: those that no other one beats in both speed and memory, by their memory."""
+    found: list[Entry] = []
+    for entry in entries:
+        if not found or (entry.speed or 0.0) > (found[-1].speed or 0.0):
+            found.append(entry)
+    return found
+
+
+def picture(advice: Advice, path: Path) -> Path | None:
+    """Draw peak memory to the right and throughput upwards into a PNG; None: too little was measured.
+
+    The winner, the baseline and the others on the Pareto front are explained beside the axes. The rest is faint.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    shown = drawn(advice)
+    if len(shown) < 2:
+        return None
+    better = front(shown)
+    figure, axes = bare_figure(9, 5)
+    axes.set_title(f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}", loc="left", color=INK)
+    axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
+    axes.set_ylabel(f"throughput of steps, times that of {advice.baseline}", color=QUIET)
+    axes.grid(color="#e8eaed", linewidth=0.8)
+    axes.axhline(1, color="#bdc1c6", linewidth=1)
+    points = [((entry.memory_bytes or 0) / MIB, entry.speed) for entry in better]
+    axes.step(*zip(*points, strict=True), where="post", color=COLORS[1], linewidth=1.4, zorder=1)
+    number = 0
+    for entry in shown:
+        marker, color, name = "o", NOISE, "_others"  # matplotlib leaves out what begins with a line
+        if entry.label == advice.winner:
+            marker, color, name = "D", COLORS[2], f"advised: {entry.label}"
+        elif entry.label == advice.baseline:
+            marker, color, name = "s", COLORS[0], f"default: {entry.label}"
+        elif entry in better:
+            number += 1
+            marker, color, name = f"${number}$", COLORS[1], entry.label
+        name = "\n".join(textwrap.wrap(name, 36, break_on_hyphens=False))
+        at = (entry.memory_bytes or 0) / MIB
+        label = name if name.startswith("_") else f"{name}\n{entry.speed:.2f}x, {mebibytes(at * MIB)} MiB"
+        style = {"color": color, "markersize": 9 if color != NOISE else 6, "alpha": 1 if color != NOISE else 0.45}
+        axes.plot(at, entry.speed, marker=marker, linestyle="", label=label, **style)
+        if entry.interval:
+            axes.plot([at, at], [entry.interval.low, entry.interval.high], color=color, linewidth=1)
+    figure.legend(loc="outside right upper", frameon=False, labelcolor=INK, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

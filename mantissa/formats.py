@@ -1,0 +1,93 @@
+"""The precision formats: one table of all modes, and the numbers that each of them computes with.
+
+Nothing else knows a mode by its name. A new mode is a row of ``FORMATS``; it needs a class only where its layers or its
+optimizer do something that no other mode does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Number:
+    """A floating-point format that matrix units multiply in."""
+
+    name: str
+    dtype: torch.dtype
+    """In which torch holds the operands; tf32's and fp8's are converted inside the operator."""
+    unit_roundoff: float
+    """Largest relative error of rounding to nearest: 2 ** -(bits of the significand, the implicit one included)."""
+    largest: float
+    smallest: float
+    """The smallest positive number, a subnormal one."""
+
+
+FP32 = Number("fp32", torch.float32, 2.0**-24, (2 - 2.0**-23) * 2.0**127, 2.0**-149)
+TF32 = Number("tf32", torch.float32, 2.0**-11, (2 - 2.0**-10) * 2.0**127, 2.0**-136)
+BF16 = Number("bf16", torch.bfloat16, 2.0**-8, (2 - 2.0**-7) * 2.0**127, 2.0**-133)
+FP16 = Number("fp16", torch.float16, 2.0**-11, 65504.0, 2.0**-24)
+FP8 = Number("fp8", torch.bfloat16, 2.0**-4, 448.0, 2.0**-9)
+"""e4m3fn, of weights and activations; what is not a linear layer computes in bf16."""
+NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8)}
+
+NEAREST, STOCHASTIC = "nearest", "stochastic"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A mode of training: what matmuls compute in, and what the weights and their updates are held in."""
+
+    name: str
+    """As typed: ``precision=bf16_master``."""
+    number: Number
+    """What matmuls and convolutions multiply."""
+    autocast: torch.dtype | None = None
+    """The dtype of torch.autocast around forward and loss; None: autocast is off."""
+    weights: torch.dtype = torch.float32
+    """The dtype of the model's weights and of their gradients."""
+    masters: bool = False
+    """Whether the optimizer updates fp32 copies of 16-bit weights, and gradients accumulate in fp32."""
+    rounding: str = NEAREST
+    """How an updated weight gets its 16 bits: ``nearest`` or ``stochastic``, which accumulates in fp32, too."""
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The 16-bit dtype that layers compute in, by autocast or by their weights; None in fp32 and tf32."""
+        return self.autocast or self.half_weights
+
+    @property
+    def half_weights(self) -> torch.dtype | None:
+        """The dtype of the weights where it is a 16-bit one; None: they are fp32."""
+        return None if self.weights == torch.float32 else self.weights
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether gradients underflow without a loss scale: where they have the exponents of fp16."""
+        return self.number is FP16
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Whether gradients of 16-bit weights are summed over microbatches in fp32."""
+        return self.masters or self.rounding == STOCHASTIC
+
+
+FORMATS = {
+    row.name: row
+    for row in (
+        Format("fp32", FP32),
+        Format("tf32", TF32),
+        Format("bf16", BF16, autocast=torch.bfloat16),
+        Format("fp16", FP16, autocast=torch.float16),
+        Format("bf16_pure", BF16, weights=torch.bfloat16),
+        Format("bf16_sr", BF16, weights=torch.bfloat16, rounding=STOCHASTIC),
+        Format("bf16_master", BF16, weights=torch.bfloat16, masters=True),
+        Format("fp16_pure", FP16, weights=torch.float16),
+        Format("fp16_master", FP16, weights=torch.float16, masters=True),
+        Format("fp8", FP8, autocast=torch.bfloat16),
+    )
+}
+BASIC = tuple(name for name, row in FORMATS.items() if not row.half_weights and row.number is not FP8)
+"""The modes that need only torch and change only the dtype of matmuls and convolutions."""

@@ -1,0 +1,109 @@
+"""The advice in words and as a picture."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from evidence.advice.report import drawn, front, picture, print_advice, sentence
+from evidence.advice.schema import Advice
+from tests.evidence.advice.machine import Machine
+from tests.evidence.advice.made import advice, measured
+
+
+def printed(of: Advice, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_advice(of, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_sentence_has_speed_memory_health_and_what_is_as_good() -> None:
+    made = advice(equal=["bf16", "x"])
+    made.entries[0].health = {"healthy": True}
+    assert sentence(made) == (
+        "bf16 + compile: 2.9x [2.85, 2.95] as fast as fp32, 38% less memory, numerics healthy; compiling pays after "
+        "140 steps; 2 other settings are not clearly slower"
+    )
+    least = advice(goal="memory", winner="bf16", equal=["bf16 + compile"], entries=advice(winner="bf16").entries)
+    least.entry("bf16").interval = least.entries[0].interval
+    assert sentence(least) == (
+        "bf16: 30% less memory, 2.9x [2.85, 2.95] as fast as fp32; bf16 + compile is not clearly larger"
+    )
+    default = advice(winner="fp32", excluded={"bf16": "a fault"}, stopped="budget")
+    assert sentence(default) == (
+        "fp32, train.py's default: no setting that can be advised is clearly faster here among those measured in "
+        "3:00 min"
+    )
+
+
+def test_the_page_names_what_was_not_measured_and_when_compiling_pays() -> None:
+    unknown = measured("fp32 + compile", 1.5, 900, "compile=default", compile_s=9.0, interval=None)
+    never = measured("fp32 + compile, micro=8", 0.8, 900, "compile=default", compile_s=8.0, never_pays=True)
+    said = printed(advice(unknown, never, notes=["the memory is scarce"], quality={"verdict": "WORSE", "why": "so"}))
+    for line in (
+        "compiling took 9.0 s: fp32 + compile",
+        "compiling took 8.0 s and never pays: fp32 + compile, micro=8",
+        "compiling took 14.0 s and pays after 140 steps: bf16 + compile",
+        "failed: fp16 (the loss is not finite)",
+        "Note: the memory is scarce.",
+        "Measured for 3:00 min on A CPU: one setting is ahead.",
+        "Quality: WORSE (so).",
+    ):
+        assert f"{line}\n" in said
+    rows = {line.split("  ")[0]: line for line in said.splitlines()}
+    assert "2.9x [2.85, 2.95]" in rows["bf16 + compile (advised)"]
+    assert "about 1.5x" in rows["fp32 + compile"], "of one process, so without an interval"
+
+
+def test_the_table_has_a_column_for_whole_runs_where_some_settings_compile() -> None:
+    found = Machine(noise=0.0).advise(steps=100)
+    (line,) = [line for line in printed(found).splitlines() if line.startswith("bf16 + compile ")]
+    assert line.split()[3:5] == ["about", "3.33x"], line
+    assert line.split()[5] == f"{2 / (10 + 0.6):.3g}x", "2 s over 10 s and 100 steps of 0.006 s"
+    found.steps = 100_000
+    narrow = printed(found, 80)
+    assert "speed   run of 100000   step, ms   memory" in narrow, "the terminal is wide enough for all columns"
+    assert "run of 100000: speed in a run of 100000 steps, compile time included" in narrow
+    found.entries = [entry for entry in found.entries if not entry.candidate.compiles]
+    assert "run of 100000" not in printed(found)
+
+
+def test_the_front_is_what_no_other_beats_in_speed_and_memory() -> None:
+    made = advice(measured("small", 0.5, 300), measured("dominated", 2.0, 800), measured("same memory", 2.8, 620))
+    assert [entry.label for entry in front(drawn(made))] == ["small", "bf16 + compile"]
+
+
+def test_the_picture_explains_winner_default_and_front_and_fits_its_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert picture(advice(entries=advice().entries[-4:]), tmp_path / "advice.png") is None  # the baseline alone
+    figures = []
+    from evidence.advice import report
+
+    def kept(*size: float) -> tuple[object, object]:
+        figures.append(bare(*size))
+        return figures[-1]
+
+    bare = report.bare_figure
+    monkeypatch.setattr(report, "bare_figure", kept)
+    made = advice(
+        measured("small", 0.5, 300, interval=None),
+        *(measured(f"bf16, cloud {n}", 1 + 0.1 * n, 720 + n, interval=None) for n in range(9)),
+        *(measured(f"front, attention=eager, fused=false, {n} threads", 0.6 + n / 7, 310 + 9 * n) for n in range(6)),
+    )
+    path = picture(made, tmp_path / "new" / "advice.png")
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    ((figure, _),) = figures
+    (legend,) = figure.legends
+    texts = [text.get_text().replace("\n", " ") for text in legend.get_texts()]
+    assert "advised: bf16 + compile 2.90x, 620.0 MiB" in texts
+    assert any(text.startswith("default: fp32") for text in texts)
+    assert "small 0.50x, 300.0 MiB" in texts
+    assert not any("cloud" in text for text in texts)
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert (box.x0 > 0, box.y0 > 0, box.x1 < figure.bbox.x1, box.y1 < figure.bbox.y1) == (True,) * 4

@@ -1,0 +1,38 @@
+"""The table of formats says of each number format what torch's own dtypes say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mantissa.formats import BASIC, BF16, FORMATS, FP8, FP16, FP32, TF32, Number
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [(FP32, torch.float32), (BF16, torch.bfloat16), (FP16, torch.float16), (FP8, torch.float8_e4m3fn)],
+)
+def test_range_and_rounding_are_those_of_the_dtype(number: Number, dtype: torch.dtype) -> None:
+    facts = torch.finfo(dtype)
+    assert (number.largest, number.unit_roundoff) == (facts.max, facts.eps / 2)
+    smallest = torch.tensor(number.smallest, dtype=torch.float64)
+    assert smallest.to(dtype).double() == smallest
+    assert (smallest / 2).to(dtype).double() == 0  # a tie, which rounds to even
+
+
+def test_tf32_has_the_exponents_of_fp32_and_the_significand_of_fp16() -> None:
+    assert TF32.unit_roundoff == FP16.unit_roundoff
+    assert TF32.largest == pytest.approx(FP32.largest, rel=2 * TF32.unit_roundoff)
+    assert TF32.smallest == 2.0**-126 * 2 * TF32.unit_roundoff
+
+
+def test_every_mode_says_what_is_16_bit_and_what_holds_the_updates() -> None:
+    assert BASIC == ("fp32", "tf32", "bf16", "fp16")
+    for name, row in FORMATS.items():
+        assert row.name == name
+        assert row.half in (None, torch.bfloat16, torch.float16)
+        assert (row.half is None) == (name in ("fp32", "tf32"))
+        assert row.needs_loss_scale == name.startswith("fp16")
+        assert not (row.autocast and row.half_weights)
+        assert row.accumulates_in_fp32 == name.endswith(("_master", "_sr"))
+        assert row.half_weights or not row.accumulates_in_fp32

@@ -1,0 +1,162 @@
+"""Intervals and verdicts against scipy, and on simulated data whose answer is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mantissa.statistics import (
+    BETTER,
+    EQUIVALENT,
+    INCONCLUSIVE,
+    WORSE,
+    equivalence,
+    equivalence_family,
+    holm,
+    mean_interval,
+    ratio_interval,
+)
+
+MARGIN = 0.003
+SPREAD = 0.002
+"""Of a paired relative difference of validation losses; small models differ by about as much."""
+
+
+def test_the_interval_is_scipys() -> None:
+    values = [1.0, 1.2, 0.7, 1.1, 0.95]
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    found = mean_interval(values)
+    assert (found.low, found.high) == pytest.approx(tuple(expected))
+    assert (found.mean, found.count, found.level) == (pytest.approx(0.99), 5, 0.95)
+
+
+def test_a_ratio_and_its_inverse_have_inverse_intervals() -> None:
+    ratios = [1.9, 2.1, 2.4, 1.7]
+    one, other = ratio_interval(ratios), ratio_interval([1 / ratio for ratio in ratios])
+    assert (one.mean, one.low, one.high) == pytest.approx((1 / other.mean, 1 / other.high, 1 / other.low))
+    assert one.mean == pytest.approx(stats.gmean(ratios))
+
+
+@pytest.mark.parametrize("mean", [-0.004, -0.001, 0.0, 0.0005, 0.0028, 0.01])
+def test_the_p_values_are_scipys(mean: float) -> None:
+    differences = np.random.default_rng(3).normal(mean, SPREAD, 7)
+    lower = stats.ttest_1samp(differences, -MARGIN, alternative="greater").pvalue
+    upper = stats.ttest_1samp(differences, MARGIN, alternative="less").pvalue
+    found = equivalence(differences, MARGIN)
+    assert found.p_equivalent == pytest.approx(max(lower, upper))
+    assert found.p_different == pytest.approx(stats.ttest_1samp(differences, 0.0).pvalue)
+    assert (found.verdict == EQUIVALENT) == (found.p_equivalent < 0.05)  # the tests decide
+
+
+def verdicts(mean: float, count: int, spread: float = SPREAD, simulations: int = 1000) -> Counter[str]:
+    generator = np.random.default_rng(0)
+    return Counter(equivalence(generator.normal(mean, spread, count), MARGIN).verdict for _ in range(simulations))
+
+
+@pytest.mark.parametrize("count", [3, 5, 10])
+def test_identical_arms_are_seldom_called_worse_or_better(count: int) -> None:
+    for spread in (0.0005, SPREAD, 0.02):
+        found = verdicts(0.0, count, spread)
+        assert found[WORSE] + found[BETTER] <= 50, found
+
+
+def test_a_difference_on_the_margin_is_seldom_called_equivalent() -> None:
+    for mean in (-MARGIN, MARGIN):
+        assert verdicts(mean, 5)[EQUIVALENT] <= 65  # 5 %, and three standard deviations of 1000 draws
+
+
+def shared_baseline(means: list[float], count: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Differences of arms that are all taken from the same runs of the baseline."""
+    baseline = generator.normal(0.0, SPREAD / 2**0.5, count)
+    return [generator.normal(mean, SPREAD / 2**0.5, count) - baseline for mean in means]
+
+
+def test_of_six_arms_on_the_margin_seldom_is_one_called_equivalent() -> None:
+    """Each by itself would be in 5 % of comparisons, and one or another of them in more than 10 %."""
+    generator = np.random.default_rng(0)
+    corrected = alone = 0
+    for _ in range(1000):
+        arms = shared_baseline([MARGIN] * 3 + [-MARGIN] * 3, 5, generator)
+        corrected += EQUIVALENT in [found.verdict for found in equivalence_family(arms, MARGIN)]
+        alone += EQUIVALENT in [equivalence(arm, MARGIN).verdict for arm in arms]
+    assert corrected <= 65 < 100 < alone  # 5 %, and three standard deviations of 1000 draws
+
+
+def test_of_six_arms_on_the_margin_seldom_is_one_called_worse_or_better() -> None:
+    generator = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(1000):
+        found = equivalence_family(shared_baseline([MARGIN] * 3 + [-MARGIN] * 3, 5, generator), MARGIN)
+        wrong += bool({WORSE, BETTER} & {each.verdict for each in found})
+    assert wrong <= 65
+
+
+def test_arms_that_are_clearly_equal_or_worse_are_found_among_six() -> None:
+    generator = np.random.default_rng(2)
+    found = equivalence_family(shared_baseline([0.0, 0.0, 0.0, 0.03, 0.03, -0.03], 10, generator), MARGIN)
+    assert [each.verdict for each in found] == [EQUIVALENT] * 3 + [WORSE] * 2 + [BETTER]
+
+
+def test_the_interval_that_is_returned_is_the_one_that_decided() -> None:
+    """90 % within the margin where two arms are compared, 95 % beyond it; of several arms wider ones."""
+    generator = np.random.default_rng(4)
+    inside, outside, unclear = ([mean + 0.001 * z for z in generator.normal(size=6)] for mean in (0.0, 0.02, 0.0028))
+    levels = [equivalence(arm, MARGIN).difference.level for arm in (inside, outside, unclear)]
+    assert levels == pytest.approx([0.90, 0.95, 0.95])
+    for found in equivalence_family([inside, outside, unclear], MARGIN):
+        low, high = found.difference.low, found.difference.high
+        assert (found.verdict == EQUIVALENT) == (low > -MARGIN and high < MARGIN)
+        assert (found.verdict == WORSE) == (low > MARGIN)
+    assert equivalence_family([inside, outside, unclear], MARGIN)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
+    assert equivalence_family([inside], MARGIN, untested=2)[0].difference.level == pytest.approx(1 - 2 * 0.05 / 3)
+
+
+def test_holms_levels() -> None:
+    p_values = [0.04, 0.001, 0.012, 0.03, 0.016]
+    assert holm(p_values) == pytest.approx([0.025, 0.01, 0.0125, 0.025, 0.05 / 3])
+    assert [p < level for p, level in zip(p_values, holm(p_values), strict=True)] == [False, True, True, False, True]
+    assert holm([0.5]) == [0.05]
+    assert holm([]) == []
+    assert holm([0.02, 0.02]) == pytest.approx([0.025, 0.05])
+
+
+def test_a_planted_difference_of_one_per_cent_is_found() -> None:
+    """The power for 1 % at this spread: with five seeds at least 99 %, with three at least 80 %."""
+    assert verdicts(0.01, 5)[WORSE] >= 990
+    assert verdicts(-0.01, 5)[BETTER] >= 990
+    assert verdicts(0.01, 3)[WORSE] >= 800
+
+
+def test_equal_arms_of_little_spread_are_equivalent() -> None:
+    assert verdicts(0.0, 5)[EQUIVALENT] >= 700
+    assert verdicts(0.0, 5, 0.0005)[EQUIVALENT] == 1000
+
+
+def test_the_number_of_pairs_that_would_settle_it_does() -> None:
+    found = equivalence([0.0, 0.004, -0.004, 0.002], MARGIN)
+    assert found.verdict == INCONCLUSIVE
+    assert found.pairs_needed is not None
+    needed = found.pairs_needed
+    assert 4 < needed < 20
+    same = np.random.default_rng(1).normal(size=needed)
+    same = (same - same.mean()) / same.std(ddof=1) * np.std([0.0, 0.004, -0.004, 0.002], ddof=1) + 0.0005
+    assert equivalence(same, MARGIN).verdict == EQUIVALENT
+
+
+def test_equal_to_the_last_bit_is_equivalent() -> None:
+    found = equivalence([0.0, 0.0, 0.0], MARGIN)
+    assert (found.verdict, found.p_equivalent, found.p_different) == (EQUIVALENT, 0.0, 1.0)
+    assert equivalence([0.01, 0.01], MARGIN).verdict == WORSE
+
+
+def test_what_allows_no_interval_is_refused() -> None:
+    for values in ([0.1], [0.1, float("nan")]):
+        with pytest.raises(ValueError, match=r"two values|finite"):
+            mean_interval(values)
+    with pytest.raises(ValueError, match="margin"):
+        equivalence([0.1, 0.2], 0.0)
+    with pytest.raises(ValueError, match="positive"):
+        ratio_interval([1.0, 0.0])

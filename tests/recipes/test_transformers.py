@@ -1,0 +1,181 @@
+"""What holds for every recipe of one of transformers' models: sizes, gradients, learning, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.t5 import IGNORED
+from tests.helpers import CPU, compose, fit, gradients, same_bits, trainer_of
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.recipe import Sizes
+
+GPU = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
+DATA = ("data=synthetic", "data.vocab_size=90", "batch_size=8", "eval_samples=16")
+TINY = {
+    "llama": ("recipe=llama", "recipe.layers=2", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2",
+              "recipe.ffn=48", "recipe.context=16", *DATA),
+    "bert": ("recipe=bert", "recipe.context=24", *DATA),
+    "t5": ("recipe=t5", "recipe.context=24", *DATA),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "more", "vocabulary", "blocks", "parameters"),
+    [
+        ("gpt2", "124M", "vocabulary_multiple=1", 50257, 12, 124_439_808),
+        ("gpt2", "350M", "vocabulary_multiple=1", 50257, 24, 354_823_168),
+        ("gpt2", "774M", "vocabulary_multiple=1", 50257, 36, 774_030_080),
+        ("gpt2", "1558M", "vocabulary_multiple=1", 50257, 48, 1_557_611_200),
+        ("llama", "1B", "ffn=null", 128256, 16, 1_235_814_400),
+        ("llama", "8B", "ffn=null", 128256, 32, 8_030_261_248),
+        ("llama", "8B", "layers=4", 128256, 4, 8_030_261_248 - 28 * 218_112_000),
+        ("bert", "base", "context=384", 30519, 12, 108_893_186),
+        ("bert", "large", "context=384", 30519, 24, 334_094_338),
+        ("t5", "small", "context=512", 32000, 12, 60_506_624),
+        ("t5", "base", "context=512", 32000, 24, 222_903_552),
+    ],
+)
+def test_published_sizes_have_their_parameters(
+    recipe: str, size: str, more: str, vocabulary: int, blocks: int, parameters: int
+) -> None:
+    job = (f"recipe={recipe}", f"recipe.size={size}", f"recipe.{more}", "data=synthetic")
+    config = compose(*job, f"data.vocab_size={vocabulary}").resolve(CPU).config
+    datasets = config.open_datasets()
+    with torch.device("meta"):
+        model = config.recipe.build_model(datasets)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert len(config.recipe.blocks(model)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("recipe", "on_cpu", "on_gpu"),
+    [
+        ("gpt2", ("mini", 256, (200, 16, 16)), ("124M", 1024, (2000, 480, 16))),
+        ("llama", ("nano", 64, (200, 16, 16)), ("1B", 8192, (500, 8, 1))),
+        ("bert", ("nano", 64, (1500, 32, 32)), ("base", 384, (2000, 32, 32))),
+        ("t5", ("nano", 64, (500, 32, 32)), ("small", 512, (2000, 32, 32))),
+    ],
+)
+def test_auto_is_small_on_a_cpu_and_published_on_a_gpu(
+    recipe: str, on_cpu: tuple[str, int, tuple[int, ...]], on_gpu: tuple[str, int, tuple[int, ...]]
+) -> None:
+    for hardware, (size, context, sizes) in ((CPU, on_cpu), (GPU, on_gpu)):
+        config = compose(f"recipe={recipe}", "data=synthetic")
+        _, choices = config.recipe.resolve(hardware, config.data)
+        found = [(choice.key, choice.value) for choice in choices]
+        assert found == [("recipe.size", size), ("recipe.context", context)]
+        assert config.recipe.sizes(hardware) == Sizes(*sizes)
+
+
+@pytest.mark.parametrize(("recipe", "tolerance"), [("bert", 1e-8), ("t5", 1e-7)])
+def test_microbatches_with_unequal_targets_give_the_same_gradient(recipe: str, tolerance: float) -> None:
+    trainer = trainer_of(*TINY[recipe], "recipe.dropout=0")
+    model, recipe_ = trainer.model.double(), trainer.recipe
+    batch = next(trainer.batches())[0]
+    if recipe == "t5":
+        for row in range(8):
+            batch["labels"][row, row + 1 :] = IGNORED
+    found = []
+    for size in (8, 2):
+        model.zero_grad()
+        parts = [{key: value[first : first + size] for key, value in batch.items()} for first in range(0, 8, size)]
+        targets = [recipe_.count_targets(part) for part in parts]
+        for part in parts:
+            (recipe_.loss(model, part).loss_sum / sum(targets)).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert len(set(targets)) > 1
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "falls"),
+    [
+        ("llama", ("micro_batch_size=4", "optimizer.lr=0.01"), 0.8),
+        ("bert", ("batch_size=4", "micro_batch_size=2", "recipe.dropout=0", "optimizer.lr=3e-3"), 0.3),
+        ("t5", ("batch_size=4", "micro_batch_size=2", "optimizer.lr=0.01"), 1.5),
+    ],
+)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_a_few_steps_learn(
+    recipe: str, options: tuple[str, ...], falls: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipes.bert import SHAPES, Shape
+
+    monkeypatch.setitem(SHAPES, "nano", Shape(1, 32, 2, 64))
+    trainer = trainer_of(*TINY[recipe], f"precision={mode}", "steps=40", *options)
+    before = trainer.evaluate()
+    records = fit(trainer)
+    assert not any(record.skipped for record in records[5:])
+    assert trainer.evaluate()["loss"] < before["loss"] - falls
+    assert 0 <= before.get("accuracy", 0) <= 1
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_activation_checkpointing_does_not_change_the_gradients(recipe: str) -> None:
+    modes = ("none", "blocks", "selective")
+    none, *others = (gradients(*TINY[recipe], f"activation_checkpointing={mode}") for mode in modes)
+    assert all(same_bits(none, other) for other in others)
+
+
+REFUSED = {
+    "gpt2 llama bert t5": {
+        "recipe.attention=flash": r"recipe.attention=flash is unknown; use recipe.attention=sdpa\|eager",
+        "recipe.context=long": "recipe.context=long must be a whole number of tokens, or auto",
+        "data=digits": "cannot read data=digits; use data=python_docs",
+    },
+    "gpt2 llama": {
+        "recipe.context=1": "recipe.context=1 must be at least 2",
+        "recipe.chunked_loss=maybe": "recipe.chunked_loss=maybe must be true, false or auto",
+        "recipe.vocabulary_multiple=0": "recipe.vocabulary_multiple=0 must be at least 1",
+    },
+    "bert t5": {"recipe.context=15": "recipe.context=15 must be at least 16"},
+    "gpt2 bert t5": {
+        "recipe.dropout=1": r"recipe.dropout=1.0 must be at least 0 and below 1",
+        "recipe.dropout=-0.1": "recipe.dropout=-0.1 must be at least 0",
+    },
+    "gpt2": {
+        "recipe.size=125M": "recipe.size=125M is unknown; did you mean '124M'",
+        "recipe.size=mini recipe.pretrained=x": "recipe.size has no effect with recipe.pretrained",
+        "recipe.gelu=exact": r"recipe.gelu=exact is unknown; use recipe.gelu=tanh\|erf",
+        "recipe.gelu=erf recipe.pretrained=gpt2": "recipe.gelu=erf has no effect with recipe.pretrained",
+    },
+    "llama": {
+        "recipe.size=8b": "recipe.size=8b is unknown; did you mean '8B'",
+        "recipe.layers=0": "recipe.layers=0 must be at least 1, or null",
+        "recipe.width=100 recipe.heads=8": "recipe.width=100 .*recipe.heads=8; use recipe.width=96",
+        "recipe.heads=4 recipe.kv_heads=3": "kv_heads=3 must divide recipe.heads=4; use recipe.kv_heads=2",
+    },
+    "bert": {"recipe.size=larg": "recipe.size=larg is unknown; did you mean 'large'"},
+    "t5": {"recipe.size=bass": "recipe.size=bass is unknown; did you mean 'base'"},
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (recipe, overrides, message)
+        for recipes, refused in REFUSED.items()
+        for recipe, (overrides, message) in itertools.product(recipes.split(), refused.items())
+    ],
+)
+def test_values_that_cannot_work_are_named(recipe: str, overrides: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(f"recipe={recipe}", "data=synthetic", *overrides.split()).resolve(CPU)
+
+
+@pytest.mark.parametrize(("recipe", "context"), [("gpt2", 16), ("bert", 384)])
+def test_a_text_shorter_than_one_sample_is_refused_with_a_context_that_fits(
+    recipe: str, context: int, tmp_path: Path
+) -> None:
+    (tmp_path / "short.txt").write_text("a few words. " * (8 if recipe == "gpt2" else 20))
+    message = rf"text has \d+ tokens, one sample needs {context + 1}; use a longer text or recipe.context=\d"
+    with pytest.raises(UserError, match=message):
+        trainer_of(f"recipe={recipe}", "recipe.size=nano", f"recipe.context={context}", "data=text",
+                   f"data.path={tmp_path}/short.txt", "data.tokenizer=bytes", f"data.cache_dir={tmp_path}")  # fmt: skip

@@ -1,0 +1,65 @@
+"""Runs that a test tracks itself, and what an SQLite store then holds of them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trainer.tracking.options import Tracking
+from trainer.tracking.tracker import Tracker
+
+OPTIONS = {each.name for each in fields(Tracking)}
+
+
+def open_tracker(path: Path, **options: Any) -> Tracker:
+    """Open a tracker; ``options`` are those of ``Tracking`` and of ``Tracker``."""
+    path.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {"system_metrics": False, "flush_every_s": 0.05, "patience_s": 300.0}
+    run: dict[str, Any] = {"experiment": "e", "params": {"seed": 0}, "tags": {"precision": "bf16"}}
+    for key, value in options.items():
+        (config if key in OPTIONS else run)[key] = value
+    return Tracker(Tracking(**config), path, run_name=path.name, **run)
+
+
+def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any) -> Tracker:
+    """Track a run to its end, with a loss at each of the steps that it has not logged."""
+    tracker = open_tracker(path, **options)
+    for step in range((options.get("resume_step") or 0) + 1, steps + 1):
+        tracker.log(step, {"loss": float(step)})
+    tracker.close(status, {})
+    return tracker
+
+
+def record(path: Path) -> dict[str, Any]:
+    """What a run's folder knows of MLflow."""
+    content: dict[str, Any] = json.loads((path / "mlflow.json").read_text())
+    return content
+
+
+def asked(uri: str, query: str, *values: str) -> list[Any]:
+    """The rows of a query to a store."""
+    with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database:
+        return database.execute(query, values).fetchall()
+
+
+def points(uri: str, key: str = "loss") -> dict[str, Counter[int]]:
+    """By the run's name, how often each step of a metric is stored."""
+    found: dict[str, Counter[int]] = {}
+    for name, step in asked(uri, "select name, step from metrics join runs using (run_uuid) where key = ?", key):
+        found.setdefault(name, Counter())[step] += 1
+    return found
+
+
+def runs(uri: str) -> list[tuple[str, str]]:
+    """Names and statuses."""
+    return asked(uri, "select name, status from runs order by name")
+
+
+def once(steps: int) -> Counter[int]:
+    """Each step once."""
+    return Counter(range(1, steps + 1))

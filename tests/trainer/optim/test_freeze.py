@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+from torch import Tensor, nn
+
+from tests.helpers import NoData, SmallConvNet, compose, copied, fit, same_bits, start
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.optim.freeze import freeze
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler
+from trainer.run.memory.forecast import forecast
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.blocks = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3, affine=False))
+        self.head = nn.Linear(3, 4)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("patterns", "frozen"),
+    [
+        ([], []),
+        (["embedding"], ["embedding.weight"]),
+        (["head"], ["embedding.weight", "head.bias"]),  # the weight is the embedding's
+        (["bias"], ["blocks.0.bias", "blocks.1.bias", "head.bias"]),
+        (["blocks"], ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]),
+        (["blocks.0"], ["blocks.0.weight", "blocks.0.bias"]),
+        (["*.[01].weight", "head.bias"], ["blocks.0.weight", "blocks.1.weight", "head.bias"]),
+    ],
+)
+def test_a_pattern_names_parameters_or_modules_with_everything_in_them(patterns: list[str], frozen: list[str]) -> None:
+    model = Tied()
+    assert freeze(model, patterns) == frozen
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
+
+
+@pytest.mark.parametrize(
+    ("patterns", "still"),
+    [
+        (["blocks"], (True, True)),
+        (["blocks.1"], (True, False)),
+        (["blocks.3"], (False, True)),
+        (["bias"], (False,) * 2),
+    ],
+)
+def test_batch_norm_that_is_frozen_as_a_whole_stays_in_evaluation_mode(
+    patterns: list[str], still: tuple[bool, ...]
+) -> None:
+    """Also in a deep copy, which has modes of its own."""
+    model = Tied()
+    freeze(model, patterns)
+    for each in (model, copy.deepcopy(model)):
+        for _ in range(2):
+            each.eval().train()
+            assert tuple(not each.blocks[number].training for number in (1, 3)) == still
+            assert each.blocks[0].training
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["embeding"], r"freeze: 'embeding' matches no parameter, and no module that has any; similar: embedding"),
+        (["blocks.2"], r"freeze: 'blocks.2' matches no parameter"),  # ReLU has none
+        (["embedding", "blocks", "bias"], r"leaves no parameter to train"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(patterns: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        freeze(Tied(), patterns)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_master", "bf16_sr", "bf16_pure"])
+def test_frozen_weights_and_statistics_do_not_change_and_take_no_memory(mode: str) -> None:
+    precision, scaler = Precision(mode), AutoScaler()
+    trainer = start(Config(SmallConvNet(), NoData(), precision=precision, scaler=scaler, freeze=["0", "1"]))
+    before = copied(trainer.model.state_dict())
+    fit(trainer, 3)
+    trainer.evaluate()
+    fit(trainer, 4)
+    frozen = [name for name in before if name.startswith(("0.", "1."))]
+    changed = {name for name, tensor in trainer.model.state_dict().items() if not same_bits(tensor, before[name])}
+    assert trainer.frozen == ["0.weight", "1.weight", "1.bias"]
+    assert "1.running_mean" in frozen
+    assert changed == before.keys() - set(frozen)
+    state = trainer.state_dict()
+    assert not [name for name in state["optimizer"] if name.startswith(("0.", "1."))]
+    assert state["optimizer_options"]["names"] == ["3.weight", "7.weight", "3.bias", "7.bias"]
+
+
+def test_the_gradient_of_the_rest_is_that_of_training_everything() -> None:
+    def gradients(*frozen: str) -> dict[str, Tensor | None]:
+        trainer = start(compose("device=cpu", "recipe=bignet", "recipe.width=8", f"freeze=[{','.join(frozen)}]"))
+        trainer.gradients(next(trainer.batches()))
+        return {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+
+    whole, part = gradients(), gradients("'0.?'", "3.6.bias")
+    assert [name for name, gradient in part.items() if gradient is None] == [
+        *(f"0.{layer}.{kind}" for layer in (0, 2, 4, 6) for kind in ("weight", "bias")),
+        "3.6.bias",
+    ]
+    assert all(same_bits(gradient, whole[name]) for name, gradient in part.items() if gradient is not None)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master"])
+def test_the_forecast_has_no_gradients_and_no_state_of_frozen_weights(mode: str) -> None:
+    line = ("device=cpu", "recipe=bignet", "recipe.width=64", "recipe.layers=8", f"precision={mode}", "batch_size=4")
+    whole, part = forecast(compose(*line)).steady, forecast(compose(*line, "freeze=['0.?']")).steady
+    assert part["weights"] == whole["weights"]
+    for category in ("gradients", "optimizer"):
+        assert part[category] == pytest.approx(whole[category] / 2, rel=0.01)

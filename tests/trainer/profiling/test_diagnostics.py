@@ -1,0 +1,388 @@
+"""What rounding does to updates: the meter beside updates worked out by hand, and a run's metrics and warnings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from mantissa.formats import FORMATS
+from tests.helpers import NoData, SmallConvNet, compose, copied, same_bits, trainer_of
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.optim.masters import masters_of
+from trainer.optim.optimizer import Optimizer
+from trainer.optim.update import Clip, ClipNorm, Update
+from trainer.parallel.world import World
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import LossScale, StaticLossScale
+from trainer.profiling.diagnostics import Diagnostics, Numerics
+from trainer.profiling.updates import SAMPLE, STUCK_STEPS, ParameterUpdate, UpdateMeter, _elements, elementwise
+from trainer.run.start import train
+
+CPU = torch.device("cpu")
+CONF = Path(__file__).resolve().parents[3] / "conf" / "diagnostics"
+TINY = (
+    "recipe=bignet",
+    "recipe.width=8",
+    "recipe.layers=1",
+    "data.samples=32",
+    "batch_size=8",
+    "device=cpu",
+    "profiler=none",
+)
+
+
+class Net(nn.Module):
+    """A layer norm, whose weight is 1.0, and weights of about 0.02 as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 1024)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.head.parameters():
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.norm(x))
+        return logits.float().pow(2).mean()
+
+
+class Training:
+    """A model in training, without a run."""
+
+    def __init__(
+        self,
+        mode: str,
+        name: str = "AdamW",
+        lr: float = 1e-4,
+        scale: float | None = None,
+        clip: Clip | None = None,
+        fused: bool | str = "auto",
+        **options: Any,
+    ) -> None:
+        self.net = Net()
+        precision = Precision(mode)
+        precision.convert(self.net, CPU)
+        self.masters = masters_of(FORMATS[mode], self.net, 0)
+        changed = self.masters or self.net
+        self.optimizer = Optimizer(name, lr=lr, fused=fused, options=options).build(changed, CPU)
+        scaled = LossScale(CPU) if scale is None else StaticLossScale(CPU, scale)
+        self.update = Update(self.optimizer, changed.parameters(), scaled, clip or Clip(), self.masters)
+        self.meter = UpdateMeter(self.net, self.update, precision.half)
+        self.half = FORMATS[mode].autocast
+        self.steps = 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def step(self, loss_times: float = 1.0) -> bool:
+        """Take a step; return whether it was skipped."""
+        x = torch.randn(16, 64, generator=self.generator)
+        with torch.autocast("cpu", dtype=self.half or torch.bfloat16, enabled=self.half is not None):
+            loss = self.net(x)
+        self.update.backward(loss * loss_times)
+        skipped = self.update.step(self.steps, 1.5).skipped
+        self.steps += 1
+        return bool(skipped)
+
+    def measured(self) -> dict[str, ParameterUpdate]:
+        with self.meter:
+            self.step()
+        return {each.name: each for each in self.meter.results()}
+
+
+def after(training: Training, steps: int) -> dict[str, ParameterUpdate]:
+    for _ in range(steps - 1):
+        training.step()
+    return training.measured()
+
+
+def test_norm_weights_do_not_move_in_pure_bf16() -> None:
+    found = after(Training("bf16_pure"), 3)
+    norm = found["norm.weight"]
+    assert (norm.elements, norm.lost, norm.edq, norm.unchanged) == (64, 1.0, 0.0, True)
+    assert not found["norm.bias"].unchanged  # near 0 the bf16 numbers are close to each other
+    assert found["norm.bias"].lost < 0.1
+    assert found["norm.bias"].edq == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16_master", "fp16_master"])
+@pytest.mark.parametrize("clip", [Clip(), ClipNorm(0.01)], ids=["unclipped", "clipped"])
+def test_nothing_is_lost_in_fp32_and_with_masters(mode: str, clip: Clip) -> None:
+    found = after(Training(mode, clip=clip, scale=256.0 if mode.startswith("fp16") else None), 3)
+    assert set(found) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+    for update in found.values():
+        assert update.lost == 0
+        assert update.edq == pytest.approx(1, abs=1e-3)
+        assert not update.unchanged
+        assert update.second_moment_zero == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {"amsgrad": True}),
+        ("RMSprop", {"momentum": 0.5}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("Adamax", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("ASGD", {}),
+        ("Rprop", {}),
+    ],
+)
+def test_the_intended_update_is_that_of_every_optimizer(name: str, options: dict[str, Any]) -> None:
+    training = Training("fp32", name, lr=1e-2, clip=ClipNorm(0.1), **options)
+    for update in after(training, 3).values():
+        assert update.lost == 0
+        assert update.edq == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_intended_update_is_adams_with_the_true_gradient_in_fp32(fused: bool) -> None:
+    """16-bit weights and scaled 16-bit gradients, which the fused optimizer divides and the other gets rounded."""
+    training = Training("fp16_pure", "Adam", lr=1e-3, scale=1024.0, clip=ClipNorm(0.02), eps=1e-4, fused=fused)
+    for _ in range(2):
+        training.step()
+    weight = training.net.head.weight
+    before = weight.detach().float()
+    state = {key: value.float() for key, value in training.optimizer.state[weight].items()}
+    scaled: list[Tensor] = []
+    step = training.update.clip.fold
+
+    def fold(gradients: list[Tensor], norm: Tensor, factor: Tensor | None) -> Tensor | None:
+        coefficient = (0.02 / (norm + 1e-6)).clamp(max=1.0)
+        assert coefficient < 1
+        scaled.extend([gradients[2].float() * 1.5 / 1024 * coefficient])
+        return step(gradients, norm, factor)
+
+    training.update.clip.fold = fold  # type: ignore[method-assign]
+    update = training.measured()["head.weight"]
+    gradient = scaled[0]
+    mean = 0.9 * state["exp_avg"] + 0.1 * gradient
+    square = 0.999 * state["exp_avg_sq"] + 0.001 * gradient**2
+    root = (square / (1 - 0.999**3)).sqrt() + 1e-4
+    intended = -1e-3 * mean / (1 - 0.9**3) / root
+    real = weight.detach().float() - before
+    moving = intended != 0
+    assert update.elements == 64 * 1024 == SAMPLE
+    assert update.lost == pytest.approx(float(((real == 0) & moving).sum() / moving.sum()), abs=1e-4)
+    assert update.edq == pytest.approx(float((intended * real).sum() / (intended**2).sum()), rel=1e-4)
+
+
+def test_stochastic_rounding_loses_single_updates_and_is_right_on_average() -> None:
+    training = Training("bf16_sr")
+    found = [training.measured() for _ in range(20)]
+    edq = [each["norm.weight"].edq for each in found]
+    assert max(each["norm.weight"].lost for each in found) > 0.9
+    assert max(edq) - min(edq) > 0.1
+    assert sum(edq) / len(edq) == pytest.approx(1, abs=0.3)  # of 64 elements; of the many of the head:
+    assert sum(each["head.weight"].edq for each in found) / len(found) == pytest.approx(1, abs=0.01)
+    assert training.meter.stochastic
+
+
+def test_adams_second_moment_underflows_in_pure_fp16() -> None:
+    found = after(Training("fp16_pure", "Adam", scale=64.0), 2)
+    assert found["head.weight"].second_moment_zero > 0.5
+    assert after(Training("bf16_pure", "Adam"), 2)["head.weight"].second_moment_zero == 0
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp16_pure", "fp16_master"])
+def test_a_skipped_step_is_not_measured(mode: str) -> None:
+    training = Training(mode, scale=1024.0)
+    training.measured()
+    with training.meter:
+        assert training.step(loss_times=math.inf)
+    assert training.meter.results() == []
+    assert set(training.measured()) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+    assert "step" not in vars(training.update)  # the update's own again
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "fp16_pure", "bf16_sr", "bf16_master"])
+def test_measured_steps_train_the_same_to_the_last_bit(mode: str) -> None:
+    plain, metered = (Training(mode, scale=2.0**16 if "fp16" in mode else None, clip=ClipNorm(0.5)) for _ in range(2))
+    random = torch.get_rng_state()
+    for number in range(4):
+        times = math.inf if number == 2 and "fp16" in mode else 1.0
+        skipped = plain.step(times)
+        with metered.meter:
+            assert metered.step(times) == skipped
+    assert same_bits(random, torch.get_rng_state())
+    for one, other in ((plain.net, metered.net), (plain.optimizer, metered.optimizer)):
+        assert same_bits(one.state_dict(), other.state_dict())
+
+
+def test_parameters_without_a_gradient_are_left_out() -> None:
+    training = Training("bf16_pure")
+    training.net.head.requires_grad_(False)
+    training.measured()
+    training.net.norm.weight.requires_grad_(False)
+    found = training.measured()
+    assert math.isnan(found["norm.weight"].edq)
+    assert not found["norm.weight"].unchanged
+    assert found["norm.bias"].edq > 0.5
+
+
+@pytest.mark.parametrize("shape", [(7,), (SAMPLE,), (SAMPLE + 1,), (1024, 1024), (768, 3072), (3, 5, 1 << 16), ()])
+def test_the_sample_is_even_and_takes_every_column(shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    sample = _elements(tensor)
+    assert len(sample) <= SAMPLE
+    assert len(sample) > min(tensor.numel() - 1, SAMPLE * 0.45)
+    assert len((sample[1:] - sample[:-1]).unique()) <= 1
+    if tensor.ndim == 2:
+        assert len((sample % shape[1]).unique()) == shape[1]
+
+
+def test_the_sample_of_channels_last_is_that_of_the_same_tensor_without() -> None:
+    tensor = torch.randn(64, 32, 7, 7)
+    assert torch.equal(_elements(tensor), _elements(tensor.to(memory_format=torch.channels_last)))
+
+
+def test_optimizers_that_mix_elements_are_refused() -> None:
+    assert elementwise(torch.optim.AdamW, {"betas": [0.9, 0.95]})
+    for name in ("Adafactor", "Muon"):
+        if hasattr(torch.optim, name):
+            with pytest.raises(UserError, match=f"diagnostics=numerics cannot measure optimizer.name={name}"):
+                Numerics().check(Optimizer(name))
+            Diagnostics().check(Optimizer(name))
+    with pytest.raises(UserError, match="diagnostics=none"):
+        Config(SmallConvNet(), NoData(), diagnostics=Numerics(), optimizer=Optimizer("Adafactor"))
+
+
+def session(training: Training, every: int) -> Any:
+    return Numerics(every).start(training.net, training.update, torch.bfloat16, 10**6, World())
+
+
+def test_warnings_name_the_parameters_once(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training("bf16_pure")
+    diagnostics = session(training, 1)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        for _ in range(3):
+            with diagnostics.step(training.steps + 1):
+                training.step()
+            list(diagnostics.collect())
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "step 1: 100 % of the updates of 1 parameter (norm.weight) are lost by rounding, because they are too small "
+        "for bfloat16 weights. Start a run with precision=bf16_master, or precision=bf16_sr."
+    )
+
+
+def test_a_parameter_that_is_stuck_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training("bf16_pure")
+    diagnostics = session(training, 50)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        for step in range(1, STUCK_STEPS + 51):
+            with diagnostics.step(step):
+                training.step()
+        steps = [step for step, _ in diagnostics.collect()]
+    assert steps == [50, 100, 150]
+    stuck = [record.getMessage() for record in caplog.records if "did not change" in record.getMessage()]
+    assert len(stuck) == 1
+    assert stuck[0].startswith("step 150: 1 parameter (norm.weight) did not change for 100 steps")
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
+def test_nothing_is_reported_where_nothing_is_wrong(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(mode, lr=1e-6)
+    diagnostics = session(training, 2)
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        for step in range(1, 7):
+            with diagnostics.step(step):
+                training.step()
+        logged = dict(diagnostics.collect())
+    assert not caplog.records
+    assert list(logged) == [2, 4, 6]
+    assert all(("numerics/lost_updates" in metrics) == (mode != "bf16_sr") for metrics in logged.values())
+    assert not any("numerics/lost_updates/" in name for metrics in logged.values() for name in metrics)
+
+
+def logged(folder: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found: dict[int, dict[str, float]] = {}
+    for line in lines:
+        numbers = {key: value for key, value in line.items() if key.startswith("numerics/")}
+        assert not (numbers and line["step"] in found)
+        found |= {line["step"]: numbers} if numbers else {}
+    return found
+
+
+def run(folder: Path, *overrides: str) -> dict[int, dict[str, float]]:
+    train(compose(*TINY, "tracking=local", f"output_dir={folder}", "run_name=run", *overrides))
+    return logged(folder / "run")
+
+
+def test_a_run_logs_every_measured_step_whatever_the_log_interval(tmp_path: Path) -> None:
+    metered = (
+        "precision=fp16",
+        "scaler.init=0.01",
+        "diagnostics=numerics",
+        "diagnostics.every=3",
+        "steps=10",
+        "checkpoint=none",
+    )
+    found = [run(tmp_path / str(every), *metered, f"log_every={every}") for every in (1, 4, 20)]
+    assert list(found[0]) == [3, 6, 9]
+    assert found[0] == found[1] == found[2]
+    assert 0 < max(metrics["numerics/grad_flushed"] for metrics in found[0].values()) < 1
+    for metrics in found[0].values():
+        assert set(metrics) == {
+            f"numerics/{name}" for name in ("edq", "lost_updates", "grad_flushed", "scale_headroom_bits")
+        }
+        assert metrics["numerics/lost_updates"] == 0
+        assert metrics["numerics/edq"] == pytest.approx(1, abs=1e-3)
+        assert 16 < metrics["numerics/scale_headroom_bits"] < 32
+
+
+def test_a_resumed_run_measures_the_same_steps(tmp_path: Path) -> None:
+    """From a run that measured nothing, and one that was stopped between a measurement and the next log step."""
+    options = ("deterministic=true", "log_every=7", "checkpoint.every=4", "eval_every=100", "diagnostics.every=3")
+    whole = run(tmp_path / "whole", *options, "diagnostics=numerics", "steps=12", "schedule=constant")
+    assert list(whole) == [3, 6, 9, 12]
+    folder = tmp_path / "parts"
+    assert run(folder, *options, "diagnostics=numerics", "steps=4", "schedule=constant") == {3: whole[3]}
+    config = json.loads((folder / "run" / "config.json").read_text())
+    (folder / "run" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "diagnostics" not in k}))
+    resumed = (*options, "diagnostics=numerics", "steps=12", "schedule=constant", "resume=auto")
+    assert run(folder, *resumed) == whole
+
+
+def test_without_meters_nothing_is_attached() -> None:
+    trainer = trainer_of(*TINY)
+    before = copied(vars(trainer.update))
+    off = Diagnostics().start(trainer.model, trainer.update, None, 10, World())
+    with off.step(1):
+        assert "step" not in vars(trainer.update)
+    assert off.step(1) is off.step(2)
+    assert list(off.collect()) == []
+    assert vars(trainer.update).keys() == before.keys()
+    on = Numerics(every=5).start(trainer.model, trainer.update, None, 10, World())
+    assert on.step(1) is off.step(1)
+    assert on.step(5) is on.step(10)
+    assert not trainer.optimizer._optimizer_step_pre_hooks
+
+
+def test_more_steps_between_measurements_than_steps_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training("fp32")
+    with caplog.at_level(logging.WARNING, "mantissa"):
+        Numerics(50).start(training.net, training.update, None, 40, World())
+    assert "diagnostics.every=50 is more than steps=40, so nothing is measured." in caplog.text
+    with pytest.raises(UserError, match=r"diagnostics\.every=0"):
+        Numerics(0)
+
+
+@pytest.mark.parametrize("diagnostics", [Diagnostics, Numerics])
+def test_the_yaml_files_have_the_defaults_of_the_classes(diagnostics: type[Diagnostics]) -> None:
+    loaded = OmegaConf.load(CONF / f"{diagnostics.kind}.yaml")
+    assert loaded.pop("defaults") == [f"{diagnostics.kind}_schema", "_self_"]
+    assert OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(diagnostics), loaded)) == diagnostics()

@@ -1,0 +1,200 @@
+"""What changes the weights: the config of the trainer, and what does not fit together in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from trainer.data.contract import Datasets
+from trainer.data.loader import Batching, Loader
+from trainer.debug import Debug
+from trainer.errors import UserError
+from trainer.hardware import Hardware
+from trainer.optim.ema import Ema
+from trainer.optim.optimizer import Optimizer
+from trainer.optim.schedule import Schedule
+from trainer.optim.update import Clip
+from trainer.parallel.activation import ActivationCheckpointing
+from trainer.parallel.compile import Compile
+from trainer.parallel.world import World
+from trainer.parallel.wrap import Parallel
+from trainer.precision import calls
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import Scaler
+from trainer.recipe import NO_OPTION, Augment, Choice, DataSource, FirstWeights, Recipe, SetOnce
+
+_AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
+
+
+@dataclass
+class StepConfig(SetOnce):
+    """All options of a ``Trainer``. It does not change: ``resolve`` returns another one."""
+
+    recipe: Recipe
+    data: DataSource
+    augment: Augment = field(default_factory=Augment)
+    precision: Precision = field(default_factory=Precision)
+    scaler: Scaler = field(default_factory=Scaler)
+    clip: Clip = field(default_factory=Clip)
+    loader: Loader = field(default_factory=Loader)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    ema: Ema = field(default_factory=Ema)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    compile: Compile = field(default_factory=Compile)
+    parallel: Parallel = field(default_factory=Parallel)
+    debug: Debug = field(default_factory=Debug)
+    device: str = "auto"
+    threads: int | None = None
+    """Of torch's operators on a CPU; None: torch's default."""
+    seed: int = 0
+    steps: int | str = "auto"
+    epochs: float | None = None
+    """Passes over the training data, in the place of ``steps``."""
+    batch_size: int | str = "auto"
+    micro_batch_size: int | str = "auto"
+    eval_every: int | str = "auto"
+    eval_samples: int | str = "auto"
+    freeze: list[str] | None = None
+    deterministic: bool = False
+    source: FirstWeights | None = field(default=None, metadata=NO_OPTION)
+    """Where the first weights come from; None: they are the recipe's."""
+    preset: tuple[Choice, ...] = field(default=(), metadata=NO_OPTION)
+    """What was chosen while the config was composed."""
+
+    def __post_init__(self) -> None:
+        for key in _AUTO_FIELDS:
+            value = getattr(self, key)
+            if isinstance(value, str) and value != "auto":
+                raise UserError(f"{key}={value} must be a whole number, or auto")
+            if isinstance(value, int) and value < 1:
+                raise UserError(f"{key}={value} must be at least 1")
+        if self.epochs is not None and self.steps != "auto":
+            raise UserError(f"epochs={self.epochs:g} and steps={self.steps} both set the length; set only one of them")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise UserError(f"epochs={self.epochs:g} must be a positive number, such as 3 or 0.5")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads={self.threads} must be at least 1; leave it out for one per core")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed={self.seed} must lie between 0 and 4294967295")
+        self.scaler.check(self.precision.format)
+        calls.check(self.precision.listed)
+        self.parallel.check(self.precision)
+        self.optimizer.check(self.parallel.kind, self.schedule.kind, self.ema.kind)
+        self.data.augmented(self.augment)  # refuses what has no effect
+        self.augment.check(self.recipe)
+
+    def open_datasets(self) -> Datasets:
+        """Return the recipe's training and validation samples.
+
+        Raises:
+            UserError: the data cannot be had, or does not suit the recipe.
+        """
+        return self.recipe.datasets(self.data.augmented(self.augment), self.seed)
+
+    def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Self, list[Choice]]:
+        """Return the config with the ``auto`` values that depend on the data resolved, and the choices to report."""
+        workers = self.loader.processes(datasets.decodes, hardware)
+        augment, choices = self.augment.decided()
+        config = replace(self, loader=replace(self.loader, workers=workers), augment=augment)
+        return config, [*self.recipe.decided(datasets), *choices]
+
+    def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved[Self]:
+        """Return the config with the ``auto`` values that depend on the hardware resolved, and check it.
+
+        Args:
+            hardware: of this process.
+            world: the processes that train together; None: this one alone.
+
+        Raises:
+            UserError: a precision this hardware lacks, a batch that does not divide, data the recipe cannot use.
+        """
+        self.precision.check(hardware)
+        recipe, chosen = self.recipe.resolve(hardware, self.data)
+        world = world or World()
+        choices = [*self.preset, *chosen]
+        sizes = recipe.sizes(hardware)
+        numbers: dict[str, Any] = {}
+
+        def number(key: str, auto: int, why: str) -> int:
+            typed = getattr(self, key)
+            if typed == "auto":
+                choices.append(Choice(key, auto, why))
+            value: int = auto if typed == "auto" else typed
+            numbers[key] = value
+            return value
+
+        default = f"{'GPU' if hardware.is_gpu else 'CPU'} default"
+        opened, auto, why, epoch = None, sizes.steps, default, None
+        if self.epochs is not None:
+            opened = world.first_then_others(replace(self, recipe=recipe).open_datasets)
+            samples, typed = len(opened.train), self.batch_size
+            epoch = samples / (typed if isinstance(typed, int) else sizes.batch_size)
+            auto, why = math.ceil(self.epochs * epoch), f"{self.epochs:g} epochs of {samples} samples"
+        steps = number("steps", auto, why)
+        if self.schedule.warmup(steps) >= max(2, steps):
+            raise UserError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} must be less than steps={steps}; "
+                "use schedule.warmup_steps=auto or a longer run"
+            )
+        batch_size = number("batch_size", sizes.batch_size, default)
+        most = min(batch_size, sizes.micro_batch_size)
+        least = self.augment.micro_batch_multiple
+        fitting = max((s for s in range(least, most + 1, least) if batch_size % (s * world.size) == 0), default=1)
+        micro_batch_size = number("micro_batch_size", fitting, default)
+        self.augment.check_batching(batch_size // world.size, micro_batch_size)
+        eval_every = number("eval_every", *_evaluation_interval(steps, epoch))
+        batching = Batching(batch_size, micro_batch_size, world.size, world.rank)
+        plan = Plan(
+            steps, batching, eval_every, number("eval_samples", 10 * batch_size, "at most ten training batches")
+        )
+        config = replace(self, recipe=recipe, epochs=None, **numbers)
+        return Resolved(config, plan, choices, opened)
+
+
+def _evaluation_interval(steps: int, epoch: float | None) -> tuple[int, str]:
+    """Return the default of ``eval_every``, and why; ``epoch``: its steps, where the run is measured in epochs."""
+    interval = max(steps // 10, min(steps, 25))
+    if epoch is None or epoch >= interval:
+        return interval, "at most ten evaluations per run"
+    if epoch >= steps / 100:
+        return math.ceil(epoch), "once per epoch"
+    return math.ceil(steps / 100), "at most 100 evaluations per run"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a ``StepConfig``, resolved."""
+
+    steps: int
+    """Optimizer steps of the whole run."""
+    batching: Batching
+    eval_every: int
+    """Optimizer steps between two evaluations."""
+    eval_samples: int
+    """Of the validation data, at most."""
+
+
+Config = TypeVar("Config", bound=StepConfig)
+
+
+class Resolved(NamedTuple, Generic[Config]):
+    """A config, resolved for some hardware."""
+
+    config: Config
+    """The same with values in the place of ``auto``, as it is recorded."""
+    plan: Plan
+    """The numbers among them, and those that follow."""
+    choices: list[Choice]
+    """What was chosen, to be shown."""
+    opened: Datasets | None = None
+    """The data, where it had to be opened to count the steps of ``epochs``."""
+
+    def with_micro_batch_size(self, size: int, why: str) -> Resolved[Config]:
+        """Return it with another micro_batch_size."""
+        key = "micro_batch_size"
+        others = [choice for choice in self.choices if choice.key != key]
+        plan = replace(self.plan, batching=replace(self.plan.batching, micro_batch_size=size))
+        config = replace(self.config, micro_batch_size=size)
+        return self._replace(config=config, plan=plan, choices=[*others, Choice(key, size, why)])

@@ -1,0 +1,172 @@
+"""The ``diagnostics`` config group: what rounding does to a run's updates and gradients, logged and warned about."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.display import dtype_name
+from trainer.errors import UserError
+from trainer.optim.classes import optimizer_class
+from trainer.optim.optimizer import Optimizer
+from trainer.optim.update import Update
+from trainer.parallel.world import World
+from trainer.profiling.updates import STUCK_STEPS, Counts, UpdateMeter, elementwise, ratio
+
+log = logging.getLogger("mantissa")
+
+_NOTHING = nullcontext()
+_WORST = 5
+"""Parameters whose lost updates are logged one by one."""
+_FP16_MAX = torch.finfo(torch.float16).max
+
+
+class Session:
+    """The diagnostics of one run. This base class, for ``diagnostics=none``, measures nothing."""
+
+    def step(self, step: int) -> AbstractContextManager[object]:
+        """Return the context in which optimizer step ``step``, counted from 1, is to run."""
+        return _NOTHING
+
+    def collect(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the step and the metrics of every measurement since the last call. All ranks call it together."""
+        yield from ()
+
+
+@dataclass
+class Diagnostics:
+    """The ``diagnostics`` config group; this base is ``diagnostics=none``, which measures nothing."""
+
+    kind: ClassVar[str] = "none"
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Check that the optimizer can be measured.
+
+        Raises:
+            UserError: it cannot.
+        """
+
+    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
+        """Begin a session.
+
+        Args:
+            model: in training.
+            update: its update.
+            half: the 16-bit dtype that layers compute in; None: there is none.
+            steps: of the whole run.
+            world: the processes that train together.
+        """
+        return Session()
+
+
+@dataclass
+class Numerics(Diagnostics):
+    """``diagnostics=numerics``: lost updates, their quality, flushed gradients and the loss scale's headroom."""
+
+    kind: ClassVar[str] = "numerics"
+    every: int = 50
+    """Optimizer steps between two measurements: steps whose number is a multiple of it are measured."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UserError(f"diagnostics.every={self.every} must be at least 1")
+
+    def check(self, optimizer: Optimizer) -> None:
+        if not elementwise(optimizer_class(optimizer.name), optimizer.options):
+            raise UserError(
+                f"diagnostics=numerics cannot measure optimizer.name={optimizer.name}, whose update of one element "
+                "depends on other elements; use diagnostics=none, or an optimizer such as AdamW"
+            )
+
+    def start(self, model: nn.Module, update: Update, half: torch.dtype | None, steps: int, world: World) -> Session:
+        if self.every > steps:
+            log.warning("diagnostics.every=%d is more than steps=%d, so nothing is measured.", self.every, steps)
+        return _NumericsSession(self.every, UpdateMeter(model, update, half), world)
+
+
+class _NumericsSession(Session):
+    def __init__(self, every: int, meter: UpdateMeter, world: World) -> None:
+        self._every = every
+        self._meter = meter
+        self._world = world
+        self._weights = meter.weights()[:, None]
+        self._reported: set[str] = set()
+        """Kinds of loss with the parameters that were warned about."""
+
+    def step(self, step: int) -> AbstractContextManager[object]:
+        return self._meter if step % self._every == 0 else _NOTHING
+
+    def collect(self) -> Iterator[tuple[int, dict[str, float]]]:
+        for step, counts, peak in self._meter.take():
+            # Sums over the ranks: of sharded parameters these are different rows, of others the same ones again.
+            rows = self._world.add(counts.cpu() * self._weights).tolist()
+            measured = dict(zip(self._meter.names, (Counts(*row) for row in rows), strict=True))
+            if metrics := self._metrics(measured, self._largest(peak)):
+                yield step, {f"numerics/{name}": value for name, value in metrics.items()}
+            if not self._meter.stochastic:
+                self._warn(step, measured)
+
+    def _largest(self, peak: Tensor) -> float:
+        """Return the largest of the ranks' values."""
+        peaks = torch.zeros(self._world.size)
+        peaks[self._world.rank] = peak
+        return self._world.add(peaks).max().item()
+
+    def _metrics(self, measured: dict[str, Counts], peak: float) -> dict[str, float]:
+        total = Counts(*(math.fsum(column) for column in zip(*measured.values(), strict=True)))
+        metrics = {"edq": ratio(total.product, total.square), "grad_flushed": ratio(total.flushed, total.in_half)}
+        if peak:
+            metrics["scale_headroom_bits"] = math.log2(_FP16_MAX / peak)
+        if not self._meter.stochastic:
+            metrics["lost_updates"] = ratio(total.lost, total.moving)
+            lost = {name: counts.lost / counts.moving for name, counts in measured.items() if counts.lost}
+            worst = sorted(lost, key=lambda name: -lost[name])[:_WORST]
+            metrics |= {f"lost_updates/{name}": lost[name] for name in worst}
+        return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+    def _warn(self, step: int, measured: dict[str, Counts]) -> None:
+        """Say which parameters do not get their updates, once for each parameter."""
+        moving = {name: counts for name, counts in measured.items() if counts.moving}
+        bad = {name for name, counts in moving.items() if _is_bad(counts)}
+        if names := self._new("lost", bad):
+            share = ratio(sum(moving[name].lost for name in names), sum(moving[name].moving for name in names))
+            log.warning(
+                "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "
+                "weights. Start a run with precision=%s_master, or precision=bf16_sr.",
+                *(step, 100 * share, _listed(names), *self._formats(names)),
+            )
+        stuck = {name for name, counts in moving.items() if not counts.recent}
+        if names := self._new("stuck", stuck):
+            log.warning(
+                "step %d: %s did not change for %d steps, although the optimizer updates them: the updates are "
+                "too small for %s weights. Start a run with precision=%s_master, or precision=bf16_sr.",
+                *(step, _listed(names), STUCK_STEPS, *self._formats(names)),
+            )
+
+    def _new(self, kind: str, names: set[str]) -> list[str]:
+        """Return the names that were not reported yet, in the model's order, and remember them."""
+        found = [name for name in self._meter.names if name in names and f"{kind} {name}" not in self._reported]
+        self._reported |= {f"{kind} {name}" for name in found}
+        return found
+
+    def _formats(self, names: list[str]) -> tuple[str, str]:
+        """Return the dtype of the parameters' weights, for the message, and the family of the modes that has it."""
+        dtype = self._meter.dtypes[self._meter.names.index(names[0])]
+        return dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"
+
+
+def _is_bad(counts: Counts) -> bool:
+    """Return whether most updates are lost, and what arrives of the others does not make up for it."""
+    return bool(2 * counts.lost > counts.moving and counts.product < 0.9 * counts.square)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({shown})"

@@ -1,0 +1,89 @@
+"""What a run's folder keeps about MLflow: ``tracking.json``, what MLflow gets, and ``mlflow.json``, what it has."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.files import METRICS_FILE, RECORD_FILE, SUMMARY_FILE, final_status, read_object, write_json
+from trainer.tracking.mlflow.addresses import lasting_uri
+
+TRACKING_FILE = "tracking.json"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What MLflow gets when a run begins; kept as ``tracking.json`` in the run folder."""
+
+    experiment: str
+    name: str
+    params: dict[str, object]
+    tags: dict[str, str]
+    uri: str | None
+    """Of the store, without password; None for ``tracking=local``."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Finds the run in MLflow if the answer to its creation, with MLflow's own id, was lost."""
+    started_s: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    """See ``trainer.tracking.mlflow.datasets``."""
+    checkpoints: str = "none"
+    """See ``trainer.tracking.mlflow.checkpoints``."""
+    register: str | None = None
+    """The registered model that the best weights become a version of."""
+
+    @classmethod
+    def read(cls, folder: Path) -> RunInfo:
+        """Read a run folder's ``tracking.json``.
+
+        Raises:
+            UserError: there is none, or it is damaged.
+        """
+        path = folder / TRACKING_FILE
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UserError(f"{folder} is not a run folder (it has no {TRACKING_FILE})") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path} cannot be read ({error}); the run cannot be sent without it") from None
+
+    def write(self, folder: Path) -> None:
+        """Write ``tracking.json``."""
+        write_json(folder / TRACKING_FILE, asdict(self))
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return ``mlflow.json``: ``run_id``, ``experiment_id``, ``tracking_uri``, the ``sessions`` that have trained the
+    run here, and ``delivered`` once all is.
+
+    Empty if MLflow has not answered yet, or the file is damaged: then the run is found by its key.
+    """
+    return read_object(folder / RECORD_FILE)
+
+
+def is_delivered(folder: Path, uri: str | None = None) -> bool:
+    """Return whether MLflow (at ``uri``; None: at any) has all that is in the folder, by ``mlflow.json``."""
+    record = read_record(folder)
+    mark = record.get("delivered")
+    if not mark or (uri and lasting_uri(uri) != record.get("tracking_uri")):
+        return False
+    return bool(mark["metrics_bytes"] == log_size(folder) and final_status(folder) in (None, mark["status"]))
+
+
+def reopen(folder: Path) -> None:
+    """For a run that is resumed: remove its summary, and the mark that MLflow has all of it."""
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    record = read_record(folder)
+    if record.pop("delivered", None):
+        write_json(folder / RECORD_FILE, record)
+
+
+def log_size(folder: Path) -> int:
+    """Return the bytes of the metric log; 0 where there is none."""
+    path = folder / METRICS_FILE
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,54 @@
+"""The ``tracking`` config group."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer.errors import UserError
+from trainer.tracking.mlflow.addresses import explicit_uri
+
+
+@dataclass
+class Tracking:
+    """The ``tracking`` config group: whether MLflow gets the run, where it is, and how often metrics are sent."""
+
+    mlflow: bool = True
+    uri: str | None = None
+    """The tracking URI; None: the environment's ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the current folder."""
+    experiment: str | None = None
+    """The name of MLflow's experiment; None: the recipe's name."""
+    system_metrics: bool = True
+    """Whether MLflow samples the machine's CPU, memory and GPU while the run trains."""
+    flush_every_s: float = 5.0
+    """Seconds between two uploads of new metrics."""
+    patience_s: float = 30.0
+    """Seconds that a finished run waits while the upload makes no progress."""
+    checkpoints: str = "last"
+    """Which checkpoints are uploaded: last (the newest and the best, at the end), all (each when it is saved), none."""
+    register: str | None = None
+    """The registered model that gets the best weights as a new version; None: they are not registered."""
+    parent: str | None = None
+    """MLflow's id of the run that this one is shown below, such as a search's; None: none."""
+    epilogue: bool = True
+    """Whether a finished run shows what its model can do, such as generated text, where its recipe has that."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.flush_every_s) and self.flush_every_s > 0):
+            raise UserError(
+                f"tracking.flush_every_s={self.flush_every_s} must be a positive number of seconds, such as 5"
+            )
+        if not (math.isfinite(self.patience_s) and self.patience_s >= 0):
+            raise UserError(f"tracking.patience_s={self.patience_s} must be a number of seconds from 0 on, such as 30")
+        if self.checkpoints not in ("last", "all", "none"):
+            raise UserError(
+                f"tracking.checkpoints={self.checkpoints} is unknown; use tracking.checkpoints=last, all or none"
+            )
+        if self.register is not None and (not self.register or set(self.register) & set("/:")):
+            raise UserError(
+                f"tracking.register={self.register} must be a name without slash and colon, such as my-model"
+            )
+        if self.register and not self.mlflow:
+            raise UserError("tracking.register has no effect with tracking=local; remove one of them")
+        if self.mlflow:
+            explicit_uri(self.uri)

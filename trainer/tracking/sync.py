@@ -1,0 +1,129 @@
+"""Runs that MLflow lacks or has only partly, sent later by ``scripts/sync.py``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.errors import UserError, first_line, redacted
+from trainer.files import final_status, in_use
+from trainer.tracking.mlflow.addresses import explicit_uri, tracking_uri, whole_uri
+from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, is_delivered
+
+ATTEMPTS = 2
+"""A connection that the server has closed in the meantime fails once."""
+
+
+@dataclass
+class SyncOptions:
+    """Of scripts/sync.py."""
+
+    output_dir: Path = Path("outputs")
+    uri: str = ""
+
+
+class SyncStatus(Enum):
+    """What ``send`` did with a run."""
+
+    SENT = "sent"
+    COMPLETE = "complete"
+    """MLflow had all of it before."""
+    SKIPPED = "skipped"
+    INCOMPLETE = "incomplete"
+    """MLflow still lacks something that it should have."""
+
+
+class SyncResult(NamedTuple):
+    """What ``send`` did with a run, and a sentence about it for the user."""
+
+    status: SyncStatus
+    message: str
+
+
+def sync(options: SyncOptions, named: Sequence[str]) -> int:
+    """Send runs to MLflow, and print a line for each.
+
+    Args:
+        options: of the command line.
+        named: run folders; none: every run that is not complete.
+
+    Returns:
+        The exit code: 1 if something is still missing in MLflow.
+
+    Raises:
+        UserError: ``uri`` is not one, or a folder holds no run.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+    logging.getLogger("mantissa").setLevel(logging.INFO)
+    uri = options.uri or None
+    explicit_uri(uri, "uri")
+    folders = [_checked(Path(folder)) for folder in named] or _runs_in(options.output_dir)
+    if not folders:
+        print(f"no runs in {options.output_dir}")
+    incomplete = False
+    for folder in folders:
+        result = send(folder, uri, named=bool(named))
+        incomplete |= result.status is SyncStatus.INCOMPLETE
+        print(f"{folder}: {result.message}")
+    return int(incomplete)
+
+
+def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncResult:
+    """Send to MLflow what it lacks of a run.
+
+    Args:
+        folder: the run's.
+        uri: of the store; None: the one of the run's config.
+        named: whether the user named this run; a run with ``tracking=local`` is sent only then.
+    """
+    with ExitStack() as stack:
+        try:
+            info = RunInfo.read(folder)
+            if info.uri is None and not named:
+                return SyncResult(SyncStatus.SKIPPED, "tracking=local; skipped")
+            if is_delivered(folder, uri):
+                return SyncResult(SyncStatus.COMPLETE, "already complete")
+            store = whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
+        except UserError as error:
+            return SyncResult(SyncStatus.INCOMPLETE, str(error))
+        try:
+            stack.enter_context(in_use(folder))
+        except UserError:
+            return SyncResult(SyncStatus.SKIPPED, "in use by another process; skipped")
+        if is_delivered(folder, store):
+            return SyncResult(SyncStatus.COMPLETE, "already complete")
+        delivery = Delivery(folder, store, info, training=False, progress=lambda allowance_s: None)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                delivery.complete(final_status(folder) or "KILLED")
+                break
+            except Exception as error:  # of many kinds, by MLflow and what lies below it
+                delivery.ask_again()
+                if attempt == ATTEMPTS:
+                    missing = f"upload incomplete: {redacted(store)} lacks {delivery.missing()} ({first_line(error)})"
+                    return SyncResult(SyncStatus.INCOMPLETE, missing)
+        if delivery.elsewhere is not None:
+            why = f"continued elsewhere (MLflow has step {delivery.elsewhere}); skipped to keep that run"
+            return SyncResult(SyncStatus.SKIPPED, why)
+        return SyncResult(SyncStatus.SENT, f"sent to {redacted(store)}")
+
+
+def _runs_in(output_dir: Path) -> list[Path]:
+    """Return the run folders in an output folder, the oldest first."""
+    if not output_dir.is_dir():
+        raise UserError(f"output_dir={output_dir}: no such folder; name the one that holds the run folders")
+    files = sorted(output_dir.glob(f"*/{TRACKING_FILE}"), key=lambda path: path.stat().st_mtime)
+    return [path.parent for path in files]
+
+
+def _checked(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a run folder such as outputs/gpt2-bf16-s0")
+    RunInfo.read(folder)
+    return folder
