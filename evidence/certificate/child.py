@@ -27,7 +27,6 @@ from trainer.data.contract import Batch, SampleId
 from trainer.data.loader import DataOrder
 from trainer.optim.update import Update
 from trainer.run import command
-from trainer.run.memory.shortage import out_of_memory
 from trainer.run.run import Run
 from trainer.trainer import StepRecord, Trainer
 
@@ -185,7 +184,7 @@ def main() -> int:
     """Run the command line that follows the kill."""
     if (kill := sys.argv.pop(1)) != "none":
         TracedRun.kill = Kill.parse(kill)
-    return command.main(out_of_memory, TracedRun)
+    return command.main(TracedRun)
 
 
 if __name__ == "__main__":

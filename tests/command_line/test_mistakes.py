@@ -218,11 +218,10 @@ import sys
 sys.path.insert(0, {str(PROJECT)!r})
 from tests.composing import compose_quickly
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 compose_quickly()
 for command in {commands!r}:
     sys.argv = ["scripts/train.py", *command]
-    print(main(out_of_memory))
+    print(main())
 heavy = {{"mlflow", "transformers", "torchvision", "datasets", "sklearn", "matplotlib", "pandas", "PIL"}}
 print(sorted(heavy & set(sys.modules)))
 """
@@ -257,13 +256,12 @@ os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{{server.getsockname()[1]}}"
 sys.path.insert(0, {str(PROJECT)!r})
 from recipes.data.text.pretrained import hub_reachable
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 hub_reachable.__defaults__ = (2.0,)  # seconds
 answers, questions = [], 0
 for command in {[shlex.split(command) for command in commands]!r}:
     sys.argv, err = ["scripts/train.py", *command], io.StringIO()
     with contextlib.redirect_stderr(err):
-        answers.append([main(out_of_memory), err.getvalue()])
+        answers.append([main(), err.getvalue()])
     with contextlib.suppress(OSError):  # nobody else asked, or it is closed
         server.setblocking(False)
         while server.accept():
