@@ -232,7 +232,7 @@ FAULTS = (
         "trainer/optim/decay.py",
         "parameter.ndim >= 2",
         "parameter.ndim >= 1",
-        f"{OPTIM}/test_optimizer.py::test_a_models_own_parameters_are_judged_by_role_also_through_masters",
+        f"{OPTIM}/test_optimizer.py::test_a_vector_is_not_decayed_whatever_its_name",
     ),
     Fault(
         "the last block has the rate of the head",
@@ -384,7 +384,7 @@ FAULTS = (
         "trainer/run/run.py",
         "self._log_metrics(record.step, metrics)",
         "self._log_metrics(record.step - 1, metrics)",
-        "tests/command_line/tracking/test_mlflow.py::test_a_run_arrives_whole",
+        "tests/parity/test_kill_and_resume.py::test_a_killed_run_continues_from_the_last_checkpoint",
     ),
     # Statistics and verdicts
     Fault(
@@ -420,7 +420,7 @@ FAULTS = (
         JUDGE,
         "[(loss - others[s]) / abs(others[s]) for s, loss in losses.items() if others.get(s)]",
         "[(loss - other) / abs(other) for loss, other in zip(losses.values(), others.values(), strict=False)]",
-        f"{OF_JUDGE}::test_a_failed_seed_leaves_the_other_pairs",
+        f"{OF_JUDGE}::test_ratios_are_of_runs_of_the_same_seed",
     ),
     Fault(
         "the null arm does not measure the noise",
@@ -477,7 +477,7 @@ FAULTS = (
         "trainer/optim/muon.py",
         "_parts.append((False, torch.optim.AdamW(others",
         "_parts.append((False, torch.optim.Adam(others",
-        f"{OPTIM}/test_classes.py::test_muon_takes_the_matrices_of_the_blocks",
+        f"{OPTIM}/test_classes.py::test_three_steps_are_those_of_the_library",
     ),
     # Early stopping, evaluation
     Fault(
@@ -492,7 +492,7 @@ FAULTS = (
         EVALUATION,
         "total += value",
         "total += value * (targets / (number + 1)) / max(1, count_targets(batch))",
-        "tests/inference/test_evaluate.py::test_of_all_samples_in_another_batch_size_and_place",
+        f"{DATA}::test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each",
     ),
     Fault(
         "a short last batch of an evaluation is left out",
@@ -506,14 +506,14 @@ FAULTS = (
         EVALUATION,
         "counts = number < self._own",
         "counts = number >= 0",
-        f"{PARALLEL}::test_gradient_loss_norm_and_score_are_those_of_one_process",
+        f"{DATA}::test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each",
     ),
     Fault(
         "perplexity is a power of two",
         "recipes/language.py",
         "math.exp(loss)}",
         "2.0**loss}",
-        "tests/recipes/test_gpt2.py::test_perplexity_overflows_to_infinity_rather_than_failing",
+        "tests/recipes/test_gpt2.py::test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_failing",
     ),
     # Parallel training
     Fault(
@@ -550,7 +550,7 @@ FAULTS = (
         "trainer/precision/fp8.py",
         "from_recipe_name(scaling)",
         "from_recipe_name(SCALINGS[0])",
-        "tests/trainer/precision/test_fp8.py::test_a_llama_trains_with_emulated_products",
+        "tests/trainer/precision/test_fp8.py::test_the_scaling_that_is_asked_for_reaches_torchao",
     ),
     Fault(
         "fp8 reaches into fp32 islands",
