@@ -49,7 +49,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@echo "installing into $(VENV) (torch with CUDA is some 5 GB: minutes the first time)"
-	$(INSTALL) --editable .
+	$(INSTALL) --editable ".[recipes]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
