@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
+from mantissa.updates import SAMPLE, STUCK_STEPS, ParameterUpdate, UpdateMeter, _elements, elementwise
 from tests.helpers import NoData, SmallConvNet, compose, copied, same_bits, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -24,7 +25,6 @@ from trainer.parallel.world import World
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import LossScale, StaticLossScale
 from trainer.profiling.diagnostics import Diagnostics, Numerics
-from trainer.profiling.updates import SAMPLE, STUCK_STEPS, ParameterUpdate, UpdateMeter, _elements, elementwise
 from trainer.run.start import train
 
 CPU = torch.device("cpu")
