@@ -16,12 +16,12 @@ from tests.helpers import copied, same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Checkpoint, Snapshot
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.determinism import random_state, set_random_state
 from trainer.errors import NonFiniteError, UserError
 from trainer.optim.optimizer import Optimizer
+from trainer.optim.state import training_state
 from trainer.parallel.world import World
 from trainer.run.folder import RunFolder
 
@@ -241,9 +241,9 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    for module, broken in ((checkpoint, "sha256"), (files, "flush")):
+    for module, broken in ((checkpoint, "sha256"), (files, "flush"), (checkpoint, "_replace")):
 
-        def pull_the_plug(path: Path) -> str:
+        def pull_the_plug(*of: object) -> str:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
