@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from evidence.turns import in_turns
 from trainer.config.compose import quoted
 from trainer.errors import UserError
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, write_json
@@ -24,7 +25,7 @@ STOP_TIMEOUT_S = 120.0
 """What an interrupted process may take to save and end."""
 _LIMIT_STOP_S = 15.0
 """The same of one with a limit, which saves nothing of use."""
-TRAIN = "train.py"
+TRAIN = "scripts/train.py"
 NULL_SHIFT = 1000
 """What a null arm adds to every seed."""
 DIVERGED = 3
@@ -42,7 +43,7 @@ class Arm:
     seed_shift: int = 0
     """Added to every seed: a null arm is the baseline with other seeds."""
     script: str = TRAIN
-    """Of ``scripts/``: what is run."""
+    """What is run, below the project's folder."""
 
 
 @dataclass
@@ -82,16 +83,6 @@ class Outcome:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def interleaved(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
-    """Yield every run: all arms of a seed before the next seed, in an order that alternates.
-
-    A machine that slows down or warms up then affects all arms alike, and what is compared runs close in time.
-    """
-    for number, seed in enumerate(seeds):
-        for arm in arms if number % 2 == 0 else reversed(arms):
-            yield arm, seed
-
-
 def merged(*groups: Sequence[str]) -> list[str]:
     """Return overrides in which the last value of a key counts. Hydra itself refuses a group that is chosen twice."""
     return list({text.partition("=")[0].lstrip("+~"): text for group in groups for text in group}.values())
@@ -118,7 +109,7 @@ class Runner:
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
         own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={quoted(str(self.runs))}"]
-        script = str(PROJECT / "scripts" / arm.script)
+        script = str(PROJECT / arm.script)
         return [sys.executable, script, *merged(self.common, arm.overrides, own)]
 
     def done(self, arm: Arm, seed: int) -> Outcome | None:
@@ -165,7 +156,7 @@ class Runner:
             seeds: one pair of runs each.
             report: called after every run with its number, their count, its outcome, and whether it was done before.
         """
-        plan = list(interleaved(arms, seeds))
+        plan = list(in_turns(arms, seeds))
         outcomes: list[Outcome] = []
         settled: set[str] = set()
         for number, (arm, seed) in enumerate(plan, 1):

@@ -17,7 +17,8 @@ from evidence.claims.claims import Claim, lacking, load
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import MOST, reasons
 from evidence.measures import MEASURES, TIMED, measured
-from evidence.runs import DIVERGED, Arm, Outcome, Runner, interleaved, outcome_line
+from evidence.runs import DIVERGED, Arm, Outcome, Runner, outcome_line
+from evidence.turns import in_turns
 from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
@@ -80,7 +81,7 @@ class Reproduction:
         launch = self.budget.launch if self.budget else self.launch
         runner = Runner(self.folder / self._key(claim), launch=launch)
         seeds = list(range(claim.repeats))
-        return arms, runner, [arm.label for arm, seed in interleaved(arms, seeds) if not runner.done(arm, seed)]
+        return arms, runner, [arm.label for arm, seed in in_turns(arms, seeds) if not runner.done(arm, seed)]
 
     def expected(self, claim: Claim, runner: Runner) -> Seconds:
         """Return what each arm's run takes, by what is known."""
@@ -257,7 +258,7 @@ def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
     names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]
     values = {name: [measured(outcome, name) for outcome in mine] for name in names}
     return {
-        "script": arm.script,
+        "script": Path(arm.script).name,
         "overrides": overrides,
         "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
         "measures": {
