@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from evidence.claims.budget import duration as seconds_of
+from evidence.budget import duration as seconds_of
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
 from evidence.runs import merged

@@ -21,7 +21,8 @@ FILES = [
     PROJECT / "trainer/run/command.py",
 ]
 COMMAND = re.compile(
-    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:python (?:scripts/|benchmarks/[bg])|torchrun |make |sbatch |pip |docker |source )[^`]*)"
+    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*"
+    r"(?:python (?:scripts/|benchmarks/[bg])|torchrun |make |sbatch |pip |docker |source )[^`]*)"
 )
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.")
 KEY_VALUE = re.compile(r"^[\w./+~-]+=\[")

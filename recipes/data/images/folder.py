@@ -188,9 +188,7 @@ def _images_by_class(root: Path) -> dict[str, list[str]]:
     """
     classes = {}
     for folder in sorted(entry for entry in root.iterdir() if entry.is_dir()):
-        walk = os.walk(folder, followlinks=True)
-        files = sorted(os.path.join(place, name) for place, _, names in walk for name in names if _named_image(name))
-        if files:
+        if files := images_below(folder):
             classes[folder.name] = files
     if not classes:
         if any(_named_image(entry.name) for entry in root.iterdir()):
@@ -199,6 +197,12 @@ def _images_by_class(root: Path) -> dict[str, list[str]]:
             f"data.path: no images in {root} (looked for {', '.join(EXTENSIONS)}); data.path must be {WANTED}"
         )
     return classes
+
+
+def images_below(folder: Path) -> list[str]:
+    """Return the image files in a folder and the folders below it, sorted."""
+    walk = os.walk(folder, followlinks=True)
+    return sorted(os.path.join(place, name) for place, _, names in walk for name in names if _named_image(name))
 
 
 def _named_image(name: str) -> bool:
