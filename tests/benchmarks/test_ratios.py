@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from evidence.bench import bench, inference, loading, overhead, parts
-from evidence.bench.baselines import BareLoop, Workload
-from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job, resnet_job
-from evidence.bench.measurement import Bench
-from evidence.bench.turns import Row, Turns, interleave, overheads, ratios, stopwatch
+from benchmarks import loading, overhead, ratios
+from benchmarks.jobs import BIGNET, TINY_MLP, BareLoop, Job, Workload, gpt2_job, resnet_job
+from benchmarks.overhead import Turns, overheads
+from benchmarks.rows import Bench, Row
 from mantissa.formats import BASIC
 from trainer.errors import RunError
-from trainer.hardware import Hardware, detect, threads
+from trainer.hardware import Hardware, detect
 from trainer.optim import classes as optimizer_names
 from trainer.trainer import Trainer
 
@@ -58,35 +57,6 @@ def gpu() -> Hardware:
     return Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
 
 
-def test_blocks_take_turns_and_the_first_repeat_is_not_kept() -> None:
-    calls: list[str] = []
-    seconds = {"a": iter([9.0, 1.0, 2.0]), "b": iter([7.0, 3.0, 5.0])}
-
-    def block(name: str) -> Callable[[], float]:
-        def run() -> float:
-            calls.append(name)
-            return next(seconds[name])
-
-        return run
-
-    times = interleave({"a": block("a"), "b": block("b")}, repeats=2)
-    assert times == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
-    assert calls == ["a", "b", "b", "a", "a", "b"]  # neither is always the one that runs second
-    assert ratios(times, "b", "a") == [3.0, 2.5]
-
-
-def test_without_warm_up_every_repeat_is_kept() -> None:
-    seconds = iter([4.0, 6.0])
-    assert interleave({"a": lambda: next(seconds)}, repeats=2, warm_up=0) == {"a": [4.0, 6.0]}
-
-
-def test_a_stopwatch_measures_only_its_own_steps() -> None:
-    clock = FakeClock()
-    block = stopwatch(clock.work(0.5), CPU, clock)
-    clock.now += 100
-    assert block(4) == 2.0
-
-
 def test_a_fit_alternates_with_blocks_and_whole_fits() -> None:
     clock = FakeClock()
     calls: list[tuple[str, int]] = []
@@ -100,12 +70,13 @@ def test_a_fit_alternates_with_blocks_and_whole_fits() -> None:
 
         return block
 
-    turns = Turns(2, 3, 2, {"bare": counted("bare", 2.0)}, {"other": counted("other", 5.0)}, clock)
+    turns = Turns(Job("", (), 2, 3), 2, {"bare": counted("bare", 2.0)}, {"other": counted("other", 5.0)}, clock)
     turns.start()
     for step in range(1, 21):  # two more than are measured
         clock.now += 30.0 if step <= 6 else 3.0  # the warm-up is slow
         if turns.due(step):
             turns.take(step)
+            turns.start(step)
     assert turns.last_step == 18
     assert turns.times == {"trainer": [18.0, 18.0], "bare": [12.0, 12.0], "other": [30.0, 30.0]}
     assert calls == 3 * ([("bare", 2)] * 3 + [("other", 6)])
@@ -113,8 +84,8 @@ def test_a_fit_alternates_with_blocks_and_whole_fits() -> None:
 
 def test_overheads_are_per_cent_or_milliseconds_a_step() -> None:
     times = {"trainer": [1.02, 2.2], "bare": [1.0, 2.0]}
-    assert overheads(times, "trainer", "%", 100) == pytest.approx([2.0, 10.0])
-    assert overheads(times, "trainer", "ms", 100) == pytest.approx([0.2, 2.0])
+    assert overheads(times, "%", 100) == pytest.approx([2.0, 10.0])
+    assert overheads(times, "ms", 100) == pytest.approx([0.2, 2.0])
 
 
 def test_a_row_quotes_the_median_and_judges_it() -> None:
@@ -138,16 +109,6 @@ def test_a_row_quotes_the_median_and_judges_it() -> None:
     assert "not installed" in nothing.text()
 
 
-def test_threads_are_given_back() -> None:
-    before = torch.get_num_threads()
-    with threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before
-    with threads(None):
-        assert torch.get_num_threads() == before
-    assert torch.get_num_threads() == before
-
-
 def test_the_jobs_are_commands_that_resolve(gpu: Hardware) -> None:
     for hardware in (detect("cpu"), gpu):
         for job in (gpt2_job(hardware), resnet_job(hardware), BIGNET, TINY_MLP):
@@ -169,7 +130,7 @@ def test_the_bare_loop_trains_and_logs_every_ten_steps() -> None:
 def test_speedups_are_measured(tmp_path: Path) -> None:
     arch = ("recipe=resnet", "recipe.arch=squeezenet1_1", "recipe.image_size=32", "data=synthetic", "data.classes=2")
     jobs = (SMALL, Job("images", (*arch, "batch_size=2")))
-    rows = list(bench.precision(Bench(detect("cpu"), 2, tmp_path, modes=MODES), jobs))
+    rows = list(ratios.precision(Bench(detect("cpu"), 2, tmp_path, modes=MODES), jobs))
     expected = ["small, throughput, bf16 / fp32", "small, throughput, fp16 / fp32"]
     expected += ["images, throughput, bf16 / fp32", "images, throughput, bf16 / bf16 NCHW"]
     assert [row.name for row in rows] == expected
@@ -201,14 +162,14 @@ def test_the_overhead_is_measured_where_mlflow_is_not_installed(
 
 
 def test_the_cost_of_averaged_weights_is_a_share_of_the_step(tmp_path: Path) -> None:
-    (row,) = parts.ema_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
+    (row,) = ratios.ema_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
     assert (row.name, row.unit, row.target) == ("small, ema=default, over ema=none", "%", 2.0)
     assert len(row.values) == 4
     assert row.median > 0
 
 
 def test_the_cost_of_a_measurement_is_spread_over_its_interval(tmp_path: Path) -> None:
-    (row,) = parts.diagnostics_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
+    (row,) = ratios.diagnostics_cost(Bench(detect("cpu"), 2, tmp_path), SMALL)
     assert (row.name, row.unit, row.target) == ("small, diagnostics=numerics, over diagnostics=none", "%", 2.0)
     assert len(row.values) == 4
     assert row.median > 0
@@ -216,7 +177,7 @@ def test_the_cost_of_a_measurement_is_spread_over_its_interval(tmp_path: Path) -
 
 def test_steps_of_optimizers_are_compared_with_adamw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(optimizer_names._ELSEWHERE, "Lion", ("missing_library", "missing_library>=1"))
-    muon, lion = parts.optimizers(Bench(detect("cpu"), 2, tmp_path), TEXT, ("muon", "lion"))
+    muon, lion = ratios.optimizers(Bench(detect("cpu"), 2, tmp_path), TEXT, ("muon", "lion"))
     assert (muon.name, muon.unit, len(muon.values)) == ("text, a step with muon / with adamw", "x", 2)
     assert muon.measured.endswith("batch_size=4 optimizer=muon")
     assert lion.values == []
@@ -233,7 +194,7 @@ def test_generation_is_measured_with_and_without_the_cache(tmp_path: Path, monke
         return forward(self, input_ids=input_ids, **given)
 
     monkeypatch.setattr(GPT2LMHeadModel, "forward", watched)
-    fp32, bf16 = inference.generation(Bench(detect("cpu"), 1, tmp_path, modes=MODES), TEXT, tokens=3)
+    fp32, bf16 = ratios.generation(Bench(detect("cpu"), 1, tmp_path, modes=MODES), TEXT, tokens=3)
     assert (fp32.name, fp32.unit, fp32.target, fp32.at_most) == (
         "text fp32, generation, with cache / without",
         "x",
@@ -249,7 +210,7 @@ def test_evaluation_is_measured_beside_the_forward_pass_of_training(
 ) -> None:
     seconds = {"forward": [3.0], "evaluation": [2.0]}
     samples: list[int] = []
-    one_pass = inference.evaluate
+    one_pass = ratios.evaluate
 
     def watched(opened: Any) -> Any:
         samples.append(one_pass(opened).samples)
@@ -258,9 +219,9 @@ def test_evaluation_is_measured_beside_the_forward_pass_of_training(
         assert all(block() > 0 for block in blocks.values())
         return seconds
 
-    monkeypatch.setattr(inference, "evaluate", watched)
+    monkeypatch.setattr(ratios, "evaluate", watched)
     monkeypatch.setattr(Bench, "interleave", interleaved)
-    (row,) = inference.evaluation(Bench(detect("cpu"), 1, tmp_path, modes=MODES), [TEXT])
+    (row,) = ratios.evaluation(Bench(detect("cpu"), 1, tmp_path, modes=MODES), [TEXT])
     assert (row.name, row.target) == ("text, evaluation / training's forward", 1.0)
     assert row.values == [1.5 * samples[0] / 16]
 
@@ -285,7 +246,7 @@ if "eval_samples=1" not in sys.argv:
 def test_starting_is_measured_until_the_first_step(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FAKE_TRAIN)
-    rows = list(bench.startup(Bench(detect("cpu"), 1, tmp_path, modes=MODES), script))
+    rows = list(ratios.startup(Bench(detect("cpu"), 1, tmp_path, modes=MODES), script))
     assert [row.unit for row in rows] == ["s", "x", "s", "x", "s"]
     assert rows[0].median < 600  # the process's own end
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -296,7 +257,7 @@ def test_starting_is_measured_until_the_first_step(tmp_path: Path) -> None:
 def test_a_process_that_ends_otherwise_is_an_error(tmp_path: Path, options: dict[str, object]) -> None:
     command = [sys.executable, "-c", "import sys; print('what it said'); sys.exit(1)"]
     with pytest.raises(RunError, match=r"status 1:\nwhat it said"):
-        bench._seconds(command, tmp_path, **options)  # type: ignore[arg-type]
+        ratios._seconds(command, tmp_path, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm's reader
@@ -304,7 +265,7 @@ def test_loading_is_measured_beside_torchvisions_own_loop_and_timms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "BATCH", 4)
-    found = {row.name: row for row in bench.loader(Bench(detect("cpu"), 1, tmp_path), images=8, batches=1)}
+    found = {row.name: row for row in loading.loader(Bench(detect("cpu"), 1, tmp_path), images=8, batches=1)}
     for policy in loading.POLICIES:
         rate = found[f"loading alone, {policy}, Mantissa"]
         assert rate.unit == "images/s"

@@ -1,9 +1,20 @@
-"""Measurements without a training run: each writes a summary like a run's, for claims to use."""
+"""Measure one thing without a training run: ``python benchmarks/probe.py gemm size=4096 precision=bf16``.
+
+  gemm         one square matrix product, its speed and its error
+    size=4096  precision=fp32, tf32, bf16 or fp16  repeats=10  rows=64 (that are compared with fp64)
+  clip_order   what clip_grad_norm_ sees before and after unscale_, in a plain loop with torch's scaler
+    order=after or before  max_norm=1  scale=65536
+  max_batch    the largest batch that trains within a budget of memory, in one microbatch
+    budget=1GiB  by=trials or forecast
+All take device=auto, seed=0, output_dir=outputs and run_name; clip_order and max_batch also what train.py takes.
+Exit code: 0, 1 when the measurement fails, 2 for a user error, 130 when interrupted.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +23,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from evidence.bench.turns import stopwatch
+from evidence.turns import stopwatch
 from trainer.config.compose import compose
-from trainer.config.options import parse
+from trainer.config.options import parse, run
 from trainer.errors import UserError, nearest
 from trainer.files import write_json
 from trainer.hardware import Hardware, detect
@@ -200,3 +211,7 @@ def measure(arguments: list[str]) -> Path:
     }
     write_json(folder / "summary.json", summary)
     return folder / "summary.json"
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, __doc__))

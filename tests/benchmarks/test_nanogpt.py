@@ -8,23 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from evidence.bench import nanogpt as module
-from evidence.bench.jobs import Job
-from evidence.bench.measurement import Bench
-from evidence.bench.nanogpt import (
+from benchmarks import nanogpt as module
+from benchmarks.jobs import Job, shakespeare
+from benchmarks.nanogpt import (
     DEFAULT,
     PLAIN,
     Contest,
     Contestant,
+    PlainLoop,
+    PlainShape,
     Point,
     _plain,
     nanogpt,
     race,
     race_rows,
-    shakespeare,
 )
-from evidence.bench.nanogpt_loop import PlainLoop, PlainShape
-from evidence.bench.turns import Row
+from benchmarks.rows import Bench, Row
 from recipes.gpt2_model import SHAPES
 from trainer.hardware import detect
 from trainer.trainer import Trainer
@@ -132,7 +131,7 @@ def test_each_takes_its_share_of_its_steps_in_every_round(contest: Contest) -> N
     assert racers["b"].reached(1.89) == Point(1000, 500, 1.89)
     assert racers["b"].reached(1.5) is None
     assert (racers["b"].to(1.5, False), racers["b"].to(1.5, True)) == (1000, 1000 + 2 * 10)  # its whole time
-    assert said[:3] == ["b, round 1 of 4", "a, round 1 of 4", "a, round 2 of 4"]
+    assert said[:3] == ["a, round 1 of 4", "b, round 1 of 4", "b, round 2 of 4"]
 
 
 def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from evidence.bench.measurement import Bench
-from evidence.bench.turns import Row, ratios, stopwatch
+from benchmarks.rows import Bench, Row
+from evidence.turns import ratios, stopwatch
 from trainer.config.compose import compose
 from trainer.data.loader import Batching, DataOrder
 from trainer.hardware import Hardware, threads

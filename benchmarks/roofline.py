@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from evidence.bench.jobs import Job, gpt2_job, resnet_job, steps_of
-from evidence.bench.measurement import Bench
-from evidence.bench.nanogpt import shakespeare
-from evidence.bench.turns import Row, synchronise
+from benchmarks.jobs import Job, gpt2_job, resnet_job, shakespeare
+from benchmarks.rows import Bench, Row
 from evidence.operators import ATTENTION, PRODUCTS_GROUP, by_group, group
+from evidence.turns import steps_of, synchronise
 from mantissa.formats import BASIC, FORMATS
 from trainer.hardware import UNAVAILABLE
 from trainer.profiling.flops import step_counter
@@ -31,7 +30,7 @@ def roofline(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
             if (why := bench.left_out(mode)) is None:
                 yield from _rows(bench, job, mode)
             else:
-                yield Row(f"{job.name} {mode}, rate of its products / measured", "x", [], f"left out: {why}")
+                yield Row(f"{job.name} {mode}, rate of its products / measured", "x", [], why)
 
 
 def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
@@ -47,7 +46,7 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
     fractions: list[float] = []
     seconds: list[float] = []
     for repeat in range(bench.repeats + 1):
-        bench.report(f"{job.name} {mode}: {f'repeat {repeat} of {bench.repeats}' if repeat else 'warm-up'}")
+        bench.repeat(f"{job.name} {mode}", repeat)
         synchronise(device)
         with new_profile(device) as profile:
             began = time.perf_counter()

@@ -2,21 +2,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from evidence.bench import bench, measurement
-from evidence.bench.bench import MEASUREMENTS
-from evidence.bench.command import main
-from evidence.bench.jobs import Job
-from evidence.bench.measurement import Bench, Measurement, StatusLine
-from evidence.bench.turns import Row
+from benchmarks import bench, ratios, rows
+from benchmarks.bench import MEASUREMENTS, main
+from benchmarks.jobs import Job
+from benchmarks.rows import Bench, Row
 from trainer.config.options import run
 from trainer.hardware import detect
 
+Measurement = Callable[[Bench], Iterator[Row]]
 WHY = "fp16 products take 95 times as long as fp32's here"
 Known = Callable[[str], str]
 
@@ -26,7 +23,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Run the command with these measurements in the place of its own."""
 
     def command(*arguments: str, **measurements: Measurement) -> int:
-        monkeypatch.setattr("evidence.bench.command.MEASUREMENTS", measurements)
+        monkeypatch.setattr("benchmarks.bench.MEASUREMENTS", measurements)
         return run(main, None, ["device=cpu", *arguments])
 
     return command
@@ -55,31 +52,22 @@ def test_a_row_is_printed_before_the_next_is_computed(
     assert "computing" not in rest  # no terminal: nothing but rows
 
 
-def test_the_status_line_names_measurement_loop_and_repeat() -> None:
-    now = [100.0]
-    console = Console(file=StringIO(), force_terminal=True, width=100)
-    with StatusLine(console, lambda: now[0]) as shown:
-        shown.stage = "precision, 1 of 12"
-        given = Bench(detect("cpu"), 2, Path(), shown.report)
-        lines: list[str] = []
+def test_a_terminal_shows_measurement_loop_and_repeat(
+    measure: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(bench.Status, "update", lambda self, status: lines.append(str(status)))
 
-        def block() -> float:
-            now[0] += 31
-            lines.append(shown.line())
-            return 1.0
+    def given_loops(given: Bench) -> Iterator[Row]:
+        yield row("loops", *given.interleave("gpt2 mini", {"bf16": lambda: 1.0})["bf16"])
 
-        assert given.interleave("gpt2 mini", {"bf16": block}) == {"bf16": [1.0, 1.0]}
-        assert shown._live is not None
-        shown._live.refresh()
-        shown.print("a row [as] it is")
-    assert lines == [
-        "0:31  precision, 1 of 12  gpt2 mini: bf16, warm-up",
-        "1:02  precision, 1 of 12  gpt2 mini: bf16, repeat 1 of 2",
-        "1:33  precision, 1 of 12  gpt2 mini: bf16, repeat 2 of 2",
+    assert measure("repeats=2", precision=given_loops) == 0
+    assert [line.split("  ", 1)[1] for line in lines] == [
+        "precision, 1 of 1",
+        "precision, 1 of 1  gpt2 mini: bf16, warm-up",
+        "precision, 1 of 1  gpt2 mini: bf16, repeat 1 of 2",
+        "precision, 1 of 1  gpt2 mini: bf16, repeat 2 of 2",
     ]
-    output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert lines[-1] in output
-    assert "a row [as] it is" in output
 
 
 def test_a_measurement_that_fails_is_named_and_the_others_go_on(
@@ -133,41 +121,23 @@ def test_ctrl_c_prints_what_is_known(
     assert [each["name"] for each in json.loads(file.read_text())["rows"]] == ["whole", "of two repeats"]
 
 
-def test_without_a_complete_repeat_an_interrupt_is_one() -> None:
-    calls = iter([1.0, 1.0])
-
-    def block() -> float:
-        for seconds in calls:
-            return seconds
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Bench(detect("cpu"), 2, Path()).interleave("job", {"a": block, "b": block})
-
-
 def test_rows_become_a_page(measure: Callable[..., int], tmp_path: Path) -> None:
-    def rows(given: Bench) -> Iterator[Row]:
+    def found(given: Bench) -> Iterator[Row]:
         yield Row("speed", "x", [2.0, 3.0, 4.0], "a command", 2.5, at_most=False)
         yield Row("nothing", "x", [], "left out: it takes hours")
 
     page = tmp_path / "page.md"
-    assert measure(f"table={page}", "repeats=3", rows=rows) == 0
+    assert measure(f"table={page}", "repeats=3", rows=found) == 0
     text = page.read_text()
-    assert "    python scripts/bench.py device=cpu repeats=3\n" in text
+    assert "    python benchmarks/bench.py device=cpu repeats=3\n" in text
     assert "## rows\n\n| quantity | measured | target | how |" in text
     assert "| speed | 3.000x (2.000 to 4.000) | ≥ 2.5x | a command |" in text
     assert "| nothing | – |  | left out: it takes hours |" in text
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_measuring(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("json", "table"):
-        assert run(main, None, [f"{option}=nowhere/file"]) == 2
-        assert f"{option}=nowhere/file: there is no folder" in capsys.readouterr().err
-
-
 @pytest.fixture
 def no_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "not_timed_here", lambda mode, _: WHY if mode in ("fp16", "bf16") else None)
+    monkeypatch.setattr(rows, "not_timed_here", lambda mode, _: WHY if mode in ("fp16", "bf16") else None)
 
 
 @pytest.fixture
@@ -179,27 +149,27 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(" ".join(overrides))
         return lambda: 1.0
 
-    monkeypatch.setattr(bench, "_training_block", block)
+    monkeypatch.setattr(ratios, "_training_block", block)
     return names
 
 
 @pytest.mark.usefixtures("no_fp16")
 def test_a_format_in_fp32_arithmetic_is_left_out_and_named(tmp_path: Path, trained: list[str]) -> None:
     job = Job("a job", ())
-    rows = list(bench.precision(Bench(detect("cpu"), 1, tmp_path), (job, job)))
+    found = list(ratios.precision(Bench(detect("cpu"), 1, tmp_path), (job, job)))
     assert trained == []  # fp32 alone says nothing
-    assert len(rows) == 4
-    assert {row.measured.partition(";")[0] for row in rows} == {f"left out: {WHY}"}
-    assert {len(row.values) for row in rows} == {0}
+    assert len(found) == 4
+    assert {row.measured.partition(";")[0] for row in found} == {f"left out: {WHY}"}
+    assert {len(row.values) for row in found} == {0}
 
 
 @pytest.mark.usefixtures("no_fp16")
 def test_a_format_in_fp32_arithmetic_is_measured_where_it_is_asked_for(tmp_path: Path, trained: list[str]) -> None:
     job = Job("a job", ())
-    rows = list(bench.precision(Bench(detect("cpu"), 1, tmp_path, modes=frozenset({"fp16"})), (job, job)))
+    found = list(ratios.precision(Bench(detect("cpu"), 1, tmp_path, modes=frozenset({"fp16"})), (job, job)))
     assert trained == ["precision=fp32", "precision=fp16"]
-    assert [row.name for row in rows if row.values] == ["a job, throughput, fp16 / fp32"]
-    assert rows[0].measured == f"left out: {WHY}; measured with modes=bf16"
+    assert [row.name for row in found if row.values] == ["a job, throughput, fp16 / fp32"]
+    assert found[0].measured == f"left out: {WHY}; measured with modes=bf16"
 
 
 @pytest.mark.usefixtures("no_fp16")
@@ -209,7 +179,34 @@ def test_what_compares_no_precisions_is_measured_in_fp32_where_bf16_is_not_timed
     assert Bench(given.hardware, 1, tmp_path, modes=frozenset({"bf16"})).mode == "bf16"
 
 
-def test_the_own_measurements_are_generators() -> None:
-    given = Bench(detect("cpu"), 1, Path("nowhere"))
-    for name, measure in MEASUREMENTS.items():
-        assert isinstance(measure(given), Iterator), name
+def test_the_help_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(main, bench.__doc__, ["--help"]) == 0
+    assert ", ".join(MEASUREMENTS) in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["only=memroy"], "only=memroy is unknown; did you mean 'memory'"),
+        (["modes=bf15"], "modes=bf15 is unknown; did you mean 'bf16'"),
+        (["repeats=0"], "repeats=0 must be a whole number of at least 1"),
+        (["text=nowhere.txt"], "text=nowhere.txt: there is no such file"),
+        (["json=nowhere/file"], "json=nowhere/file: there is no folder"),
+        (["table=nowhere/file"], "table=nowhere/file: there is no folder"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(main, None, arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_those_that_are_named_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in MEASUREMENTS:
+        monkeypatch.setitem(MEASUREMENTS, name, lambda _, name=name: done.append(name) or [])
+    assert run(main, None, ["only=memory,precision", "device=cpu"]) == 0
+    assert done == ["memory", "precision"]
+    assert run(main, None, ["device=cpu"]) == 0
+    assert done[2:] == list(MEASUREMENTS)

@@ -3,12 +3,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from evidence import probes
+from benchmarks import probe as probes
 from evidence.measures import PROBE_MEASURES
 from trainer.config.options import run
 from trainer.errors import UserError
@@ -94,4 +95,5 @@ def test_what_is_no_number_is_not_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_every_probe_measures_is_known_beforehand() -> None:
+    assert re.findall(r"^  (\w+) ", str(probes.__doc__), re.MULTILINE) == list(probes.PROBES)
     assert set(PROBE_MEASURES) == set(probes.PROBES)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from evidence.bench import roofline as module
-from evidence.bench.jobs import Job
-from evidence.bench.measurement import Bench
-from evidence.bench.roofline import OUTSIDE, roofline
+from benchmarks import roofline as module
+from benchmarks.jobs import Job
+from benchmarks.roofline import OUTSIDE, roofline
+from benchmarks.rows import Bench
 from evidence.operators import ATTENTION, ELEMENTWISE, GROUPS, PRODUCTS_GROUP, by_group, group
 from trainer.hardware import detect
 

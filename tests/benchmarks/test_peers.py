@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import math
+import json
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -9,13 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from evidence.bench import frameworks
-from evidence.bench.baselines import BareLoop, Workload
-from evidence.bench.frameworks import FIT_WARM_UP, FRAMEWORKS, Framework, Loop, bare, fitted, stepwise
-from evidence.bench.jobs import TINY_MLP, Job
-from evidence.bench.measurement import Bench
-from evidence.bench.overhead import PEAK_STEP, Watch, trainer_peak
-from evidence.bench.peers import BARE, MANTISSA, FirstSteps, Peer, SideBySide, peers, peers_jobs, peers_mode
+from benchmarks import peers as module
+from benchmarks.jobs import TINY_MLP, BareLoop, Workload
+from benchmarks.overhead import PEAK_STEP, Watch, trainer_peak
+from benchmarks.peers import (
+    BARE,
+    FIT_WARM_UP,
+    FRAMEWORKS,
+    MANTISSA,
+    FirstSteps,
+    Framework,
+    Loop,
+    Peer,
+    SideBySide,
+    bare,
+    fitted,
+    peers,
+    peers_mode,
+    stepwise,
+)
+from benchmarks.rows import Bench
 from trainer.hardware import EMULATED, NATIVE, Hardware, detect
 
 JOB = replace(TINY_MLP, overrides=(*TINY_MLP.overrides, "tracking=local"), steps=2, rounds=2)
@@ -61,8 +74,8 @@ def crashes_later(workload: Workload, folder: Path) -> Loop:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[SideBySide, dict[str, str], list[str]]:
     made = (
-        Framework("whole", whole, ("torch",), whole_fit=True),
-        Framework("other rate", other_rate, ("torch",), note=lambda mode: f"differs in {mode}"),
+        Framework("whole", whole, ("torch",)),
+        Framework("other rate", other_rate, ("torch",), note="differs"),
         Framework("cannot start", cannot_start, ("torch",)),
         Framework("crashes later", crashes_later, ("torch",)),
         Framework("absent", bare, ("a-package-that-nobody-has",)),
@@ -85,14 +98,13 @@ def test_loops_of_the_same_job_are_side_by_side(measured: tuple[SideBySide, dict
         assert 0.9 < found[name].peak_bytes / found[BARE].peak_bytes < 1.1
     assert table.throughput(found[BARE]) == [1.0, 1.0]
     assert table.overhead_ms(found[BARE]) == [0.0, 0.0]
-    assert found[MANTISSA].drift < 1e-6
-    assert found["whole"].drift < 1e-6
+    assert max(found[name].drift or 0.0 for name in (MANTISSA, "whole")) < 1e-6
 
 
 def test_a_loop_that_trains_otherwise_is_found_out(measured: tuple[SideBySide, dict[str, str], list[str]]) -> None:
     notes = "\n".join(measured[0].notes())
     assert "other rate: NOT the same training; after 3 steps its weights differ from the bare loop's" in notes
-    assert "other rate: differs in fp32" in notes
+    assert "other rate: differs" in notes
     assert "differ by at most 0.00% of the distance that the weights moved): Mantissa, everything on, whole" in notes
 
 
@@ -110,7 +122,7 @@ def test_a_framework_that_fails_is_named_and_the_others_are_measured(
     assert rows["crashes later"][6] == rows[BARE][6]  # its first steps were measured
     assert "absent: a-package-that-nobody-has is not installed; make bench-peers installs it" in table.text()
     assert "cannot start: failed: ImportError: a part of it is missing" in table.markdown()
-    assert {peer["name"]: peer["note"] for peer in table.to_dict()["peers"]}["crashes later"].startswith("failed: ")
+    json.dumps(table.to_dict(), allow_nan=False)
 
 
 def test_it_says_which_loop_and_which_repeat(measured: tuple[SideBySide, dict[str, str], list[str]]) -> None:
@@ -139,7 +151,7 @@ def test_the_figures_are_of_one_step() -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_an_installed_framework_trains_the_same(framework: Framework, tmp_path: Path) -> None:
-    if why := framework.missing():
+    if why := framework.installed()[1]:
         pytest.skip(why)
     bench = Bench(detect("cpu"), 1, tmp_path)
     ours, by_hand, theirs = (FirstSteps(bench.hardware.device) for _ in range(3))
@@ -169,11 +181,10 @@ def test_the_first_batches_are_those_of_the_trainer(tmp_path: Path) -> None:
     bench = Bench(detect("cpu"), 1, tmp_path)
     workload = trainer_peak(bench, JOB, OPTIONS, FirstSteps(bench.hardware.device))
     batches = iter(workload.loader())
-    samples = workload.order[: 2 * workload.batch_size]
-    for number in range(2):
+    samples = workload.order
+    for number in range(PEAK_STEP + 1):
         own = workload.datasets.train.batch(samples[number * workload.batch_size : (number + 1) * workload.batch_size])
         assert torch.equal(next(batches)["x"], own["x"])
-    assert len(workload.dataset.batches) == PEAK_STEP + 1  # type: ignore[attr-defined]
 
 
 def test_the_comparison_is_in_bf16_where_it_is_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,39 +195,21 @@ def test_the_comparison_is_in_bf16_where_it_is_native(tmp_path: Path, monkeypatc
     assert peers_mode(Bench(bench.hardware, 1, tmp_path, modes=frozenset({"bf16"}))) == "bf16"
 
 
-def test_the_jobs_are_commands_that_resolve() -> None:
-    gpu = Hardware(torch.device("cuda", 0), "a GPU", 2**36, 8, (9, 0))
-    for hardware in (detect("cpu"), gpu):
-        jobs: tuple[Job, ...] = peers_jobs(hardware)
-        assert len(jobs) == 3
-        for job in jobs:
-            plan = job.config("precision=bf16", *OPTIONS[1:]).resolve(hardware).plan
-            assert plan.batching.accumulation == 1
-
-
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("2.5.6", None), ("2.6.2", "2.6.2 is installed"), ("2.6.3", "2.6.3 is installed"), (None, "is not installed")],
+    [("2.5.6", ""), ("2.6.2", "2.6.2 is installed"), ("2.6.3", "2.6.3 is installed"), (None, "is not installed")],
 )
 def test_only_lightning_2_5_is_ever_imported(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str
 ) -> None:
     def installed(package: str) -> str:
         if version is None:
             raise PackageNotFoundError(package)
         return version
 
-    monkeypatch.setattr(frameworks, "version", installed)
+    monkeypatch.setattr(module, "version", installed)
     monkeypatch.delitem(sys.modules, "lightning", raising=False)
     lightning = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
-    missing = lightning.missing()
-    assert missing is None if expected is None else expected in str(missing)
+    assert expected in lightning.installed()[1]
+    assert bool(expected) == bool(lightning.installed()[1])
     assert "lightning" not in sys.modules
-
-
-def test_figures_that_are_not_known_are_no_numbers() -> None:
-    table = SideBySide("job", "a command", "tokens", 1, 1, "a ledger", [Peer(BARE, "1.0", [1.0], 1, 0.0)])
-    table.peers.append(replace(table.peers[0], name="absent", seconds=[], peak_bytes=0, drift=math.nan, error="absent"))
-    absent = table.to_dict()["peers"][1]
-    assert [absent[key] for key in ("seconds", "overhead_ms", "peak_bytes", "drift")] == [[], [], None, None]
-    assert absent["note"] == "absent"

@@ -17,10 +17,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from evidence.bench.baselines import LOG_EVERY, BareLoop, Workload
-from evidence.bench.jobs import BIGNET, TINY_MLP, Job, gpt2_job
-from evidence.bench.measurement import Bench
-from evidence.bench.turns import Block, Clock, Row, Times, Turns, overheads, stopwatch, synchronise
+from benchmarks.jobs import BIGNET, LOG_EVERY, TINY_MLP, BareLoop, Job, Workload, gpt2_job
+from benchmarks.rows import Bench, Row
+from evidence.turns import Block, Clock, Times, ratios, stopwatch, synchronise
 from mantissa.display import size
 from trainer.errors import RunError
 from trainer.hardware import threads
@@ -34,6 +33,51 @@ from trainer.trainer import Trainer
 MLFLOW_PATIENCE_S = 60.0
 PEAK_STEP = 3
 """The optimizer step whose peak memory is measured: by then the optimizer has its state."""
+
+
+class Turns:
+    """Lets other loops take turns with a trainer's run, which cannot be called block by block.
+
+    In each round of a repeat the run takes ``steps`` optimizer steps and then each of ``others`` as many; at the end
+    of a repeat, each of ``fits`` takes as many as all its rounds together. One further repeat comes first, as a
+    warm-up, and is not kept.
+    """
+
+    def __init__(
+        self, job: Job, repeats: int, others: dict[str, Block], fits: dict[str, Block], clock: Clock = time.perf_counter
+    ) -> None:
+        self.steps, self.steps_per_repeat = job.steps, job.steps * job.rounds
+        self.last_step = self.steps_per_repeat * (repeats + 1)
+        self.others, self.fits, self.clock = others, fits, clock
+        self.report: Callable[[str, int], object] = lambda name, repeat: None
+        """Takes the name of the loop whose turn it is, and the repeat (0: the warm-up)."""
+        self._times: Times = {name: [0.0] * (repeats + 1) for name in ("trainer", *others, *fits)}
+
+    @property
+    def times(self) -> Times:
+        """Seconds per repeat by name; the run is called ``trainer``."""
+        return {name: seconds[1:] for name, seconds in self._times.items()}
+
+    def start(self, step: int = 0) -> None:
+        """Start the clock of the run's next block, after ``step`` optimizer steps."""
+        if step < self.last_step:  # what comes later is not measured
+            self.report("Mantissa", step // self.steps_per_repeat)
+        self._began = self.clock()
+
+    def due(self, step: int) -> bool:
+        """Return whether the run's optimizer step ``step`` (from 1) ends a block."""
+        return step % self.steps == 0 and step <= self.last_step
+
+    def take(self, step: int) -> None:
+        """End the run's block, and run the others' blocks; ``start`` is to be called then."""
+        repeat = (step - 1) // self.steps_per_repeat
+        self._times["trainer"][repeat] += self.clock() - self._began
+        blocks = [(name, block, self.steps) for name, block in self.others.items()]
+        if step % self.steps_per_repeat == 0:
+            blocks += [(name, block, self.steps_per_repeat) for name, block in self.fits.items()]
+        for name, block, steps in blocks:
+            self.report(name, repeat)
+            self._times[name][repeat] += block(steps)
 
 
 class MeasuredRun(Run):
@@ -55,9 +99,9 @@ class MeasuredRun(Run):
             if step == self.turns.steps_per_repeat:
                 self._wait_for_mlflow()
                 self.background_s -= _background_s()
-                self.turns.start(1)
             elif step == self.turns.last_step:
                 self.background_s += _background_s()
+            self.turns.start(step)
 
     def _wait_for_mlflow(self) -> None:
         # Its import and first connection belong to the start, not to a step.
@@ -108,17 +152,10 @@ def alternate(
     hardware, repeats, folder = bench.hardware, bench.repeats, bench.folder
     last = (repeats + 1) * job.rounds * job.steps + 1  # so that evaluation and the end come after the last block
     local = [] if find_spec("mlflow") else ["tracking=local"]  # a machine for measurements may lack it
-    config = job.config(
-        *(
-            *options,
-            *local,
-            f"device={hardware.device}",
-            f"output_dir={folder}",
-            f"run_name={job.name.replace(' ', '-')}",
-        ),
-        *(f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench"),
-        *(f"steps={last}", f"eval_every={last}", "eval_samples=1"),
-    )
+    place = (f"device={hardware.device}", f"output_dir={folder}", f"run_name={job.name.replace(' ', '-')}")
+    tracked = (f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench")
+    length = (f"steps={last}", f"eval_every={last}", "eval_samples=1")
+    config = job.config(*options, *local, *place, *tracked, *length)
     bench.report(f"{job.name}: building")
     trainer = Trainer.from_config(config, hardware)
     workload = Workload(trainer)
@@ -126,8 +163,8 @@ def alternate(
     blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | blocks
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
-    run.turns = turns = Turns(job.steps, job.rounds, repeats, blocks, fits, clock)
-    turns.report = lambda doing: bench.report(f"{job.name}: {doing}")
+    run.turns = turns = Turns(job, repeats, blocks, fits, clock)
+    turns.report = lambda name, repeat: bench.repeat(f"{job.name}: {name}", repeat)
     with threads(job.threads):
         turns.start()
         run.train()
@@ -154,8 +191,15 @@ def trainer_cost(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
         measured = f"{job.line(*options)}; {job.rounds} × {job.steps} steps a repeat"
         threads_of = "MLflow's threads" if find_spec("mlflow") else "without MLflow; threads"
         how = f"{measured}; {threads_of} used another {found.background_ms:.3f} ms of CPU per step"
-        cost = overheads(found.times, "trainer", unit, found.steps)
+        cost = overheads(found.times, unit, found.steps)
         yield Row(f"{job.name}, Mantissa over a bare loop", unit, cost, how, target)
+
+
+def overheads(times: Times, unit: str, steps: int) -> list[float]:
+    """Return the trainer's overhead over ``bare`` for each repeat of ``steps`` steps: in ``%``, or ``ms`` per step."""
+    if unit == "%":
+        return [100 * (ratio - 1) for ratio in ratios(times, "trainer", "bare")]
+    return [1e3 * (a - b) / steps for a, b in zip(times["trainer"], times["bare"], strict=True)]
 
 
 class Watch(Protocol):
