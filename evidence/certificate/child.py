@@ -13,9 +13,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,7 +33,8 @@ PATIENCE_STEPS = 8
 """How many steps a kill waits for its moment (a skipped step, a save); then it comes at once."""
 
 
-class Kill(NamedTuple):
+@dataclass(frozen=True)
+class Kill:
     """When a run kills itself."""
 
     kind: str
@@ -44,7 +46,7 @@ class Kill(NamedTuple):
 
     def text(self) -> str:
         """Return it as an argument of the command line."""
-        return ":".join(map(str, self))
+        return f"{self.kind}:{self.step}:{self.count}"
 
 
 class CountingWriter(CheckpointWriter):
