@@ -185,7 +185,7 @@ class Forward:
         return {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
-_KINDS = {
+_KINDS: dict[str, Any] = {
     "text_generation": TextGeneration,
     "text_to_text": TextToText,
     "question_answering": QuestionAnswering,
