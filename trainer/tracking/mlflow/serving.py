@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import json
 import shutil
+import sys
 from dataclasses import fields
 from modulefinder import ModuleFinder
 from pathlib import Path
@@ -66,7 +67,7 @@ def write_serving(
         samples = [SampleId(index, None) for index in range(min(EXAMPLE_ROWS, len(datasets.valid)))]
         batch = {name: tensor.to(device) for name, tensor in datasets.valid.batch(samples).items()}
         facts |= _forward_facts(target, recipe, datasets, model.to(device), batch)
-        for file in source_files(inspect.getfile(type(recipe))):
+        for file in source_files(str(sys.modules[type(recipe).__module__].__file__)):
             copy = target / "code" / file.relative_to(PROJECT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
@@ -84,8 +85,7 @@ def source_files(module: str) -> list[Path]:
     """Return the files of this project that a module's file imports, directly or not, in functions too, and itself."""
     finder = ModuleFinder([str(PROJECT)])
     finder.run_script(module)
-    files = [getattr(found, "__file__", None) for found in finder.modules.values()]
-    return [Path(file) for file in files if file]
+    return [Path(file) for found in finder.modules.values() if (file := getattr(found, "__file__", None))]
 
 
 def _forward_facts(target: Path, recipe: Recipe, datasets: Datasets, model: nn.Module, batch: Batch) -> dict[str, Any]:
