@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -14,9 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from evidence.budget import Budget, OutOfTime
 from trainer.config.compose import quoted
 from trainer.errors import UserError
-from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, write_json
+from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, write_json
 from trainer.tracking.plots import Series, read_series
 
 OUTCOME_FILE = "outcome.json"
@@ -27,6 +29,8 @@ _LIMIT_STOP_S = 15.0
 TRAIN = "train.py"
 NULL_SHIFT = 1000
 """What a null arm adds to every seed."""
+ENDED = -15
+"""The exit code of a run that was ended for lack of time."""
 DIVERGED = 3
 """The exit code of training that turned non-finite: an outcome, which the same command would have again."""
 SETTLED = (2, 4)
@@ -82,6 +86,9 @@ class Outcome:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+Launch = Callable[[list[str], Path, float | None], int]
+
+
 def interleaved(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
     """Yield every run: all arms of a seed before the next seed, in an order that alternates.
 
@@ -97,23 +104,38 @@ def merged(*groups: Sequence[str]) -> list[str]:
     return list({text.partition("=")[0].lstrip("+~"): text for group in groups for text in group}.values())
 
 
+@dataclass
 class Runner:
     """Trains arms below a folder; runs that are done are kept, unfinished ones start again."""
 
-    def __init__(
-        self, folder: Path, common: Sequence[str] = (), launch: Callable[[list[str], Path], int] | None = None
-    ) -> None:
-        """Prepare.
+    folder: Path
+    """Runs go to ``folder/runs/<arm>-s<seed>``."""
+    common: Sequence[str] = ()
+    """Overrides of all arms, which an arm's own may change."""
+    launch: Launch | None = None
+    """See ``in_a_process``, which is the default."""
+    budget: Budget | None = None
+    """Of time: no run is begun that is not expected to fit."""
+    earlier: dict[str, float] = field(default_factory=dict)
+    """Seconds that a run of each arm took in other folders."""
 
-        Args:
-            folder: runs go to ``folder/runs/<arm>-s<seed>``.
-            common: overrides of all arms, which an arm's own may change.
-            launch: runs a command line, writes what it prints to a file, and returns its exit code; None: as a
-                process of its own.
-        """
-        self.runs = folder / "runs"
-        self.common = common
-        self.launch = launch or in_a_process
+    @property
+    def runs(self) -> Path:
+        """The folder of the runs."""
+        return self.folder / "runs"
+
+    def seconds(self) -> dict[str, float]:
+        """Return what a run took, the mean of each arm; of those that were ended, at least that."""
+        found: dict[str, list[float]] = {}
+        for path in self.runs.glob(f"*/{OUTCOME_FILE}"):
+            found.setdefault(path.parent.name.rpartition("-s")[0], []).append(read_object(path)["wall_time_s"])
+        return {arm: statistics.mean(each) for arm, each in found.items()}
+
+    def expected_s(self, plan: Sequence[tuple[Arm, int]]) -> list[float | None]:
+        """Return what each run takes that is not done: if its arm never ran, as long as any; None where none ran."""
+        known = self.earlier | self.seconds()
+        longest = max(known.values(), default=None)
+        return [known.get(arm.label, longest) for arm, seed in plan if not self.done(arm, seed)]
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
@@ -136,23 +158,34 @@ class Runner:
 
         Raises:
             KeyboardInterrupt: the run was interrupted.
+            OutOfTime: it does not fit in the budget, or was ended at its end.
         """
+        if self.budget:
+            self.budget.check(self.expected_s([(arm, seed)]))
         folder = self.runs / _name(arm, seed)
         if folder.exists():
             shutil.rmtree(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
         self.runs.mkdir(parents=True, exist_ok=True)
         log = self.runs / f"{folder.name}.log"
-        began = time.monotonic()
-        code = self.launch(self.command(arm, seed), log)
+        clock = self.budget.clock if self.budget else time.monotonic
+        began = clock()
+        try:
+            limit_s = self.budget.left() if self.budget else None
+            code = (self.launch or in_a_process)(self.command(arm, seed), log, limit_s)
+        except subprocess.TimeoutExpired:
+            code = ENDED
         if code in (130, 143):
             raise KeyboardInterrupt
         summary = folder / SUMMARY_FILE
         found = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
-        failure = "" if code == 0 else _last_error(log)
-        outcome = Outcome(arm.label, seed, folder, code, failure, time.monotonic() - began, found)
-        if folder.exists():
+        failure = "" if code in (0, ENDED) else _last_error(log)
+        outcome = Outcome(arm.label, seed, folder, code, failure, clock() - began, found)
+        if folder.exists() or code == ENDED:
+            folder.mkdir(exist_ok=True)
             record = {"exit_code": code, "failure": failure, "wall_time_s": outcome.wall_time_s, "summary": found}
             write_json(folder / OUTCOME_FILE, record)
+        if code == ENDED:
+            raise OutOfTime(None)
         return outcome
 
     def run_all(
@@ -164,6 +197,9 @@ class Runner:
             arms: of one comparison.
             seeds: one pair of runs each.
             report: called after every run with its number, their count, its outcome, and whether it was done before.
+
+        Raises:
+            OutOfTime: what is left does not fit in the budget; the runs that are done are kept.
         """
         plan = list(interleaved(arms, seeds))
         outcomes: list[Outcome] = []
@@ -172,6 +208,8 @@ class Runner:
             if arm.label in settled:  # it would fail in the same way
                 continue
             known = self.done(arm, seed)
+            if known is None and self.budget:
+                self.budget.check(self.expected_s(plan[number - 1 :]))
             outcome = known or self.run(arm, seed)
             outcomes.append(outcome)
             if outcome.exit_code in SETTLED:

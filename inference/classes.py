@@ -39,21 +39,23 @@ def class_scores(confusion: np.ndarray, names: list[str]) -> list[ClassScore]:
         names: of the classes; the model may have more outputs.
     """
     right, of, given = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    found = []
-    for index in np.flatnonzero(of + given).tolist():
-        found.append(
-            ClassScore(
-                name_of(index, names),
-                _ratio(right[index], given[index]),
-                _ratio(right[index], of[index]),
-                _ratio(2 * right[index], of[index] + given[index]),
-                int(of[index]),
-            )
+
+    def ratio(part: int, whole: int) -> float | None:
+        return float(part / whole) if whole else None
+
+    return [
+        ClassScore(
+            _name(index, names),
+            ratio(right[index], given[index]),
+            ratio(right[index], of[index]),
+            ratio(2 * right[index], of[index] + given[index]),
+            int(of[index]),
         )
-    return found
+        for index in np.flatnonzero(of + given).tolist()
+    ]
 
 
-def name_of(index: int, names: list[str]) -> str:
+def _name(index: int, names: list[str]) -> str:
     """Return the name of an output; one beyond the classes of the data has its number."""
     return names[index] if index < len(names) else str(index)
 
@@ -65,21 +67,20 @@ def table(scores: list[ClassScore]) -> str:
         shown = sorted(scores, key=lambda score: score.f1 or 0)[:SHOWN]
         title = f"class (the lowest {SHOWN} of {len(scores)})"
     rows = [[title, "precision", "recall", "F1", "samples"]]
-    rows += [[score.name, *(_shown(value) for value in score[1:4]), str(score.samples)] for score in shown]
+    for name, *ratios, samples in shown:
+        rows.append([name, *("–" if value is None else f"{value:.3f}" for value in ratios), str(samples)])
     return columns(rows)
 
 
-def write_classes(folder: Path, confusion: np.ndarray, names: list[str], scores: list[ClassScore]) -> list[Path]:
-    """Write classes.csv, confusion.csv (rows: the samples' class) and confusion.png; return the paths."""
-    paths = [folder / name for name in ("classes.csv", "confusion.csv", "confusion.png")]
-    with paths[0].open("w", newline="", encoding="utf-8") as file:
+def write_classes(folder: Path, confusion: np.ndarray, names: list[str], scores: list[ClassScore]) -> None:
+    """Write classes.csv, confusion.csv (rows: the samples' class) and confusion.png."""
+    with (folder / "classes.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([list(ClassScore._fields), *scores])
-    labels = [name_of(index, names) for index in range(len(confusion))]
-    with paths[1].open("w", newline="", encoding="utf-8") as file:
+    labels = [_name(index, names) for index in range(len(confusion))]
+    with (folder / "confusion.csv").open("w", newline="", encoding="utf-8") as file:
         rows = [[label, *row] for label, row in zip(labels, confusion.tolist(), strict=True)]
         csv.writer(file).writerows([["class \\ given", *labels], *rows])
-    _draw(paths[2], confusion, labels)
-    return paths
+    _draw(folder / "confusion.png", confusion, labels)
 
 
 def _draw(path: Path, confusion: np.ndarray, labels: list[str]) -> None:
@@ -105,11 +106,3 @@ def _draw(path: Path, confusion: np.ndarray, labels: list[str]) -> None:
     right = int(confusion.diagonal().sum())
     axes.set_title(f"{right:,} of {int(confusion.sum()):,} right; colour: share of the row", fontsize=10)
     figure.savefig(path)
-
-
-def _ratio(part: Any, whole: Any) -> float | None:
-    return float(part / whole) if whole else None
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from inference.exported import Exported
@@ -55,21 +54,9 @@ def part_of(datasets: Datasets, split: str, data: DataSource) -> Dataset:
         return Joined([datasets.train, datasets.valid])
     found: Dataset | None = getattr(datasets, split)
     if found is None:
-        raise UserError(
-            f"split={split}: data={data.kind} has none; {_test_data(datasets, data)}split=valid or split=all"
-        )
+        given = "set data.test=…, or " if hasattr(data, "test") else ""
+        raise UserError(f"split={split}: data={data.kind} has none; {given}use split=valid or split=all")
     return found
-
-
-def _test_data(datasets: Datasets, data: DataSource) -> str:
-    """Return how test data can be given, for a message."""
-    if hasattr(data, "test"):
-        return "set data.test=…, or use "
-    if isinstance(datasets, TextDatasets):
-        return "for a text of your own use data=text data.path=test.txt split=all, else "
-    if isinstance(datasets, ImageDatasets):
-        return "for images of your own use data=imagefolder data.path=photos split=all, else "
-    return "use "
 
 
 def _with_classes(datasets: ImageDatasets, config: dict[str, Any]) -> ImageDatasets:
@@ -109,17 +96,16 @@ class Joined:
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self.datasets = datasets
-        self.starts = np.cumsum([0, *map(len, datasets)])
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return sum(map(len, self.datasets))
 
     def batch(self, samples: Sequence[SampleId]) -> Batch:
         """Return the samples, which lie in the order of the datasets, as those of an evaluation do."""
-        parts = []
-        for dataset, first, end in zip(self.datasets, self.starts, self.starts[1:], strict=False):
-            own = [
-                SampleId(sample.index - int(first), sample.seed) for sample in samples if first <= sample.index < end
-            ]
+        parts, first = [], 0
+        for dataset in self.datasets:
+            end = first + len(dataset)
+            own = [SampleId(index - first, seed) for index, seed in samples if first <= index < end]
             parts += [dataset.batch(own)] if own else []
+            first = end
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -17,7 +17,7 @@ from inference.setting import Setting
 from inference.textbytes import bytes_of_tokens
 from recipes.data.text.corpus import TokenizedText
 from recipes.language import LanguageRecipe
-from trainer.data.contract import Dataset, Datasets, SampleId
+from trainer.data.contract import Dataset, Datasets
 from trainer.data.evaluation import evaluation_samples
 from trainer.data.loader import to_device
 from trainer.errors import UserError
@@ -65,8 +65,6 @@ def open_all(exported: Exported, setting: Setting, split: str) -> Opened:
     """
     datasets = open_data(setting, exported)
     part = part_of(datasets, split, setting.config.data)
-    if not len(part):
-        raise UserError(f"split={split}: this part of the data is empty; choose another split")
     setting = setting.with_data(datasets)
     config = setting.config
     model = in_precision(load_model(exported, config.recipe, datasets), setting)
@@ -82,16 +80,23 @@ def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:
     Raises:
         UserError: there are fewer samples than ``at_least``.
     """
-    config, hardware, model = opened.setting.config, opened.setting.hardware, opened.model
-    recipe, device = config.recipe, hardware.device
-    batches = _batches(opened, at_least)
+    setting, model = opened.setting, opened.model
+    config, device, recipe = setting.config, setting.hardware.device, setting.config.recipe
+    samples = min(len(opened.part), setting.eval_samples or len(opened.part))
+    if samples < at_least:
+        raise UserError(
+            f"{at_least} batches are needed for an interval, and there are {samples} samples; "
+            "use eval_samples=… or more data"
+        )
+    size = min(int(config.micro_batch_size), samples // at_least)
     targets, units, text_bytes = [], [], 0
     sums: list[dict[str, Tensor]] = []
     confusion: Tensor | None = None
-    opened.setting.apply()
-    started, warm = _now(device), 0.0
+    setting.apply()
+    times = [_now(device)]
     with torch.inference_mode():
-        for microbatch in config.loader.batches(opened.part, batches, hardware):
+        batches = evaluation_samples(len(opened.part), setting.eval_samples, size)
+        for microbatch in config.loader.batches(opened.part, batches, setting.hardware):
             batch = to_device(microbatch, device)
             with config.precision.autocast(device):
                 output = recipe.loss(model, batch)
@@ -99,55 +104,31 @@ def evaluate(opened: Opened, at_least: int = 1) -> Evaluation:
             targets.append(recipe.count_targets(microbatch))
             units.append(recipe.count_units(microbatch))
             if output.scores is not None and "label" in batch:
-                confusion = _counted(confusion, output.scores, batch["label"])
+                classes = output.scores.shape[1]
+                cells = torch.bincount(batch["label"] * classes + output.scores.argmax(1), minlength=classes**2)
+                confusion = cells if confusion is None else confusion + cells
             if opened.bytes_of_tokens is not None:
                 text_bytes += int(opened.bytes_of_tokens[microbatch["tokens"][:, 1:].numpy()].sum())
-            warm = warm or _now(device)
-        ended = _now(device)
-    several = len(units) > 1
+            if len(units) == 1:
+                times.append(_now(device))
+        times.append(_now(device))
+    first = int(len(units) > 1)  # the first batch also warms up
     per_batch = {name: torch.stack([each[name] for each in sums]).double().cpu().numpy() for name in sums[0]}
     totals = {name: float(values.sum()) for name, values in per_batch.items()}
-    count = max(1, sum(targets))
-    loss = totals["loss"] / count
-    metrics = recipe.metrics(loss, {name: value for name, value in totals.items() if name != "loss"}, count)
+    loss, count = totals.pop("loss"), max(1, sum(targets))
+    metrics = recipe.metrics(loss / count, totals, count)
     if text_bytes:
-        metrics["bits_per_byte"] = totals["loss"] / (math.log(2) * text_bytes)
+        metrics["bits_per_byte"] = loss / (math.log(2) * text_bytes)
     return Evaluation(
         metrics,
         np.array(targets),
         per_batch,
-        sum(map(len, batches)),
-        len(batches[0]),
-        sum(units[several:]) / max(ended - (warm if several else started), 1e-9),
-        opened.setting.not_timed,
-        None if confusion is None else confusion.cpu().numpy(),
+        samples,
+        size,
+        sum(units[first:]) / max(times[-1] - times[first], 1e-9),
+        setting.not_timed,
+        None if confusion is None else confusion.view(math.isqrt(len(confusion)), -1).cpu().numpy(),
     )
-
-
-def _batches(opened: Opened, at_least: int) -> list[list[SampleId]]:
-    length, limit = len(opened.part), opened.setting.eval_samples
-    samples = length if limit is None else min(length, limit)
-    if samples < at_least:
-        raise UserError(
-            f"{at_least} batches are needed for an interval, and there are {samples} samples; "
-            "use eval_samples=… or more data"
-        )
-    size = opened.setting.config.micro_batch_size
-    assert isinstance(size, int)
-    return evaluation_samples(length, limit, min(size, samples // at_least))
-
-
-def _counted(confusion: Tensor | None, scores: Tensor, label: Tensor) -> Tensor:
-    """Return the confusion matrix with these samples added; it stays on the device.
-
-    Args:
-        confusion: int64, classes × classes; None: the first samples.
-        scores: B × classes.
-        label: int64, B.
-    """
-    classes = scores.shape[1]
-    cells = torch.bincount(label * classes + scores.argmax(1), minlength=classes**2).view(classes, classes)
-    return cells if confusion is None else confusion + cells
 
 
 def _now(device: torch.device) -> float:

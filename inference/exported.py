@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.pretrained import RECIPES
 from trainer.config.registration import groups
 from trainer.errors import UserError
 from trainer.files import BEST, read_object
 from trainer.run.folder import RunFolder
-
-_FAMILIES = ("gpt2", "llama", "bert", "t5")
-"""Recipes whose exported folders are transformers': the ``model_type`` there is the name here."""
 
 
 @dataclass(frozen=True)
@@ -71,44 +69,34 @@ def find(given: str, uri: str | None = None, output_dir: str = "outputs") -> Exp
         path = Path(given).expanduser()
     if not path.is_dir():
         raise UserError(f"run={given}: no such folder; give a run folder, such as run=outputs/gpt2-bf16-s0")
-    if _is_run(path):
-        return _of_run(given, RunFolder(path))
-    if path.resolve().name == BEST and _is_run(path.resolve().parent):
-        return _of_run(given, RunFolder(path.parent if path.name == BEST else path.resolve().parent))
+    above = path.parent if path.name == BEST else path.resolve().parent
+    for folder in (path, above) if path.resolve().name == BEST else (path,):
+        if "precision.mode" in read_object(folder / "config.json"):
+            return _of_run(given, RunFolder(folder))
     config = read_object(path / "config.json")
     if not config:
         raise UserError(
             f"run={given}: the folder has no config.json, so it is no run and no exported model; "
             "give a run folder, its best/, or a folder that save_pretrained wrote"
         )
-    return Exported(given, path, config, None, _recipe_of(given, config))
-
-
-def _is_run(path: Path) -> bool:
-    return "precision.mode" in read_object(path / "config.json")
-
-
-def _of_run(given: str, run: RunFolder) -> Exported:
-    best, recipe = run.path / BEST, str(run.config().get("recipe"))
-    config = read_object(best / "config.json")
-    if not config or not any(best.glob("*.safetensors")):
-        if run.config().get("checkpoint.enabled") is False:
-            remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"
-        else:
-            remedy = f"it has not ended; finish it with:\n  python scripts/train.py resume={run.path}"
-        raise UserError(f"run={given} has no weights in {best}: {remedy}")
-    if recipe not in groups()["recipe"]:
-        raise UserError(f"{run.path}/config.json names recipe={recipe:.60}, which this version does not have")
-    return Exported(given, best, config, run, recipe)
-
-
-def _recipe_of(given: str, config: dict[str, Any]) -> str:
-    """Return the recipe of an exported folder, by its own config.json."""
-    name = str(config.get("recipe", "resnet" if "arch" in config and "classes" in config else config.get("model_type")))
-    known = [*_FAMILIES, "resnet"] if "recipe" not in config else list(groups()["recipe"])
+    classifier = "arch" in config and "classes" in config
+    name = str(config.get("recipe", "resnet" if classifier else config.get("model_type")))
+    known = list(groups()["recipe"]) if "recipe" in config else [*RECIPES, "resnet"]
     if name not in known:
         raise UserError(
             f"run={given}: config.json names a model of type {name:.60}, which no recipe has; "
             f"use a folder of one of {', '.join(known)}"
         )
-    return name
+    return Exported(given, path, config, None, name)
+
+
+def _of_run(given: str, run: RunFolder) -> Exported:
+    best, recorded = run.path / BEST, run.config()
+    config = read_object(best / "config.json")
+    if not config or not any(best.glob("*.safetensors")):
+        if recorded.get("checkpoint.enabled") is False:
+            remedy = "it was trained with checkpoint=none, which keeps none: train it again without that option"
+        else:
+            remedy = f"it has not ended; finish it with:\n  python scripts/train.py resume={run.path}"
+        raise UserError(f"run={given} has no weights in {best}: {remedy}")
+    return Exported(given, best, config, run, str(recorded.get("recipe")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError, redacted
@@ -34,36 +35,32 @@ def fetch(given: str, uri: str | None, output_dir: str) -> Path:
     match = _ADDRESS.fullmatch(given)
     if not match:
         raise UserError(f"run={given} is not a valid run; use run=mlflow:RUN_ID, with the id from MLflow's page")
-    target = Path(output_dir).expanduser() / f"mlflow-{match[1]}"
+    run_id = match[1]
+    target = Path(output_dir).expanduser() / f"mlflow-{run_id}"
     if read_object(target / "config.json"):
         return target
-    with fetched_run(f"run={given}", match[1], uri, "uri", output_dir) as (client, run):
-        partial = target.with_name(f".{target.name}.partial")
-        with downloading(partial):
-            where = redacted(str(client.tracking_uri))
-            print(f"fetching the best weights of {run.info.run_name} from MLflow at {where}")
-            there = {item.path for item in client.list_artifacts(match[1])}
-            for name in there.intersection(_FILES):
-                client.download_artifacts(match[1], name, str(partial))
-            _download_best(client, given, run, partial, in_run=BEST in there)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+    partial = target.with_name(f".{target.name}.partial")
+    with fetched_run(f"run={given}", run_id, uri, "uri", output_dir) as (client, run), downloading(partial):
+        where = redacted(str(client.tracking_uri))
+        print(f"fetching the best weights of {run.info.run_name} from MLflow at {where}")
+        there = {item.path for item in client.list_artifacts(run_id)}
+        for name in there.intersection(_FILES):
+            client.download_artifacts(run_id, name, str(partial))
+        _download_best(client, given, run, partial, in_run=BEST in there)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
     return target
 
 
 def _download_best(client: MlflowClient, given: str, run: Any, partial: Path, in_run: bool) -> None:
     """Download ``best/``: from the run's newest model, where there is one, else from its artifacts."""
-    models = run.outputs.model_outputs if run.outputs else []
-    if models:
+    if models := run.outputs.model_outputs if run.outputs else []:
         from mlflow.artifacts import download_artifacts
 
-        newest = max(models, key=lambda model: model.step)
-        scratch = partial / ".model"
-        scratch.mkdir()
-        uri = f"models:/{newest.model_id}"
-        got = Path(download_artifacts(artifact_uri=uri, dst_path=str(scratch), tracking_uri=client.tracking_uri))
-        (got / "artifacts" / BEST).rename(partial / BEST)
-        shutil.rmtree(scratch)
+        uri = f"models:/{max(models, key=lambda model: model.step).model_id}"
+        with TemporaryDirectory(dir=partial) as scratch:
+            got = download_artifacts(artifact_uri=uri, dst_path=scratch, tracking_uri=client.tracking_uri)
+            Path(got, "artifacts", BEST).rename(partial / BEST)
     elif in_run:
         client.download_artifacts(run.info.run_id, BEST, str(partial))
     else:

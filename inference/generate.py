@@ -38,24 +38,36 @@ class GenerateOptions(RunOptions):
     """0: as many as the context has room for, at most 256."""
     cache: bool = True
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature={self.temperature} must be 0 (always the most probable token) or above")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.n > 1 and self.temperature == 0:
+            raise UserError(f"n={self.n} with temperature=0 would give the same text {self.n} times; set n=1")
+
 
 def generate(arguments: list[str]) -> int:
     """Print ``n`` texts, word by word; the speed goes to the error stream."""
     options, overrides = parse(arguments, GenerateOptions, "overrides")
     exported = options.find()
-    if exported.recipe not in (*CAUSAL, "t5"):
+    causal = exported.recipe in CAUSAL
+    if not causal and exported.recipe != "t5":
         other = "scripts/predict.py" if "classes" in exported.config else "scripts/evaluate.py"
         raise UserError(
             f"run={exported.given} is a {exported.recipe}, which cannot generate text; "
             f"give a run of {', '.join(CAUSAL)} or t5, or use {other}"
         )
-    _check(options)
+    if not options.prompt:
+        raise UserError('missing required option: prompt; set the beginning of a text, such as prompt="def "')
     setting = configure(exported, overrides, with_data=False)
     tokenizer = open_tokenizer(exported)
-    ids = _encoded(options.prompt, tokenizer, exported)
+    if (exported.folder / Characters.file).is_file():  # whose error names the character that the text lacks
+        ids = torch.tensor([Characters.load(exported.folder).encode(options.prompt)])
+    else:
+        ids = torch.tensor([tokenizer(options.prompt)["input_ids"]], dtype=torch.int64)
     length = _length(options, ids.shape[1], exported)
     network: Any = without_dropout(open_transformers(exported))
-    causal = exported.recipe in CAUSAL
     # Under the name that it has in training, which precision.fp32_modules may use.
     in_precision(nn.ModuleDict({exported.recipe: network}) if causal else network, setting)
     device = setting.hardware.device
@@ -109,7 +121,7 @@ def continued(
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=length,
                 use_cache=options.cache,
-                pad_token_id=next(iter(sorted(ends)), 0),
+                pad_token_id=min(ends, default=0),
                 streamer=streamer,
                 **drawn,
             )
@@ -137,24 +149,6 @@ def _write(network: Any, tokenizer: Any, ids: Tensor, length: int, options: Gene
 
     found = continued(network, ids, length, options, ends, Shown(tokenizer, skip_prompt=True))
     return found.shape[1] - (1 if network.config.is_encoder_decoder else ids.shape[1])
-
-
-def _check(options: GenerateOptions) -> None:
-    if not options.prompt:
-        raise UserError('missing required option: prompt; set the beginning of a text, such as prompt="def "')
-    if not (math.isfinite(options.temperature) and options.temperature >= 0):
-        raise UserError(f"temperature={options.temperature} must be 0 (always the most probable token) or above")
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"top_p={options.top_p} must be above 0 and at most 1")
-    if options.n > 1 and options.temperature == 0:
-        raise UserError(f"n={options.n} with temperature=0 would give the same text {options.n} times; set n=1")
-
-
-def _encoded(prompt: str, tokenizer: Any, exported: Exported) -> Tensor:
-    """Return the prompt's ids, int64, 1 × tokens. Raises UserError for a character that has none."""
-    if (exported.folder / Characters.file).is_file():
-        return torch.tensor([Characters.load(exported.folder).encode(prompt)])
-    return torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64)
 
 
 def _length(options: GenerateOptions, prompt: int, exported: Exported) -> int:

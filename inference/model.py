@@ -1,4 +1,4 @@
-"""From an exported folder to the model that the recipe evaluates, in fp32 on the CPU."""
+"""From an exported folder to the model that the recipe evaluates, in the precision of a setting."""
 
 from __future__ import annotations
 
@@ -26,28 +26,19 @@ _CLASSES = {
 
 
 def load_model(exported: Exported, recipe: Recipe, datasets: Datasets) -> nn.Module:
-    """Return the model with its exported weights, in evaluation mode.
+    """Return the model with its exported weights, fp32 on the CPU, in evaluation mode.
 
     Raises:
-        UserError: the files do not fit the recipe.
+        UserError: the files do not fit the recipe, or cannot be read.
     """
-    if "model_type" in exported.config:
-        attention = "eager" if getattr(recipe, "attention", "") == "eager" else "sdpa"
-        network = open_transformers(exported, attention)
-        if isinstance(recipe, LanguageRecipe):  # the vocabulary has no padding here
-            return LanguageModel(network, recipe.name, recipe.chunked_loss is True).eval()
-        return network
-    return load_weights(exported, recipe, recipe.build_model(datasets))
-
-
-def load_weights(exported: Exported, recipe: Recipe, model: nn.Module) -> nn.Module:
-    """Fill a model with the exported weights of the same names, and return it in evaluation mode.
-
-    Raises:
-        UserError: the file cannot be read, or is of another model.
-    """
-    fill(model, recipe.exported(exported.folder), f"run={exported.given}")
-    return model.eval()
+    if "model_type" not in exported.config:
+        model = recipe.build_model(datasets)
+        fill(model, recipe.exported(exported.folder), f"run={exported.given}")
+        return model.eval()
+    network = open_transformers(exported, getattr(recipe, "attention", "sdpa"))
+    if isinstance(recipe, LanguageRecipe):  # the vocabulary has no padding here
+        return LanguageModel(network, recipe.name, recipe.chunked_loss is True).eval()
+    return network
 
 
 def in_precision(model: nn.Module, setting: Setting) -> nn.Module:
@@ -88,11 +79,10 @@ def open_transformers(exported: Exported, attention: str = "sdpa") -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    kind = getattr(transformers, _CLASSES[exported.recipe])
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # what is missing is reported here
     try:
-        model, found = kind.from_pretrained(
+        model, found = getattr(transformers, _CLASSES[exported.recipe]).from_pretrained(
             exported.folder,
             dtype=torch.float32,
             attn_implementation=attention,

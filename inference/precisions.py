@@ -51,11 +51,10 @@ def paired(first: np.ndarray, other: np.ndarray, targets: np.ndarray) -> Cost:
 
 def compared(results: dict[str, Evaluation]) -> dict[str, dict[str, Cost]]:
     """Return the costs of every precision but the first, by label and by sum (``loss``, ``top1``)."""
-    labels = list(results)
-    first = results[labels[0]]
+    first, *others = results.values()
     return {
-        label: {name: paired(first.sums[name], results[label].sums[name], first.targets) for name in first.sums}
-        for label in labels[1:]
+        label: {name: paired(first.sums[name], other.sums[name], first.targets) for name in first.sums}
+        for label, other in zip(list(results)[1:], others, strict=True)
     }
 
 

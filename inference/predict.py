@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import csv
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inference.classes import name_of
 from inference.exported import Exported, RunOptions
 from inference.model import in_precision, load_model
 from inference.setting import Setting, configure
 from recipes.data.images.augment import ImageAugment, ImageNet
-from recipes.data.images.folder import EXTENSIONS
-from recipes.data.images.pixels import DecodedImages, unreadable
+from recipes.data.images.folder import EXTENSIONS, FolderImages, images_below
 from recipes.data.images.source import ImageDatasets
 from trainer.config.options import parse
 from trainer.data.contract import Batch, SampleId
@@ -44,7 +40,7 @@ class PredictOptions(RunOptions):
     output: str = ""
 
 
-class Photos(DecodedImages):
+class Photos(FolderImages):
     """Image files without labels, cut and scaled as in the evaluation of the model.
 
     Args:
@@ -53,23 +49,11 @@ class Photos(DecodedImages):
     """
 
     def __init__(self, files: Sequence[Path], config: dict[str, Any]) -> None:
+        super().__init__({"": [str(file) for file in files]}, [""], config["image_size"])
         part = config["evaluated_part"]
-        self.files = list(files)
+        self.augment = ImageAugment() if part == 1 else ImageNet(evaluated=part)
         self.readable = torch.ones(len(files), dtype=torch.bool)
         """Of those decoded so far, in this process."""
-        self.labels = torch.zeros(len(files), dtype=torch.int64)
-        self.image_size = config["image_size"]
-        self.augment = ImageAugment() if part == 1 else ImageNet(evaluated=part)
-
-    @contextmanager
-    def open(self, index: int) -> Iterator[Image.Image]:
-        from PIL import Image
-
-        try:
-            with Image.open(self.files[index]) as image:
-                yield image
-        except unreadable() as error:
-            raise UserError(f"{self.files[index]} cannot be read as an image ({error})") from error
 
     def image(self, index: int) -> Image.Image:
         """Decode one image; one that cannot be decoded is black."""
@@ -102,19 +86,18 @@ def predict(arguments: list[str]) -> int:
     top = min(options.top, len(names))
     target = Path(options.output).expanduser() if options.output else exported.evaluation.with_name("predictions.csv")
     width, classified = max(len(str(file)) for file in files), 0
+    heading = ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
     try:
         with target.open("w", newline="", encoding="utf-8") as table:
             rows = csv.writer(table)
-            rows.writerow(
-                ["path", *(f"{what}_{place}" for place in range(1, top + 1) for what in ("class", "probability"))]
-            )
-            for file, best in predictions(exported, setting, files, options.batch_size, top):
+            rows.writerow(heading)
+            for file, best in _predictions(exported, setting, files, options.batch_size, top):
                 if not best:
                     print(f"{file} cannot be read as an image; it is left out", file=sys.stderr)
                     continue
                 classified += 1
-                rows.writerow([file, *(part for index, share in best for part in (name_of(index, names), share))])
-                shown = "  ".join(f"{name_of(index, names)} {share:.3f}" for index, share in best)
+                rows.writerow([file, *(part for index, share in best for part in (names[index], share))])
+                shown = "  ".join(f"{names[index]} {share:.3f}" for index, share in best)
                 print(f"{file!s:<{width}}  {shown}")
     except OSError as error:
         raise UserError(f"output={target} cannot be written ({error.strerror}); choose another file") from error
@@ -125,20 +108,21 @@ def predict(arguments: list[str]) -> int:
 
 
 @torch.inference_mode()
-def predictions(
-    exported: Exported, setting: Setting, files: Sequence[Path], batch_size: int, top: int
+def _predictions(
+    exported: Exported, setting: Setting, files: list[Path], batch_size: int, top: int
 ) -> Iterator[tuple[Path, list[tuple[int, float]]]]:
     """Yield each file with the model's ``top`` most probable outputs, and their probabilities (softmax, fp32).
 
     Of a file that cannot be decoded, there are none.
     """
-    photos, config = Photos(files, exported.config), exported.config
+    config = exported.config
+    photos, classes = Photos(files, config), config["classes"]
     datasets = ImageDatasets(
         photos,
         photos,
         "photos",
         decodes=len(files) >= _WORKERS_FROM,
-        classes=config["classes"],
+        classes=classes,
         image_size=config["image_size"],
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
@@ -146,17 +130,16 @@ def predictions(
     setting = setting.with_data(datasets)
     recipe, precision, device = setting.config.recipe, setting.config.precision, setting.hardware.device
     model = in_precision(load_model(exported, recipe, datasets), setting)
+    left = iter(files)
     batches = evaluation_samples(len(files), None, batch_size)
-    loaded = setting.config.loader.batches(photos, batches, setting.hardware)
-    for samples, batch in zip(batches, loaded, strict=True):
+    for batch in setting.config.loader.batches(photos, batches, setting.hardware):
         readable = batch.pop("readable").tolist()
         with precision.autocast(device):
             scores = recipe.loss(model, to_device(batch, device)).scores
         assert scores is not None
-        best = scores[:, : len(config["classes"])].softmax(1).topk(top)
-        found = zip(samples, readable, best.indices.tolist(), best.values.tolist(), strict=True)
-        for sample, decoded, index, share in found:
-            yield photos.files[sample.index], list(zip(index, share, strict=True)) if decoded else []
+        best = scores[:, : len(classes)].softmax(1).topk(top)
+        for decoded, indices, shares in zip(readable, best.indices.tolist(), best.values.tolist(), strict=True):
+            yield next(left), list(zip(indices, shares, strict=True)) if decoded else []
 
 
 def _files(given: str) -> list[Path]:
@@ -172,8 +155,7 @@ def _files(given: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"path={given}: there is no such file or folder")
-    every = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
-    found = sorted(file for file in every if file.suffix.lower() in EXTENSIONS and not file.name.startswith("."))
+    found = sorted(map(Path, images_below(path)))
     if not found:
         raise UserError(f"path={given}: no images in this folder (looked for {', '.join(EXTENSIONS)})")
     return found

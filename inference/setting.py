@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +41,8 @@ class Setting:
     @property
     def not_timed(self) -> str | None:
         """Why its speed is not that of its format, see ``kernels.not_timed``."""
-        return kernels.not_timed(self.config.precision.mode, self._in_fp32_arithmetic, self.hardware)
-
-    @property
-    def _in_fp32_arithmetic(self) -> kernels.Forms:
-        return self.config.precision.in_fp32_arithmetic(self.hardware, self.config.deterministic)
+        forms = self.config.precision.in_fp32_arithmetic(self.hardware, self.config.deterministic)
+        return kernels.not_timed(self.config.precision.mode, forms, self.hardware)
 
     def with_data(self, datasets: Datasets) -> Setting:
         """Return the setting with what the open data decides."""
@@ -53,9 +50,10 @@ class Setting:
 
     def apply(self) -> None:
         """Set torch's fp32 mode, kernels and determinism for this process, as training does."""
-        self.config.precision.apply(self._in_fp32_arithmetic)
-        attention.allow_cudnn(not self.config.recipe.masks_attention)
-        set_determinism(self.config.deterministic)
+        config = self.config
+        config.precision.apply(config.precision.in_fp32_arithmetic(self.hardware, config.deterministic))
+        attention.allow_cudnn(not config.recipe.masks_attention)
+        set_determinism(config.deterministic)
 
 
 def configure(exported: Exported, overrides: Sequence[str], with_data: bool = True, split: str = "valid") -> Setting:
@@ -78,29 +76,25 @@ def configure(exported: Exported, overrides: Sequence[str], with_data: bool = Tr
     else:
         base = _of_folder(exported, typed, with_data)
     config = compose([*base, *overrides])
-    size = config.micro_batch_size
-    config = replace(config, batch_size=size, run_name="evaluation")  # training's batch need not be a multiple of it
+    # Training's batch need not be a multiple of the microbatch.
+    config = replace(config, batch_size=config.micro_batch_size, run_name="evaluation")
     hardware = detect(config.device)
-    samples = config.eval_samples
-    config, *_ = config.resolve(hardware)
-    return Setting(
-        config,
-        hardware,
-        own_data=exported.run is not None and not other_data,
-        eval_samples=samples if isinstance(samples, int) else None,
-    )
+    samples = config.eval_samples if isinstance(config.eval_samples, int) else None
+    own_data = exported.run is not None and not other_data
+    return Setting(config.resolve(hardware).config, hardware, own_data, samples)
 
 
 def _check_keys(exported: Exported, typed: set[str], allowed: Sequence[str]) -> None:
     every = {"experiment", *groups(), *(entry.name for entry in dataclasses.fields(Config))}
+    of_the_model = {
+        **dict.fromkeys(("data.tokenizer", "data.vocab_size", "recipe.pretrained"), "brings weights and tokenizer"),
+        **dict.fromkeys(("recipe.mean", "recipe.std"), "normalises images as it was trained"),
+        "recipe": f"is a {exported.recipe}",
+    }
     for key in sorted(typed):
         group = key.partition(".")[0]
-        if key in ("data.tokenizer", "data.vocab_size", "recipe.pretrained"):
-            raise UserError(f"{key} has no effect: the model has its own weights and its own tokenizer; leave it out")
-        if key in ("recipe.mean", "recipe.std"):
-            raise UserError(f"{key} has no effect: images are normalised as the model was trained; leave it out")
-        if key == "recipe":
-            raise UserError(f"recipe= has no effect: run={exported.given} is a {exported.recipe}; leave it out")
+        if key in of_the_model:
+            raise UserError(f"{key} has no effect: run={exported.given} {of_the_model[key]}; leave it out")
         if group not in every:
             raise UserError(f"{key} is not an option{nearest(group, allowed)}; --help lists them")
         if group not in allowed:
@@ -113,12 +107,11 @@ def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bo
     left_out = typed & {"data", "augment", "precision", "loader"}  # chosen anew, with the defaults of that choice
     left_out |= {"eval_samples"} if other_data or split != "valid" else set()
     left_out |= set() if with_data else {"data", "augment"}
-    found = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
     # What a model was fine-tuned from is in its weights; the others are of training only.
-    dropped = [f"recipe.{key}=" for key in ("pretrained", "class_weights", "train_image_size")] + ["output_dir="]
-    dropped += ["augment.mixup=", "augment.cutmix="]
-    dropped += ["loader.workers="] if other_data else []
-    found = [override for override in found if not override.startswith(tuple(dropped))]
+    dropped = [f"recipe.{key}=" for key in ("pretrained", "class_weights", "train_image_size")]
+    dropped += ["output_dir=", "augment.mixup=", "augment.cutmix=", *(["loader.workers="] if other_data else [])]
+    recorded = recorded_overrides(exported.run, {*_GROUPS, *_KEYS} - left_out)
+    found = [override for override in recorded if not override.startswith(tuple(dropped))]
     if other_data and "image_size" in exported.config and "recipe.image_size" not in typed:
         found.append(f"recipe.image_size={exported.config['image_size']}")
     return found
@@ -126,29 +119,25 @@ def _of_run(exported: Exported, typed: set[str], other_data: bool, with_data: bo
 
 def _of_folder(exported: Exported, typed: set[str], with_data: bool) -> list[str]:
     """Return overrides for an exported folder without its run."""
+    config, is_images = exported.config, exported.recipe == "resnet"
     if with_data and "data" not in typed:
-        example = (
-            "data=imagefolder data.path=photos" if exported.recipe == "resnet" else "data=text data.path=notes.txt"
-        )
+        example = "data=imagefolder data.path=photos" if is_images else "data=text data.path=notes.txt"
         raise UserError(
             f"run={exported.given} is an exported model without its run, so its data is not known; "
             f"add data=…, such as {example}"
         )
-    options = {key: value for key, value in _options(exported).items() if f"recipe.{key}" not in typed}
-    found = [f"recipe={exported.recipe}", *(f"recipe.{key}={quoted(value)}" for key, value in options.items())]
-    if exported.recipe == "resnet" and with_data and "augment" not in typed:
-        part = exported.config["evaluated_part"]
+    longest = config.get("n_positions", config.get("max_position_embeddings"))
+    options: dict[str, Any] = {}
+    if "options" in config:  # of a recipe without a library that knows it
+        options = config["options"]
+    elif is_images:
+        options = {"arch": config["arch"], "image_size": config["image_size"]}
+        options["classes"] = config["arch_options"]["num_classes"]
+    elif longest is not None and exported.recipe != "t5":  # whose positions are relative
+        options = {"context": min(longest, _LONGEST)}
+    found = [f"recipe={exported.recipe}"]
+    found += [f"recipe.{key}={quoted(value)}" for key, value in options.items() if f"recipe.{key}" not in typed]
+    if is_images and with_data and "augment" not in typed:
+        part = config["evaluated_part"]
         found += ["augment=none"] if part == 1 else ["augment=imagenet", f"augment.evaluated={part}"]
     return found
-
-
-def _options(exported: Exported) -> Mapping[str, Any]:
-    """Return the recipe's options that can be read from an exported folder."""
-    config = exported.config
-    if "options" in config:  # of a recipe without a library that knows it
-        return dict(config["options"])
-    if exported.recipe == "resnet":
-        classes = config["arch_options"]["num_classes"]
-        return {"arch": config["arch"], "image_size": config["image_size"], "classes": classes}
-    longest = config.get("n_positions", config.get("max_position_embeddings"))
-    return {} if longest is None or exported.recipe == "t5" else {"context": min(longest, _LONGEST)}

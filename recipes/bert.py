@@ -100,12 +100,9 @@ class Bert(SizedTextRecipe):
         known = tokens.tokenizer.vocab_size
         own = self.own_special(tokens.tokenizer, ("cls_token", "sep_token", "pad_token"))
         cls, sep, pad = own or range(known, known + 3)
-        train, valid, test = tokens.parts(lambda part: Quotations(part, context, cls, sep, pad))
-        description = f"{tokens.description}, questions about passages of {train.room} tokens"
         special = {"cls_token": ("[CLS]", cls), "sep_token": ("[SEP]", sep), "pad_token": ("[PAD]", pad)}
-        added = {} if own else special
-        vocabulary = max(known + len(added), self.own_vocabulary())
-        return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary, special=added)
+        text = f"questions about passages of {Quotations(tokens.train, context, cls, sep, pad).room} tokens"
+        return self.cut(tokens, lambda part: Quotations(part, context, cls, sep, pad), text, None if own else special)
 
     def network(self, datasets: Any) -> Any:
         """Return transformers' BERT in fp32: the pretrained one, or a new one.

@@ -22,16 +22,15 @@ def save_model(model: Any, folder: Path, vocabulary: int, eos: int | None = None
 
     Args:
         model: one of transformers', in any dtype, which the files keep; adapters in it are merged, in fp32.
-        folder: made if it is not there.
+        folder: exists.
         vocabulary: how many token ids there are. Rows of padding above them are left out: nothing decodes those ids.
-        eos: the id that ends a text, where the model's config names none.
+        eos: the id that ends a text, for a model that generates and whose config names none.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    folder.mkdir(parents=True, exist_ok=True)
     exported = _without_padding(model, vocabulary)
-    if eos is not None and exported.config.eos_token_id is None:
+    if eos is not None and exported.can_generate() and exported.config.eos_token_id is None:
         exported.config.eos_token_id = exported.generation_config.eos_token_id = eos
         exported.generation_config.pad_token_id = eos
     exported.save_pretrained(folder)
@@ -60,6 +59,11 @@ def save_tokenizer(
     return eos
 
 
+def token_tables(network: Any) -> set[int]:
+    """Return Python's ids of the weights of a transformers' model that have a row for each token id."""
+    return {id(layer.weight) for layer in (network.get_input_embeddings(), network.get_output_embeddings()) if layer}
+
+
 def _without_padding(model: Any, vocabulary: int) -> Any:
     """Return the same model with ``vocabulary`` token ids; it shares the memory of the weights."""
     config = copy.deepcopy(model.config)
@@ -68,7 +72,7 @@ def _without_padding(model: Any, vocabulary: int) -> Any:
         config._attn_implementation = "sdpa"
     with torch.device("meta"):
         exported = type(model)(config)
-    tables = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
+    tables = token_tables(model)
     owners = dict(model.named_parameters(remove_duplicate=False))
     exported.load_state_dict(
         {

@@ -52,7 +52,7 @@ class GPT2(LanguageRecipe):
             options = {**dropouts(self.dropout), "activation_function": activation}
             return self.open_pretrained(GPT2LMHeadModel, vocabulary, **options)
         activation = ACTIVATIONS[self.gelu]
-        return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self._implementation, activation)
+        return new_gpt2(SHAPES[self.size], vocabulary, context, self.dropout, self.attention, activation)
 
     def blocks(self, model: LanguageModel) -> list[nn.Module]:
         return list(model.network.transformer.h)

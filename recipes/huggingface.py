@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from recipes.data.text.pretrained import Pretrained
 from recipes.data.text.source import TextDatasets, TextSource, TokenData, Tokenizer
 from recipes.data.text.tokenizers import OWN_BPE
-from recipes.export import save_model, save_tokenizer
+from recipes.export import save_model, save_tokenizer, token_tables
 from recipes.lora import LoRA, with_adapters
 from recipes.pretrained import open_pretrained, pretrained_config
+from trainer.data.contract import Dataset
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
 from trainer.recipe import Choice, DataSource, Recipe, Sizes
@@ -28,26 +30,6 @@ def check_dropout(dropout: float) -> None:
     """Refuse a probability that is not in [0, 1)."""
     if not 0 <= dropout < 1:
         raise UserError(f"recipe.dropout={dropout} must be at least 0 and below 1")
-
-
-def with_padding(weights: dict[str, Tensor], model: nn.Module, network: Any, vocabulary: int, about: Any) -> None:
-    """Give the tables of token ids among ``weights`` the padding of this model, in place.
-
-    Args:
-        weights: of another run; exported without padding, or those of a checkpoint with any padding.
-        model: what the names are those of.
-        network: transformers' model in it.
-        vocabulary: how many token ids there are.
-        about: the config beside exported weights; empty for those of a checkpoint.
-    """
-    tables = {id(layer.weight) for layer in (network.get_input_embeddings(), network.get_output_embeddings()) if layer}
-    for name, own in model.named_parameters(remove_duplicate=False):
-        if id(own) not in tables or name not in weights:
-            continue
-        rows = weights[name]
-        if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
-            known = rows[:vocabulary]  # of the rest the mean of these, see recipes.pretrained.open_pretrained
-            weights[name] = torch.cat([known, known.mean(0).expand(len(own) - vocabulary, -1)])
 
 
 @dataclass
@@ -63,7 +45,6 @@ class SizedRecipe(Recipe):
     on_gpu: ClassVar[str] = ""
     cpu_sizes: ClassVar[Sizes]
     gpu_sizes: ClassVar[Sizes]
-    context_is: ClassVar[str] = "tokens per sample"
     # Of adamw's 1e-3: 1e-4, as the upper end of what is usual; and the 2e-4 of Hu et al. 2021 (table 11, GPT-2) and of
     # Dettmers et al., "QLoRA", 2023 (table 9, 7B and 13B).
     fine_tuning_lr: ClassVar[float | None] = 0.1
@@ -71,13 +52,15 @@ class SizedRecipe(Recipe):
     longest: ClassVar[int] = 512
     """Tokens of a sample of a pretrained model that takes more, where ``context`` is auto."""
     least_context: ClassVar[int] = 2
+    template: ClassVar[str] = ""
+    """Where the special tokens of the recipe stand, see ``recipes.export.save_tokenizer``."""
 
     size: str = "auto"
     """A name out of ``shapes``; auto: ``on_cpu`` or ``on_gpu``."""
     pretrained: str | None = None
     """A hub id or folder to fine-tune instead of training from random weights; brings its own tokenizer."""
     context: int | str = "auto"
-    """Tokens, see ``context_is``; auto: the size's own."""
+    """Tokens of a sample; of t5, of the encoder's input. auto: the size's own."""
     attention: str = "sdpa"
     """sdpa: torch's fused kernels, as far as they take a model's mask and bias; eager: scores of T × T in memory."""
     lora: LoRA = field(default_factory=LoRA)
@@ -115,11 +98,34 @@ class SizedRecipe(Recipe):
     def open_pretrained(self, cls: Any, vocabulary: int, **options: Any) -> Any:
         """Return the pretrained model as transformers' class ``cls``, see ``recipes.pretrained.open_pretrained``."""
         assert self.pretrained
-        return open_pretrained(self.pretrained, self.name, cls, vocabulary, self._implementation, **options)
+        return open_pretrained(self.pretrained, self.name, cls, vocabulary, self.attention, **options)
 
-    def own_vocabulary(self) -> int:
-        """Return the number of token ids that a pretrained model knows; 0: it is a new one."""
-        return int(self.pretrained_config().vocab_size) if self.pretrained else 0
+    def cut(
+        self,
+        tokens: TokenData,
+        samples: Callable[[np.ndarray], Dataset],
+        description: str,
+        special: Mapping[str, tuple[str, int]] | None = None,
+    ) -> TextDatasets:
+        """Return the samples that ``samples`` makes of each part of the tokens, and the size of the vocabulary.
+
+        Args:
+            tokens: the text.
+            samples: makes a dataset of a part's ids.
+            description: of the samples, added to that of the text.
+            special: tokens that the recipe adds to the tokenizer's, see ``TextDatasets``.
+        """
+        added = special or {}
+        own = int(self.pretrained_config().vocab_size) if self.pretrained else 0
+        return TextDatasets(
+            samples(tokens.train),
+            samples(tokens.valid),
+            f"{tokens.description}, {description}",
+            test=None if tokens.test is None else samples(tokens.test),
+            tokens=tokens,
+            vocabulary=max(tokens.tokenizer.vocab_size + len(added), own),
+            special=added,
+        )
 
     def choose_model(self, hardware: Hardware) -> list[Choice]:
         """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
@@ -160,7 +166,7 @@ class SizedRecipe(Recipe):
         choices = self.choose_model(hardware)
         if self.context == "auto":
             tokens = self.chosen(choices).tokens_per_sample
-            choices.append(Choice("recipe.context", tokens, f"{self.context_is}, the size's own"))
+            choices.append(Choice("recipe.context", tokens, "tokens per sample, the size's own"))
         resolved = self.chosen(choices)
         if self.lora.rank and self.lora.target == "auto":
             target = self.lora.targets(self.name)
@@ -195,10 +201,29 @@ class SizedRecipe(Recipe):
         positions: int | None = getattr(self.pretrained_config(), "max_position_embeddings", None)
         return positions
 
-    @property
-    def _implementation(self) -> str:
-        """The form of attention as transformers names it."""
-        return "eager" if self.attention == "eager" else "sdpa"
+    def fitted(
+        self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], list[Choice]]:
+        """Return the weights with this model's padding of the vocabulary."""
+        tables, vocabulary = token_tables(_network(model)), datasets.vocabulary
+        for name, own in model.named_parameters(remove_duplicate=False):
+            if id(own) not in tables or name not in weights:
+                continue
+            rows = weights[name]  # exported without padding, or those of a checkpoint with any padding
+            if len(rows) == vocabulary or (not about and len(rows) > vocabulary):
+                known = rows[:vocabulary]  # of the rest the mean of these, see recipes.pretrained.open_pretrained
+                weights[name] = torch.cat([known, known.mean(0).expand(len(own) - vocabulary, -1)])
+        return with_adapters(weights, model), []
+
+    def export(self, model: Any, datasets: TextDatasets, folder: Path) -> None:
+        """Write a folder that transformers' auto classes open, the tokenizer beside the weights.
+
+        The padding of the vocabulary is not exported: nothing can predict an id that the tokenizer does not know.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        eos = save_tokenizer(datasets.tokens.tokenizer, folder, datasets.special, self.template)
+        save_model(_network(model), folder, datasets.vocabulary, eos)
+        self.lora.save(_network(model), self.name, self.pretrained, folder / "adapter")
 
     def _text(self, data: DataSource) -> TextSource:
         if not isinstance(data, TextSource):
@@ -209,10 +234,8 @@ class SizedRecipe(Recipe):
 
 @dataclass
 class SizedTextRecipe(SizedRecipe):
-    """What the models of text that are not causal share: their options, and their export."""
+    """What the models of text that are not causal share."""
 
-    template: ClassVar[str] = ""
-    """Where the special tokens stand, see ``recipes.export.save_tokenizer``."""
     least_context: ClassVar[int] = 16
     dropout: float = 0.1
 
@@ -236,13 +259,6 @@ class SizedTextRecipe(SizedRecipe):
             )
         return [id for id in found.values() if id is not None]
 
-    def fitted(
-        self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], list[Choice]]:
-        """Return the weights with this model's padding of the vocabulary."""
-        with_padding(weights, model, model, datasets.vocabulary, about)
-        return with_adapters(weights, model), []
-
     def build_model(self, datasets: Any) -> nn.Module:
         """Return transformers' model in fp32, new or pretrained, with the adapters."""
         model = self.network(datasets)
@@ -253,8 +269,7 @@ class SizedTextRecipe(SizedRecipe):
         """Return transformers' model in fp32, new or pretrained."""
         raise NotImplementedError
 
-    def export(self, model: nn.Module, datasets: TextDatasets, folder: Path) -> None:
-        """Write a folder that transformers' auto classes open, the tokenizer beside the weights."""
-        save_model(model, folder, datasets.vocabulary)
-        self.lora.save(model, self.name, self.pretrained, folder / "adapter")
-        save_tokenizer(datasets.tokens.tokenizer, folder, datasets.special, self.template)
+
+def _network(model: Any) -> Any:
+    """Return transformers' model in a recipe's."""
+    return getattr(model, "network", model)

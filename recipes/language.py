@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes.data.text.source import TextDatasets
-from recipes.export import save_model, save_tokenizer
-from recipes.huggingface import SizedRecipe, with_padding
+from recipes.huggingface import SizedRecipe
 from recipes.language_model import LanguageModel, torch_can_chunk
-from recipes.lora import with_adapters
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
@@ -81,10 +79,7 @@ class LanguageRecipe(SizedRecipe):
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""
         tokens, context = self.open_tokens(data), self.tokens_per_sample
-        description = f"{tokens.description}, samples of {context} tokens"
-        train, valid, test = tokens.parts(lambda part: TokenWindows(part, context))
-        vocabulary = max(tokens.tokenizer.vocab_size, self.own_vocabulary())
-        return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary)
+        return self.cut(tokens, lambda part: TokenWindows(part, context), f"samples of {context} tokens")
 
     def build_model(self, datasets: TextDatasets) -> LanguageModel:
         """Build the model with its vocabulary padded."""
@@ -108,26 +103,9 @@ class LanguageRecipe(SizedRecipe):
         """Report the loss in nats per token, and its exponential."""
         return {"loss": loss, "perplexity": math.inf if loss > 700 else math.exp(loss)}
 
-    def export(self, model: LanguageModel, datasets: TextDatasets, folder: Path) -> None:
-        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, the tokenizer beside the weights.
-
-        The padding of the vocabulary is not exported: nothing can predict an id that the tokenizer does not know.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        eos = save_tokenizer(datasets.tokens.tokenizer, folder)
-        save_model(model.network, folder, datasets.vocabulary, eos)
-        self.lora.save(model.network, self.name, self.pretrained, folder / "adapter")
-
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model."""
         return {f"{self.name}.{name}": tensor for name, tensor in super().exported(folder).items()}
-
-    def fitted(
-        self, weights: dict[str, Tensor], model: LanguageModel, datasets: TextDatasets, about: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], list[Choice]]:
-        """Return the weights with this model's padding of the vocabulary."""
-        with_padding(weights, model, model.network, datasets.vocabulary, about)
-        return with_adapters(weights, model), []
 
     def example(self, datasets: TextDatasets) -> str:
         """Return the beginning of the validation text."""

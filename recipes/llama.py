@@ -113,7 +113,7 @@ class Llama(LanguageRecipe):
             tie_word_embeddings=shape.tied,
             bos_token_id=None,
             eos_token_id=None,
-            attn_implementation=self._implementation,
+            attn_implementation=self.attention,
         )
         return LlamaForCausalLM(config)
 

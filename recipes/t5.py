@@ -112,7 +112,6 @@ class T5(SizedTextRecipe):
     on_gpu: ClassVar[str] = "small"
     cpu_sizes = Sizes(steps=500, batch_size=32, micro_batch_size=32)  # a minute or two
     gpu_sizes = Sizes(steps=2000, batch_size=32, micro_batch_size=32)  # a quarter of the published batch
-    context_is: ClassVar[str] = "tokens of the encoder's input"
     masks_attention: ClassVar[bool] = True
     template: ClassVar[str] = "$A {eos_token} | $A {eos_token} $B {eos_token}"
     predictor: ClassVar[str] = "text_to_text"
@@ -124,15 +123,14 @@ class T5(SizedTextRecipe):
         names = [f"<extra_id_{n}>" for n in range(_cuts(window(context))[1])]
         own = self.own_special(tokens.tokenizer, ("pad_token", "eos_token", *names))
         start, eos, *sentinels = own or range(known, known + 2 + len(names))
-        train, valid, test = tokens.parts(lambda part: SpanCorruption(part, context, eos, sentinels))
-        cut = f"{train.noise} tokens in {train.spans} spans removed from each {train.window}"
-        description = f"{tokens.description}, {cut}"
+        noise, spans = _cuts(window(context))
+        text = f"{noise} tokens in {spans} spans removed from each {window(context)}"
         # Under T5's own names; the start pads, too.
         special = {"pad_token": ("<pad>", start), "eos_token": ("</s>", eos)}
         special |= {f"sentinel_{n}": each for n, each in enumerate(zip(names, sentinels, strict=True))}
-        added = {} if own else special
-        vocabulary = max(known + len(added), self.own_vocabulary())
-        return TextDatasets(train, valid, description, test=test, tokens=tokens, vocabulary=vocabulary, special=added)
+        return self.cut(
+            tokens, lambda part: SpanCorruption(part, context, eos, sentinels), text, None if own else special
+        )
 
     def network(self, datasets: TextDatasets) -> Any:
         """Return transformers' T5 in fp32: the pretrained one, or a new one.

@@ -6,7 +6,6 @@
   check=all             or some of ladder,manifest,range,pairs,updates,divergence,islands
   reference=auto        what 16 bits are compared with: fp32, or fp64 (auto: fp32; fp64 for fp32 and tf32)
   budget_s=60           seconds for the checks, without the start and steps taken again; what does not fit is named
-  accuracy=all          examine planted faults and healthy models instead (faults,holdout,healthy); seeds=5
 All other arguments are as for train.py. Nothing of the run is changed; the report goes to <run>/doctor/step-N.
 Exit code: 0 HEALTHY, 7 FOUND, 8 NOT REPRODUCED, 2 for a user error, 1 when it failed, 130 when interrupted.
 """

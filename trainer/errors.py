@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import re
 from collections.abc import Iterable
 
-# Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN and NCCL. (CUDA's allocator has an error type.)
-_NO_MEMORY = re.compile(
-    "can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc"
-    # Not "a primitive descriptor": that is an operation that oneDNN does not have.
-    "|could not create a (primitive(?! desc)|memory object)"
-    "|STATUS_ALLOC_FAILED|was unable to find an engine|CUDA error: out of memory|Cuda failure \\d* ?'out of memory'"
-)
+from mantissa.errors import is_out_of_memory as is_out_of_memory
 
 
 class RunError(Exception):
@@ -88,15 +81,6 @@ def first_line(error: BaseException) -> str:
     """
     text = redacted(str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on any device."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:  # a process or a mapping that could not be made
-        return True
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def nearest(typed: str, valid: Iterable[str], prefix: str = "") -> str:

@@ -149,7 +149,7 @@ class Recipe(SetOnce):
     mixes_images: ClassVar[bool] = False
     """Whether the loss carries out ``augment.mixup``, ``cutmix`` and ``erasing``; otherwise they are refused."""
     predictor: ClassVar[str] = "forward"
-    """The file of ``trainer/tracking/mlflow/predictors`` that serves the exported model in MLflow. ``forward``
+    """Which class of ``trainer/tracking/mlflow/predictor.py`` serves the exported model in MLflow. ``forward``
     takes what the model's forward pass takes; of ``datasets``, its model may be built from plain JSON types only.
     """
 

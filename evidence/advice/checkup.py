@@ -17,10 +17,10 @@ from evidence.advice.experiment import overrides_of
 from evidence.advice.schema import NOT_EXAMINED, Advice
 from evidence.comparison.compare import Comparison, check_arms, compare
 from evidence.comparison.report import write_report
-from evidence.doctor.diagnosis import EXIT_CODES, HEALTHY
 from evidence.doctor.report import VERDICT
 from evidence.runs import Arm, in_a_process, merged
 from mantissa.display import duration
+from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE
 from trainer.config.compose import compose, quoted
 from trainer.errors import RunError, UserError, first_line

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from evidence.claims.criteria import Criterion
-from evidence.claims.schema import read
 from evidence.measures import MEASURES, PROBE_MEASURES, TIMED
 from evidence.runs import NULL_SHIFT, Arm
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, first_line, nearest
 from trainer.files import PROJECT
 from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
 from trainer.precision.kernels import not_timed_here
@@ -75,59 +79,35 @@ class Claim:
     """Claims that this one consists of; it has no arms of its own then."""
 
     def __post_init__(self) -> None:
-        for key in ("statement", "source"):
-            if not getattr(self, key):
-                raise UserError(f"{key} is empty")
+        """Check what the types do not: that the names in it exist, and that something decides."""
         if self.combines:
-            if self.setups or self.arms or self.criteria:
-                raise UserError("combines excludes setups, arms and criteria; remove them")
-            if self.id in self.combines:
-                raise UserError(f"combines: {self.id} is this claim; name other claims")
+            if self.setups or self.arms or self.criteria or self.id in self.combines:
+                raise UserError("combines takes other claims, and excludes setups, arms and criteria")
             return
-        if not (self.setups and self.arms and self.criteria):
-            raise UserError("a claim needs setups, arms and criteria")
-        for key in ("setups", "arms", "on_cuda", "reduced", "asks"):
-            if empty := [name for name, text in getattr(self, key).items() if not text.strip()]:
-                raise UserError(f"{key}: {empty[0]} is empty")
-        self._check_arms()
-        for key in ("reduced", "on_cuda"):
-            if unknown := [name for name in getattr(self, key) if name not in self.setups]:
-                raise UserError(f"{key} names the setup {unknown[0]}, which does not exist")
-        for need in [*self.needs, *(need for needs in self.arms_need.values() for need in needs)]:
-            _check_need(need)
-        for criterion in self.criteria:
-            self._check_measure(criterion)
         if not any(criterion.decides for criterion in self.criteria):
             raise UserError("no criterion decides; give one at_least, at_most or within")
         if self.repeats < 2:
             raise UserError(f"repeats={self.repeats} gives no interval; set repeats: 3")
-
-    def _check_arms(self) -> None:
         for name, text in self.arms.items():
             if not re.fullmatch(r"[\w.-]+", name) or name == NULL_ARM:
                 raise UserError(f"an arm cannot be called {name}; use letters, digits, - and _")
-            if (setup := text.split()[0]) not in self.setups:
-                raise UserError(f"arm {name} begins with {setup}, which is not a setup ({', '.join(self.setups)})")
-        if self.null_arm and self.null_arm not in self.arms:
-            raise UserError(f"null_arm={self.null_arm} is not an arm{nearest(self.null_arm, self.arms)}")
-        known = {*self.arms, *([NULL_ARM] if self.null_arm else [])}
-        for key, names in (("criteria", [n for c in self.criteria for n in c.arms]), ("arms_need", self.arms_need)):
-            for name in names:
-                if name == NULL_ARM and name not in known:
-                    raise UserError(
-                        f"{key} name the null_arm; add which arm it repeats: null_arm: {next(iter(self.arms))}"
-                    )
-                if name not in known:
-                    raise UserError(f"{key} name the arm {name}, which does not exist{nearest(name, known)}")
-
-    def _check_measure(self, criterion: Criterion) -> None:
-        for name in criterion.arms:
-            words = self.setups[self.arms[self.null_arm if name == NULL_ARM else name].split()[0]].split()
-            probe = words[0].removeprefix(PROBE) if words[0].startswith(PROBE) else ""
-            known = PROBE_MEASURES.get(probe, ()) if probe else tuple(MEASURES)
-            if known and criterion.measure not in known:
-                near = nearest(criterion.measure, known)
-                raise UserError(f"{criterion.measure} is not measured of arm {name}{near} ({', '.join(known)})")
+            _check_name(f"arms.{name}", text.partition(" ")[0], self.setups)
+        for key in ("reduced", "on_cuda"):
+            for name in getattr(self, key):
+                _check_name(key, name, self.setups)
+        if self.null_arm:
+            _check_name("null_arm", self.null_arm, self.arms)
+        for name in self.arms_need:
+            _check_name("arms_need", name, self.arms)
+        for need in [*self.needs, *(need for needs in self.arms_need.values() for need in needs)]:
+            _check_need(need)
+        for criterion in self.criteria:
+            for name in criterion.arms:
+                _check_name("criteria", name, {*self.arms, *([NULL_ARM] if self.null_arm else [])})
+                arm = self.arms[self.null_arm if name == NULL_ARM else name]
+                word = self.setups[arm.partition(" ")[0]].partition(" ")[0]
+                measures = PROBE_MEASURES[word.removeprefix(PROBE)] if word.startswith(PROBE) else MEASURES
+                _check_name(f"criteria on {name}", criterion.measure, measures)
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
         """Return what this machine or the command line lacks to run the claim, in words; empty: nothing."""
@@ -135,9 +115,13 @@ class Claim:
         typed = {override.partition("=")[0] for override in given}
         return missing + [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
 
-    def arms_here(self, hardware: Hardware) -> list[str]:
-        """Return the names of the arms that this machine can run."""
-        return [name for name in self.arms if not any(lacking(need, hardware) for need in self.arms_need.get(name, ()))]
+    def arms_lack(self, hardware: Hardware) -> dict[str, str]:
+        """Return what this machine lacks for arms that it cannot run, by arm."""
+        found = {
+            name: "; ".join(words for need in needs if (words := lacking(need, hardware)))
+            for name, needs in self.arms_need.items()
+        }
+        return {name: words for name, words in found.items() if words}
 
     def mode(self, arm: str) -> str:
         """Return the precision of an arm."""
@@ -147,7 +131,8 @@ class Claim:
 
     def not_timed(self, hardware: Hardware) -> dict[str, str]:
         """Return why the speed of arms that run here is not that of their format, by arm."""
-        found = {name: not_timed_here(self.mode(name), hardware) for name in self.arms_here(hardware)}
+        lack = self.arms_lack(hardware)
+        found = {name: not_timed_here(self.mode(name), hardware) for name in self.arms if name not in lack}
         return {name: why for name, why in found.items() if why}
 
     def to_run(self, hardware: Hardware) -> list[str]:
@@ -155,20 +140,23 @@ class Claim:
 
         Empty: nothing that decides can be tested.
         """
-        here, not_timed = self.arms_here(hardware), self.not_timed(hardware)
-        there = {*here, *([NULL_ARM] if self.null_arm in here else [])}
-        timed = {*there} - {*not_timed, *([NULL_ARM] if self.null_arm in not_timed else [])}
+        lack, not_timed = self.arms_lack(hardware), self.not_timed(hardware)
+        here = [name for name in self.arms if name not in lack]
+
+        def base(names: list[str]) -> set[str]:
+            return {self.null_arm if name == NULL_ARM else name for name in names}
+
         testable = [
             criterion
             for criterion in self.criteria
-            if (timed if criterion.measure in TIMED else there).issuperset(criterion.arms)
+            if base(criterion.arms) <= {*here} - {*(not_timed if criterion.measure in TIMED else [])}
         ]
         if len(testable) == len(self.criteria):
             return here
         if not any(criterion.decides for criterion in testable):
             return []
-        useful = {name for criterion in testable for name in criterion.arms}
-        return [name for name in here if name in useful or (name == self.null_arm and NULL_ARM in useful)]
+        useful = {name for criterion in testable for name in base(criterion.arms)}
+        return [name for name in here if name in useful]
 
     def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
         """Return the arms of these names as command lines, the null arm last; ``device`` is ``cpu`` or ``cuda``."""
@@ -199,22 +187,17 @@ class Claim:
                 f"evidence/claims/published/{self.id}.yaml gives no reduced size for {missing[0]}; add, for example, "
                 f"reduced: {{{missing[0]}: steps=3 batch_size=2 micro_batch_size=2}}"
             )
-        for name, text in self.arms.items():
-            small = self.reduced.get(text.split()[0], "")
-            self.arms[name] = " ".join(STAND_INS.get(word, word) for word in f"{text} {small}".split())
-        self.setups = {
-            name: " ".join(STAND_INS.get(word, word) for word in text.split()) for name, text in self.setups.items()
-        }
+        small = {name: f"{text} {self.reduced[text.partition(' ')[0]]}" for name, text in self.arms.items()}
+        self.arms, self.setups = _stand_in(small), _stand_in(self.setups)
         self.repeats, self.needs, self.arms_need = 1, [], {}
 
 
-def lacking(need: str, hardware: Hardware) -> str:
-    """Return a need in words if this machine does not meet it; empty otherwise.
+def _stand_in(texts: dict[str, str]) -> dict[str, str]:
+    return {name: " ".join(STAND_INS.get(word, word) for word in text.split()) for name, text in texts.items()}
 
-    Raises:
-        UserError: no such need.
-    """
-    _check_need(need)
+
+def lacking(need: str, hardware: Hardware) -> str:
+    """Return a need in words if this machine does not meet it; empty otherwise."""
     if need in NEEDS:
         has, words = NEEDS[need]
         return "" if has(hardware) else words
@@ -252,14 +235,23 @@ def load(name: str, folder: Path = FOLDER) -> Claim:
         raise UserError(
             f"claim={name} is not a claim{nearest(name, known)}; python scripts/reproduce.py lists all of them"
         )
-    path = folder / f"{name}.yaml"
-    text = path.read_bytes()
-    digest = hashlib.sha256(text).hexdigest()
-    return read(text, f"evidence/claims/published/{path.name}", Claim, id=name, digest=digest)
+    text = (folder / f"{name}.yaml").read_bytes()
+    computed = {"id": name, "digest": hashlib.sha256(text).hexdigest()}
+    try:
+        given = OmegaConf.create(text.decode())
+        return cast("Claim", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Claim), given, computed)))
+    except (UserError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+        key = f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) and error.full_key else ""
+        words = first_line(error) if key else " ".join(str(error).split())
+        raise UserError(f"evidence/claims/published/{name}.yaml: {key}{words}") from None
+
+
+def _check_name(key: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not among the known ones."""
+    if name not in known:
+        raise UserError(f"{key}: {name!r} is not known{nearest(name, known)} ({', '.join(known)})")
 
 
 def _check_need(need: str) -> None:
-    if need not in NEEDS and not re.fullmatch(r"\d+GiB", need):
-        raise UserError(
-            f"needs: {need} is not known{nearest(need, NEEDS)} ({', '.join(NEEDS)}, or memory such as 40GiB)"
-        )
+    if not re.fullmatch(r"\d+GiB", need):
+        _check_name("needs (or memory such as 40GiB)", need, NEEDS)

@@ -12,12 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evidence.budget import Budget, duration, in_words
 from evidence.claims import results
-from evidence.claims.budget import Budget, duration, in_words
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
-from evidence.claims.queue import LEFT_FILE, estimates, ordered, rest_in_words, run_claims
-from evidence.claims.reproduce import Reproduction, machine_name, part_facts, save
+from evidence.claims.reproduce import LEFT_FILE, Reproduction, machine_name, ordered, part_facts, rest_in_words, save
 from evidence.runs import TRAIN, merged
 from trainer.config.compose import compose
 from trainer.config.options import parse
@@ -56,62 +55,55 @@ def main(arguments: list[str]) -> int:
     if not options.claim and not options.all:
         _list(claims, results.read(), machine_name(hardware), terminal())
         return 0
-    wanted = ordered(claims, results.read().get(machine_name(hardware), {})) if options.all else options.claim
-    _check_options(options, wanted, given)
+    here = results.read().get(machine_name(hardware), {})
+    wanted = ordered(claims, here) if options.all else options.claim
+    budget = Budget(duration(options.budget)) if options.budget else None
+    _check_given(wanted, given)
     if not options.all:
         for name in wanted:
             _check(load(name), hardware, given, options)
     folder = options.output_dir.absolute() / "reproduce"
-    budget = Budget(duration(options.budget)) if options.budget else None
     reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, budget=budget)
     if not options.reduced:
-        records = results.read()
-        here = records.get(machine_name(hardware), {})
         known = _known(claims, here)
         wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
-        reproduction.elsewhere = estimates(records, hardware, folder)
+        reproduction.earlier = {name: record.get("run_seconds", {}) for name, record in here.items()}
     return _run(wanted, claims, reproduction)
 
 
 def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction) -> int:
     """Test claims, print and write each outcome at once, say what is left; return the exit code."""
-    done, budget = reproduction.done, reproduction.budget
-    earlier, began = set(done), time.monotonic()
-    shown_already: set[str] = set()
+    done, began = reproduction.done, time.monotonic()
+    new: list[str] = []
+    for name in [name for name in wanted if name in done]:
+        print(f"{name}: {done[name]['verdict']}, of {done[name]['date']}")
+    known = set(done)
 
     def finished(name: str) -> None:
-        if name in earlier and name not in shown_already:
-            print(f"{name}: {done[name]['verdict']}, of {done[name]['date']}")
-            shown_already.add(name)
-        for each in [name for name in done if name not in shown_already | earlier]:  # and what it combines
+        for each in [each for each in done if each not in known and each not in new]:  # the claim and what it combines
+            new.append(each)
             _print(done[each], claims[each], reproduction.reduced)
-            shown_already.add(each)
             if not reproduction.reduced:
                 print(f"written to {save(done[each], results.RESULTS)}")
                 if done[each]["verdict"] != NOT_HERE:  # of those there are many at once
                     results.update()
 
-    left = run_claims(wanted, reproduction, finished)
-    new = shown_already - earlier
+    left = reproduction.test_all(wanted, finished)
     if new and not reproduction.reduced:
         results.update()
-    if budget:
+    if reproduction.budget:
         make_folder(reproduction.folder)
         write_json(reproduction.folder / LEFT_FILE, left)
-        tested = [
-            f"{name} {done[name]['verdict']}" for name in wanted if name in new and done[name]["verdict"] != NOT_HERE
-        ]
+        tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
         absent = f"; {len(new) - len(tested)} not testable here" if len(new) > len(tested) else ""
         taken = in_words(time.monotonic() - began)
         print(f"\nDone in {taken}: {', '.join(tested) or 'no claim'}{absent}. {rest_in_words(left)}")
     return int(any(done[name].get("failures") for name in new))
 
 
-def _check_options(options: ReproduceOptions, wanted: list[str], given: list[str]) -> None:
-    """Refuse what cannot be meant, before anything is run."""
-    if options.budget:
-        duration(options.budget)
+def _check_given(wanted: list[str], given: list[str]) -> None:
+    """Refuse overrides that no claim asks for, before anything is run."""
     asked = {key for name in wanted for key in load(name).asks}
     if others := [override for override in given if override.partition("=")[0] not in asked]:
         near = nearest(others[0].partition("=")[0], ReproduceOptions.__dataclass_fields__)

@@ -39,19 +39,17 @@ class Criterion:
 
     def __post_init__(self) -> None:
         self.arm, self.over, self.minus = _listed(self.arm), _listed(self.over), _listed(self.minus)
-        if not (self.measure and self.arm):
-            raise UserError("a criterion needs a measure and an arm")
-        if self.over and self.minus:
-            raise UserError(f"a criterion on {self.measure} has over and minus; remove one of them")
         other = self.over or self.minus
-        if other and len(other) != len(self.arm):
-            raise UserError(f"a criterion on {self.measure} needs as many arms as it is compared with")
+        if not self.arm or (self.over and self.minus) or (other and len(other) != len(self.arm)):
+            raise UserError(
+                f"a criterion on {self.measure} needs an arm, and over or minus with as many arms, or neither"
+            )
         if self.minus and len(self.arm) > 1:
             raise UserError(f"a criterion on {self.measure} with minus takes one arm")
-        if self.within is not None and not (self.over and 0 < self.within < 1):
-            raise UserError("within needs over and a value between 0 and 1, such as within: 0.003 for 0.3 %")
-        if self.within is not None and (self.at_least is not None or self.at_most is not None):
-            raise UserError("within excludes at_least and at_most; remove them")
+        if self.within is not None and not (
+            self.over and 0 < self.within < 1 and self.at_least is self.at_most is None
+        ):
+            raise UserError("within needs over and a value between 0 and 1, such as within: 0.003, and no other bound")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
             raise UserError(f"at_least: {self.at_least:g} is above at_most: {self.at_most:g}; swap them")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from evidence.claims.claims import NULL_ARM
@@ -14,30 +11,20 @@ from evidence.measures import MEASURES, measured
 from evidence.operators import PRODUCTS
 from evidence.runs import DIVERGED, Arm, Outcome, Runner
 from mantissa.display import size
+from trainer.files import read_object
 from trainer.profiling.ledger import STEADY
 
-_PROFILED = (
-    "profiler=torch",
-    "profiler.wait=1",
-    "profiler.warmup=1",
-    "profiler.active=2",
-    "profiler.record_shapes=false",
-    "steps=4",
-)
-_LEDGER = ("profiler=memory", "profiler.at_step=2", "steps=2")
-_OPERATORS, _LEDGERS = "operators", "ledger"
-_EXTRA = {_OPERATORS: _PROFILED, _LEDGERS: _LEDGER}
-"""Short runs under a profiler: what is added to the arm's name, and its overrides."""
+_OPERATORS, _LEDGER = "operators", "ledger"
+_EXTRA = {
+    _OPERATORS: (
+        *("profiler=torch", "profiler.wait=1", "profiler.warmup=1", "profiler.active=2"),
+        *("profiler.record_shapes=false", "steps=4"),
+    ),
+    _LEDGER: ("profiler=memory", "profiler.at_step=2", "steps=2"),
+}
+"""Short runs under a profiler: what is added to the arm's name (and the file that it writes), and the overrides."""
 MOST = 3
 """Sentences for a claim."""
-
-
-@dataclass
-class _OperatorTimes:
-    """Operator time of a step in milliseconds."""
-
-    products: float
-    rest: float
 
 
 def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], runner: Runner, most: int) -> list[str]:
@@ -66,33 +53,23 @@ def reasons(findings: list[Finding], arms: list[Arm], outcomes: list[Outcome], r
     return sentences
 
 
-def products_and_rest(path: Path) -> _OperatorTimes:
-    """Split the operator times of ``profile/operators.json`` into matrix products and everything else."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    times = {name.removeprefix("aten::"): us for name, us in record["self_time_us"].items()}
-    products = sum(us for name, us in times.items() if PRODUCTS.search(name))
-    return _OperatorTimes(products / record["steps"] / 1e3, (sum(times.values()) - products) / record["steps"] / 1e3)
-
-
 def _time_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
     compiled = any(_is_compiled(each) for each in (arm, base))
-    one, other = (_profiled(each, runner, compiled) for each in (arm, base))
-    if one is None or other is None or not (one.products > 0 and other.products > 0):
+    found = [_operator_ms(each, runner, compiled) for each in (arm, base)]
+    if min(min(times) for times in found) <= 0:
         return ""
-    if one.rest <= 0 or other.rest <= 0:
-        return ""
-    of = "step" if compiled else "operator"
-    fraction, base_fraction = (times.products / (times.products + times.rest) for times in (one, other))
+    (products, rest), (base_products, base_rest) = found
     return (
-        f"Matrix products, convolutions and attention are {base_fraction:.0%} of the {of} time of {base.label} and "
-        f"{fraction:.0%} of {arm.label}'s; in {arm.label} they take {one.products / other.products:.2f}x the time, "
-        f"everything else {one.rest / other.rest:.2f}x."
+        f"Matrix products, convolutions and attention are {base_products / (base_products + base_rest):.0%} of the "
+        f"{'step' if compiled else 'operator'} time of {base.label} and {products / (products + rest):.0%} of "
+        f"{arm.label}'s; in {arm.label} they take {products / base_products:.2f}x the time, everything else "
+        f"{rest / base_rest:.2f}x."
     )
 
 
 def _memory_sentence(arm: Arm, base: Arm, runner: Runner) -> str:
     one, other = (_ledger(each, runner) for each in (arm, base))
-    if one is None or other is None:
+    if not (one and other):
         return ""
     held = sum(other["at_peak"][name] for name in STEADY) / other["peak_bytes"]
     kept = sum(one["steady"].values()) / sum(other["steady"].values())
@@ -162,38 +139,31 @@ def _is_compiled(arm: Arm) -> bool:
     return modes[-1:] not in ([], ["off"])
 
 
-def _profiled(arm: Arm, runner: Runner, compiled: bool) -> _OperatorTimes | None:
-    """Return an arm's operator times; ``compiled``: ``rest`` is the rest of the measured step.
+def _operator_ms(arm: Arm, runner: Runner, compiled: bool) -> tuple[float, float]:
+    """Return milliseconds of a step: matrix products, and the other operators; 0 where they are not known.
 
-    (The operators that torch.compile fuses have no time of their own.)
+    ``compiled``: the second is the rest of the measured step, for the operators that torch.compile fuses have no time
+    of their own.
     """
-    path = _extra(arm, _OPERATORS, runner) / "profile" / "operators.json"
-    if not path.exists():
-        return None
-    times = products_and_rest(path)
+    record = _profile(arm, _OPERATORS, runner)
+    if not record:
+        return 0.0, 0.0
+    times = {name.removeprefix("aten::"): us / record["steps"] / 1e3 for name, us in record["self_time_us"].items()}
+    products = sum(ms for name, ms in times.items() if PRODUCTS.search(name))
     if not compiled:
-        return times
-    measured_run = runner.done(arm, 0)
-    step_s = measured_run.summary.get("step_time_s") if measured_run else None
-    return None if step_s is None else _OperatorTimes(times.products, 1e3 * step_s - times.products)
+        return products, sum(times.values()) - products
+    run = runner.done(arm, 0)
+    step_s = run.summary.get("step_time_s") if run else None
+    return products, 0.0 if step_s is None else 1e3 * step_s - products
 
 
-def _ledger(arm: Arm, runner: Runner) -> dict[str, Any] | None:
+def _ledger(arm: Arm, runner: Runner) -> dict[str, Any]:
     done = runner.done(arm, 0)
-    if done and done.ledger:
-        return done.ledger
-    path = _extra(arm, _LEDGERS, runner) / "profile" / "ledger.json"
-    if not path.exists():
-        return None
-    ledger: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return ledger
+    return (done and done.ledger) or _profile(arm, _LEDGER, runner)
 
 
-def _extra(arm: Arm, kind: str, runner: Runner) -> Path:
-    """Run an arm for a few steps under a profiler, and return the run's folder."""
-    short = _short(arm, kind)
-    return (runner.done(short, 0) or runner.run(short, 0)).folder
-
-
-def _short(arm: Arm, kind: str) -> Arm:
-    return Arm(f"{arm.label}-{kind}", (*arm.overrides, *_EXTRA[kind]), arm.seed_shift)
+def _profile(arm: Arm, kind: str, runner: Runner) -> dict[str, Any]:
+    """Run an arm for a few steps under a profiler, and return what that has written; empty where it failed."""
+    short = Arm(f"{arm.label}-{kind}", (*arm.overrides, *_EXTRA[kind]), arm.seed_shift)
+    folder = (runner.done(short, 0) or runner.run(short, 0)).folder
+    return read_object(folder / "profile" / f"{kind}.json")

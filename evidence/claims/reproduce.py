@@ -7,22 +7,28 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evidence.claims.budget import Budget, OutOfTime, Seconds, of_runs
-from evidence.claims.claims import Claim, lacking, load
+import yaml
+
+from evidence.budget import Budget, OutOfTime, in_words
+from evidence.claims.claims import Claim, load
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import MOST, reasons
 from evidence.measures import MEASURES, TIMED, measured
-from evidence.runs import DIVERGED, Arm, Outcome, Runner, interleaved, outcome_line
+from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
 from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions
+
+LEFT_FILE = "left.json"
+"""In the folder of the runs: what the last call with a budget left to do."""
+ORDER = PROJECT / "evidence" / "claims" / "order.yaml"
 
 
 @dataclass
@@ -39,15 +45,45 @@ class Reproduction:
     """Make every run small; there is no verdict then."""
     report: Callable[[str], None] = print
     """Called with each line of progress."""
-    launch: Callable[[list[str], Path], int] | None = None
+    launch: Launch | None = None
     """See ``Runner``."""
     budget: Budget | None = None
-    """Of time; it launches the runs then."""
-    elsewhere: dict[str, Seconds] = field(default_factory=dict)
-    """What the runs of each claim took earlier, or would take by what another machine took."""
+    """Of time."""
+    earlier: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By claim, what a run of each arm took here when it was tested before, in seconds."""
     git: dict[str, str] = field(init=False, default_factory=git_facts)
     done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     """The record of each claim that is tested, by its id."""
+
+    def test_all(self, names: Sequence[str], finished: Callable[[str], None]) -> dict[str, float | None]:
+        """Test claims in this order.
+
+        With a budget, a claim that does not fit as a whole is left for later. When nothing fits as a whole any more,
+        single runs are made that still fit; the next call has not to make them again.
+
+        Args:
+            names: of the claims.
+            finished: called with the name of each claim as soon as it has an outcome.
+
+        Returns:
+            What was left for lack of time, with the seconds that the rest of it takes; None: not known.
+        """
+        left: dict[str, float | None] = {name: None for name in names if name not in self.done}
+        for whole in (True, False):
+            if self.budget:
+                self.budget.whole = whole
+            for name in list(left):
+                try:
+                    self.test(name)
+                except OutOfTime as error:
+                    left[name] = error.needed_s
+                    if whole:
+                        needs = "" if error.needed_s is None else f" needs about {in_words(error.needed_s)} more, and"
+                        self.report(f"\n{name}{needs} does not fit in the time that is left")
+                else:
+                    del left[name]
+                    finished(name)
+        return left
 
     def test(self, name: str) -> dict[str, Any]:
         """Test one claim, once, and return its record in plain JSON types.
@@ -60,53 +96,39 @@ class Reproduction:
             claim = load(name)
             if self.reduced:
                 claim.reduce()
-            missing = claim.lacking(self.hardware, self.given)
-            if missing:
+            if missing := claim.lacking(self.hardware, self.given):
                 self.done[name] = self._record(claim, NOT_HERE, needs=missing)
-            elif claim.combines:
-                self.done[name] = self._combined(claim)
             else:
-                self.done[name] = self._tested(claim)
+                self.done[name] = self._combined(claim) if claim.combines else self._tested(claim)
         return self.done[name]
 
-    def plan(self, claim: Claim) -> tuple[list[Arm], Runner, list[str]]:
-        """Return a claim's arms here, what runs them, and the arms of the runs that are left, one entry each.
-
-        The short runs that explain an outcome are not among them: they are made if there is time.
-        """
+    def _tested(self, claim: Claim) -> dict[str, Any]:
         names = list(claim.arms) if self.reduced else claim.to_run(self.hardware)
+        timed = any(criterion.measure in TIMED for criterion in claim.criteria) and not self.reduced
+        not_timed = claim.not_timed(self.hardware) if timed else {}
+        not_run: dict[str, Any] = {"left_out": claim.arms_lack(self.hardware)}
+        not_run |= {"not_timed": not_timed} if not_timed else {}
+        if not names:
+            return self._record(claim, NOT_HERE, **not_run)
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
-        launch = self.budget.launch if self.budget else self.launch
-        runner = Runner(self.folder / self._key(claim), launch=launch)
         seeds = list(range(claim.repeats))
-        return arms, runner, [arm.label for arm, seed in interleaved(arms, seeds) if not runner.done(arm, seed)]
-
-    def expected(self, claim: Claim, runner: Runner) -> Seconds:
-        """Return what each arm's run takes, by what is known."""
-        return self.elsewhere.get(claim.id, {}) | of_runs(runner.runs)
-
-    def _tested(self, claim: Claim) -> dict[str, Any]:
-        arms, runner, left = self.plan(claim)
-        not_run: dict[str, Any] = {"left_out": {}} if self.reduced else self._not_run(claim)
-        if not arms:
-            return self._record(claim, NOT_HERE, **not_run)
-        seeds = list(range(claim.repeats))
-        if self.budget:
-            self.budget.begin(left, self.expected(claim, runner))
+        folder, earlier = self.folder / self._key(claim), self.earlier.get(claim.id, {})
+        runner = Runner(folder, launch=self.launch, budget=self.budget, earlier=earlier)
         self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
-        outcomes = runner.run_all(arms, seeds, self._progress)
+        outcomes = runner.run_all(arms, seeds, lambda *run: self.report(outcome_line(*run)))
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
-        verdict = combine([finding.verdict for finding in findings])
         try:
             why = reasons(findings, arms, outcomes, runner, 1 if self.reduced else MOST)
         except OutOfTime:
             why = ["There was no time left for the runs under a profiler that explain it; the same command makes them."]
             not_run["unexplained"] = True
+        commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
         return self._record(
             claim,
-            verdict,
-            git=self._git(outcomes),
+            combine([finding.verdict for finding in findings]),
+            # Also where a run was of another commit, pulled in the meantime.
+            git=self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {}),
             findings=[_plain(finding) | {"why": self._public(finding.why)} for finding in findings],
             why=why,
             arms={arm.label: _arm(arm, claim, outcomes) for arm in arms},
@@ -116,19 +138,8 @@ class Reproduction:
                 for run in outcomes
                 if run.exit_code not in (0, DIVERGED)
             ],
-            run_seconds={arm: round(seconds, 1) for arm, seconds in of_runs(runner.runs).items()},
+            run_seconds={arm: round(seconds, 1) for arm, seconds in runner.seconds().items()},
         )
-
-    def _not_run(self, claim: Claim) -> dict[str, Any]:
-        """Return what arms need that are not run, and why the speed of others is not that of their format."""
-        needs = {
-            name: [words for need in claim.arms_need.get(name, ()) if (words := lacking(need, self.hardware))]
-            for name in claim.arms
-        }
-        left_out = {name: "; ".join(words) for name, words in needs.items() if words}
-        timed = any(criterion.measure in TIMED for criterion in claim.criteria)
-        not_timed = claim.not_timed(self.hardware) if timed else {}
-        return {"left_out": left_out} | ({"not_timed": not_timed} if not_timed else {})
 
     def _combined(self, claim: Claim) -> dict[str, Any]:
         parts = [self.test(name) for name in claim.combines]
@@ -157,11 +168,6 @@ class Reproduction:
             ],
             failures=[failure for part in parts for failure in part.get("failures", [])],
         )
-
-    def _git(self, outcomes: list[Outcome]) -> dict[str, str]:
-        """Return the commit; ``dirty`` also where a run was of another commit, pulled in the meantime."""
-        commits = [run.summary["git"] for run in outcomes if run.summary.get("git")]
-        return self.git | ({"dirty": "true"} if any(git != self.git for git in commits) else {})
 
     def _public(self, text: str) -> str:
         """Remove the user's own values and the paths of this machine from a message."""
@@ -194,8 +200,24 @@ class Reproduction:
         digest = hashlib.sha256(json.dumps([*parts, self.reduced]).encode()).hexdigest()
         return f"{claim.id}-{'reduced-' * self.reduced}{digest[:10]}"
 
-    def _progress(self, number: int, count: int, outcome: Outcome, known: bool) -> None:
-        self.report(outcome_line(number, count, outcome, known))
+
+def ordered(claims: Collection[str], tested: Collection[str]) -> list[str]:
+    """Return claims in order of value, those without an outcome first.
+
+    Args:
+        claims: their ids. What is not in ``order.yaml`` comes first.
+        tested: those that have an outcome on this machine, valid or not.
+    """
+    place = {name: number for number, name in enumerate(yaml.safe_load(ORDER.read_text(encoding="utf-8")))}
+    return sorted(claims, key=lambda name: (name in tested, place.get(name, -1), name))
+
+
+def rest_in_words(left: dict[str, float | None]) -> str:
+    """Return what is left to do, and how long it would take; ``left`` is that of ``test_all``."""
+    if not left:
+        return "Nothing is left to test here."
+    each = ", ".join(f"{name} ({in_words(seconds)})" for name, seconds in left.items())
+    return f"Left: {each}. The same command continues."
 
 
 def machine_name(hardware: Hardware) -> str:

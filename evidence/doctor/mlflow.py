@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evidence.doctor.diagnosis import Diagnosis
+from mantissa.doctor.diagnosis import Diagnosis
 from trainer.errors import UserError, first_line
 from trainer.tracking.mlflow.addresses import whole_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, RunInfo, read_record
@@ -59,9 +59,9 @@ def _log(uri: str, run_id: str, diagnosis: Diagnosis, files: list[Path]) -> None
 
 def tags(diagnosis: Diagnosis) -> dict[str, str]:
     """Return the tags by name: the verdict, and what the first finding says."""
-    found = {"verdict": diagnosis.verdict, "step": str(diagnosis.replay.case.step)}
+    found = {"verdict": diagnosis.verdict, "step": str(diagnosis.replay.step.number)}
     if diagnosis.findings:
         first = diagnosis.findings[0]
         found |= {"kind": first.kind, "module": first.place, "op": first.op}
-        found |= {"direction": first.direction, "rung": first.rung}
+        found |= {"direction": first.direction, "rung": first.format}
     return {f"doctor.{name}": cut(value, 500) for name, value in found.items() if value}

@@ -8,39 +8,61 @@ from typing import Any
 
 import numpy as np
 
-from evidence.doctor.ladder.divergence import TIMES
-from evidence.doctor.measured.pairs import Row
-from evidence.doctor.measured.range import HIGHEST, LOWEST, Exponents
+from mantissa.doctor.diagnosis import Diagnosis
+from mantissa.doctor.divergence import TIMES
+from mantissa.doctor.pairs import Row
+from mantissa.doctor.range import HIGHEST, LOWEST, Exponents
+from mantissa.finding import BACKWARD, FORWARD
 from mantissa.page import COLORS, NOISE
 from trainer.tracking.plots import ALARM, INK, QUIET, Series, bare_figure
 
-WIDTH, HEIGHT = 6.4, 3.8
-"""Inches."""
 MOST = 40
 """Modules, or gradients, of one plot."""
 _LONGEST = 48
 """Characters of a name; of a longer one the middle is left out."""
-_LOST, _EDQ = "numerics/lost_updates", "numerics/edq"
+_WIDTH, _HEIGHT = 6.4, 3.8
+"""Inches."""
+
+Plot = tuple[str, Any]
+"""A title and a matplotlib figure."""
 
 
-def errors(rows: Iterable[Row], direction: str) -> tuple[str, Any] | None:
+def figures(diagnosis: Diagnosis, series: Mapping[str, Series]) -> dict[str, list[Plot]]:
+    """Return the plots by check; ``series`` are of the run's metric log."""
+    step, found = diagnosis.replay.step, diagnosis.range
+    layers = found.layers if found is not None else []
+    scales = {}
+    if found is not None and found.highest is not None:
+        scales = {f"scale {step.scale:.10g}": step.scale} | {f"scale 2^{found.highest}": 2.0**found.highest}
+    outputs = [layer for layer in layers if layer.tensor == "output"]
+    weights = [layer for layer in reversed(layers) if layer.tensor != "output"]  # they came in backward order
+    rows = diagnosis.pairs.rows if diagnosis.pairs is not None else []
+    losses = diagnosis.losses
+    return {
+        "range": [plot for part in (outputs, weights) if (plot := _exponents(part, scales))],
+        "pairs": [plot for direction in (FORWARD, BACKWARD) if (plot := _errors(rows, direction))],
+        "divergence": [_divergence(losses, diagnosis.replay.precision, step.number)] if losses else [],
+        "updates": [plot] if (plot := _updates(series, step.number)) else [],
+    }
+
+
+def _errors(rows: Iterable[Row], direction: str) -> Plot | None:
     """Draw the local error of each module beside its bound, of the row that is nearest to it; None: there is none."""
+
+    def nearness(row: Row) -> tuple[float, float]:
+        return row.ratio, row.e / row.bound
+
     worst: dict[str, Row] = {}
     for row in rows:
-        before = worst.get(row.module)
-        if (
-            row.direction == direction
-            and 0 < row.e < math.inf
-            and (before is None or _nearness(row) > _nearness(before))
-        ):
-            worst[row.module] = row
+        if row.direction == direction and 0 < row.e < math.inf:
+            worst[row.module] = max(worst.get(row.module, row), row, key=nearness)
     if not worst:
         return None
-    nearest = set(sorted(worst, key=lambda module: _nearness(worst[module]), reverse=True)[:MOST])
-    shown = [row for module, row in worst.items() if module in nearest]
-    figure, axes = bare_figure(WIDTH, 1.1 + 0.21 * len(shown))
+    nearest = sorted(worst.values(), key=nearness, reverse=True)[:MOST]
+    shown = [row for row in worst.values() if row in nearest]
+    figure, axes = bare_figure(_WIDTH, 1.1 + 0.21 * len(shown))
     places = range(len(shown))
-    least = min(min(row.e for row in shown) / 4, min(row.bound for row in shown) / 16)
+    least = min(min(row.e / 4, row.bound / 16) for row in shown)
     for wrong, color, label in ((False, COLORS[0], "error"), (True, ALARM, "error beyond its bound")):
         own = [place for place in places if (shown[place].ratio > 1) == wrong]
         if own:
@@ -51,18 +73,14 @@ def errors(rows: Iterable[Row], direction: str) -> tuple[str, Any] | None:
         axes.plot(*zip(*run, strict=True), "o", color=NOISE, markersize=3.5, label="accumulated (not judged)")
     axes.set_xscale("log")
     axes.set_xlim(left=least)
-    _names(axes, [row.module for row in shown])
+    _label_rows(axes, [row.module for row in shown])
     axes.set_xlabel("relative error", color=QUIET)
-    figure.legend(loc="outside upper left", ncols=4, frameon=False, labelcolor=INK, fontsize=9)
+    _legend(figure, 4)
     of = f", the {MOST} of {len(worst)} modules nearest to their bounds" if len(worst) > MOST else ""
     return f"Error by module, {direction}{of}", figure
 
 
-def _nearness(row: Row) -> tuple[float, float]:
-    return row.ratio, row.e / row.bound
-
-
-def _names(axes: Any, names: list[str]) -> None:
+def _label_rows(axes: Any, names: list[str]) -> None:
     """Write the names of modules at the rows, the first one at the top."""
     shown = [name if len(name) <= _LONGEST else f"{name[:9]}…{name[10 - _LONGEST :]}" for name in names]
     axes.set_yticks(range(len(names)), [name or "(the model itself)" for name in shown], color=INK, fontsize=8)
@@ -71,7 +89,11 @@ def _names(axes: Any, names: list[str]) -> None:
     axes.grid(axis="x", color="#e8eaed")
 
 
-def exponents(layers: Sequence[Exponents], scales: Mapping[str, float]) -> tuple[str, Any] | None:
+def _legend(figure: Any, columns: int) -> None:
+    figure.legend(loc="outside upper left", ncols=columns, frameon=False, labelcolor=INK, fontsize=9)
+
+
+def _exponents(layers: Sequence[Exponents], scales: Mapping[str, float]) -> Plot | None:
     """Draw how the base-2 exponents of each gradient are distributed, and what fp16 holds of them.
 
     Args:
@@ -86,7 +108,7 @@ def exponents(layers: Sequence[Exponents], scales: Mapping[str, float]) -> tuple
     shown = _nearest(drawn, next(iter(scales.values()), 1.0))
     shares = np.array([(layer.counts / layer.counts.sum()).tolist() for layer in shown])
     used = np.flatnonzero(shares.any(0)) + LOWEST
-    figure, axes = bare_figure(WIDTH, 1.5 + 0.21 * len(shown))
+    figure, axes = bare_figure(_WIDTH, 1.5 + 0.21 * len(shown))
     image = axes.imshow(
         np.ma.masked_equal(shares, 0),
         extent=(LOWEST, HIGHEST + 1, len(shown) - 0.5, -0.5),
@@ -102,18 +124,15 @@ def exponents(layers: Sequence[Exponents], scales: Mapping[str, float]) -> tuple
         axes.axvline(largest, color=INK, linewidth=1.4, linestyle=style, label=f"infinite above, {name}")
         left, right = [*left, least - 1], [*right, largest + 1]
     axes.set_xlim(min(left), max(right))
-    _names(axes, [f"{layer.module}.{layer.tensor}".removesuffix(".output") for layer in shown])
+    _label_rows(axes, [f"{layer.module}.{layer.tensor}".removesuffix(".output") for layer in shown])
     axes.grid(visible=False)  # it would lie above the image
     axes.set_xlabel("exponent of the gradient, to base 2", color=QUIET)
-    bar = figure.colorbar(
-        image, ax=axes, location="bottom", shrink=0.5, aspect=40, label="share of the nonzero elements"
-    )
-    bar.outline.set_visible(False)
+    label = "share of the nonzero elements"
+    figure.colorbar(image, ax=axes, location="bottom", shrink=0.5, aspect=40, label=label).outline.set_visible(False)
     if scales:
-        figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
-    of = f", {len(shown)} of {len(drawn)}: the largest, and those that lose most"
-    what = "outputs" if shown[0].tensor == "output" else "weights"
-    return f"Gradients of {what}{of if len(drawn) > len(shown) else ''}", figure
+        _legend(figure, 2)
+    of = f", {len(shown)} of {len(drawn)}: the largest, and those that lose most" if len(drawn) > len(shown) else ""
+    return f"Gradients of {'outputs' if shown[0].tensor == 'output' else 'weights'}{of}", figure
 
 
 def _nearest(layers: list[Exponents], scale: float) -> list[Exponents]:
@@ -122,11 +141,10 @@ def _nearest(layers: list[Exponents], scale: float) -> list[Exponents]:
         return layers
     by_size = sorted(layers, key=lambda layer: layer.amax)
     by_loss = sorted(layers, key=lambda layer: layer.lost(scale)[1])
-    chosen = set(map(id, by_size[-MOST // 2 :] + by_loss[-MOST // 2 :]))
-    return [layer for layer in layers if id(layer) in chosen]
+    return [layer for layer in layers if layer in by_size[-MOST // 2 :] + by_loss[-MOST // 2 :]]
 
 
-def divergence(losses: Mapping[str, Sequence[float]], own: str, step: int) -> tuple[str, Any]:
+def _divergence(losses: Mapping[str, Sequence[float]], own: str, step: int) -> Plot:
     """Draw how far the losses of the next steps are from those of fp32, and how far they may be.
 
     Args:
@@ -137,38 +155,29 @@ def divergence(losses: Mapping[str, Sequence[float]], own: str, step: int) -> tu
     references = np.array([values for name, values in losses.items() if name != own])
     spread = np.maximum.accumulate(references.max(0) - references.min(0))
     steps = np.arange(step, step + len(spread))
-    figure, axes = bare_figure(WIDTH, HEIGHT)
+    figure, axes = bare_figure(_WIDTH, _HEIGHT)
     label = f"within {TIMES:g} × the spread of fp32"
     axes.fill_between(steps, TIMES * spread, color=NOISE, alpha=0.25, label=label)
     axes.plot(steps, np.abs(np.array(losses[own]) - references.mean(0)), "o-", color=COLORS[0], markersize=3, label=own)
     axes.set_yscale("log")
     _over_steps(axes)
-    figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=INK)
+    _legend(figure, 2)
     return f"Distance of the loss from that of fp32, whose weights are changed by {own}'s rounding", figure
 
 
-def updates(series: dict[str, Series], step: int) -> tuple[str, Any] | None:
-    """Draw the lost updates of a run and their quality over time; None: they were not measured.
-
-    Args:
-        series: of the run's metric log.
-        step: that is examined.
-    """
-    drawn = [
-        (*series[name], color, label)
-        for name, color, label in ((_LOST, COLORS[4], "lost updates"), (_EDQ, COLORS[0], "effective descent quality"))
-        if name in series
-    ]
-    if not drawn:
+def _updates(series: Mapping[str, Series], step: int) -> Plot | None:
+    """Draw the lost updates of a run and their quality over time; None: they were not measured."""
+    names = {"numerics/lost_updates": "lost updates", "numerics/edq": "effective descent quality"}
+    if not names.keys() & series.keys():
         return None
-    figure, axes = bare_figure(WIDTH, HEIGHT)
-    for steps, values, color, label in drawn:
-        axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=3, label=label)
+    figure, axes = bare_figure(_WIDTH, _HEIGHT)
+    for (name, label), color in zip(names.items(), (COLORS[4], COLORS[0]), strict=True):
+        if name in series:
+            axes.plot(*series[name], "o-", color=color, linewidth=1.8, markersize=3, label=label)
     axes.axvline(step, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), label=f"step {step}")
-    highest = max((float(np.nanmax(values)) for _, values, *_ in drawn if np.isfinite(values).any()), default=1.0)
-    axes.set_ylim(min(0.0, *(float(np.nanmin(values)) for _, values, *_ in drawn)), 1.1 * max(1.0, highest))
+    axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(1.1, axes.get_ylim()[1]))
     _over_steps(axes)
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, labelcolor=INK)
+    _legend(figure, 3)
     return "Lost updates, as a share of all, and effective descent quality", figure
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evidence.claims.budget import duration, in_words
-from evidence.claims.queue import LEFT_FILE
-from evidence.claims.reproduce import machine_name
+from evidence.budget import duration, in_words
+from evidence.claims.reproduce import LEFT_FILE, machine_name
 from evidence.claims.results import RESULTS
 from evidence.programme.report import report
 from evidence.programme.stages import CLAIMS, CLAIMS_FOLDER, KEPT, RATES, Stage, command, stages

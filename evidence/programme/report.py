@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evidence.claims.budget import in_words
+from evidence.budget import in_words
 from evidence.programme.stages import GPT2, KEPT, PROFILES, RESNET, TESTS, Stage
 from mantissa.display import quantity
 from trainer.files import read_object

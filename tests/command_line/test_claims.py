@@ -14,6 +14,7 @@ from evidence import probes
 from evidence.claims.claims import load, names
 from evidence.claims.reproduce import Reproduction
 from evidence.measures import TIMED
+from evidence.runs import Launch
 from trainer.hardware import detect
 
 Trained = dict[frozenset[tuple[str, str]], tuple[Path, str, int]]
@@ -26,13 +27,13 @@ def trained() -> Trained:
 
 
 @pytest.fixture
-def launch(train: Callable[..., Any], trained: Trained) -> Callable[[list[str], Path], int]:
+def launch(train: Callable[..., Any], trained: Trained) -> Launch:
     """What a Runner calls in place of a process of its own: the same command line, in this process.
 
     Arms that differ only in their names are trained once; at the reduced size there are many.
     """
 
-    def run(command: list[str], log: Path) -> int:
+    def run(command: list[str], log: Path, limit_s: float | None) -> int:
         script, *arguments = command[1:]
         if script.endswith("probe.py"):
             probes.measure(arguments)
@@ -68,7 +69,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", [name for name in names() if not load(name).combines])
 def test_every_claim_runs_reduced(
     name: str,
-    launch: Callable[[list[str], Path], int],
+    launch: Launch,
     text: str,
     folder: Path,
     cache: Path,

@@ -17,16 +17,14 @@ from sklearn.metrics import precision_recall_fscore_support
 from transformers import AutoTokenizer
 
 from inference.classes import class_scores, table
-from inference.data import Joined, part_of
+from inference.data import Joined, open_data
 from inference.exported import find
 from inference.setting import configure
 from inference.textbytes import bytes_of_tokens
 from recipes.data.text.tokenizers import BytePairs, Bytes, Characters
 from tests.command_line.conftest import _command
-from tests.helpers import CPU, compose
 from tests.inference.conftest import SIZES, photo, script
 from trainer.data.contract import SampleId
-from trainer.errors import UserError
 from trainer.files import read_json_lines
 
 evaluate = script("inference.evaluation:evaluation")
@@ -130,8 +128,6 @@ def test_photos_of_some_of_the_classes_in_another_order_get_the_models_labels(he
 
 @pytest.mark.parametrize("name", ["gpt2", "chars", "bert", "t5"])
 def test_other_text_is_encoded_with_the_models_tokenizer(name: str, here: Path, tmp_path: Path) -> None:
-    from inference.data import open_data
-
     exported = find(f"outputs/{name}")
     overrides = ["data=text", "data.path=other.txt"]
     datasets: Any = open_data(configure(exported, overrides), exported)
@@ -235,21 +231,21 @@ MISTAKES = {
     "run=empty": "has no weights in empty/best: it has not ended; finish it with:\n  python scripts/train.py resume=",
     "run=unsaved": "it was trained with checkpoint=none, which keeps none",
     "run=foreign": "names a model of type mamba, which no recipe has",
-    "run=outputs/gpt2 recipe=llama": "recipe= has no effect: run=outputs/gpt2 is a gpt2; leave it out",
+    "run=outputs/gpt2 recipe=llama": "recipe has no effect: run=outputs/gpt2 is a gpt2; leave it out",
     "run=outputs/gpt2 optimizer.lr=1": "optimizer.lr has no effect on a model that is trained",
     "run=outputs/gpt2 preciison=bf16": "preciison is not an option; did you mean 'precision'?",
     "run=outputs/gpt2 data=digits": "recipe=gpt2 cannot read data=digits",
     "run=outputs/images data=text data.path=text.txt": "recipe=resnet needs images, and data=text has none",
     "run=outputs/images data=digits": "the class '0', which the model was not trained on",
     "run=outputs/chars data=text data.path=greek.txt": "the character 'γ' is not among the 45 characters",
-    "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: images are normalised as",
+    "run=outputs/images recipe.mean=[0,0,0]": "recipe.mean has no effect: run=outputs/images normalises",
     "run=outputs/gpt2 split=tset": "split=tset is unknown; use split=valid|test|train|all",
     "run=outputs/gpt2 split=test": "split=test: data=text has none; set data.test=…, or use split=valid or split=all",
     "run=outputs/gpt2 precision=bf16,fp16": "precision has several values; add -m to compare them",
     "run=outputs/gpt2 -m precision=fp32": "-m compares precisions on the same samples",
     "run=outputs/gpt2 -m micro_batch_size=4,8": "-m compares precisions on the same samples",
     "run=outputs/gpt2 -m precision=fp32,bf16 eval_samples=9": "20 batches are needed for an interval, and there are 9",
-    "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: the model",
+    "run=outputs/gpt2 data=text data.path=other.txt data.tokenizer=chars": "data.tokenizer has no effect: run=",
     "run=mlflow:a/b": "is not a valid run; use run=mlflow:RUN_ID",
     "run=outputs/gpt2 output=text.txt/here": "cannot be written",
     "run=outputs/images data.path=nowhere": "data.path=nowhere is not a folder",
@@ -271,20 +267,6 @@ def test_a_mistake_ends_with_what_to_set_instead(command: str, here: Path) -> No
     done = evaluate(*command.split())
     assert done.code == 2, done.out
     assert MISTAKES[command] in done.err
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("gpt2", r"data=synthetic has none; for a text of your own use data=text data\.path=test\.txt split=all, else"),
-        ("resnet", r"data=synthetic has none; for images of your own use data=imagefolder data\.path=photos split=all"),
-        ("bignet", r"data=synthetic has none; use split=valid or split=all"),
-    ],
-)
-def test_data_without_a_test_split_is_named_with_a_source_that_has_one(recipe: str, message: str) -> None:
-    config = compose(f"recipe={recipe}", "data=synthetic")
-    with pytest.raises(UserError, match=message):
-        part_of(config.resolve(CPU).config.open_datasets(), "test", config.data)
 
 
 def test_a_fine_tuned_model_is_evaluated_with_the_tokenizer_that_it_brought(here: Path, tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def test_the_loss_of_an_untrained_model_is_that_of_guessing_among_what_is_no_pad
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
 
 
-def test_perplexity_overflows_to_infinity_rather_than_failing() -> None:
+def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_failing() -> None:
+    assert GPT2().metrics(1.5, {}, 1) == {"loss": 1.5, "perplexity": pytest.approx(4.4816891)}
     assert GPT2().metrics(1e4, {}, 1)["perplexity"] == math.inf
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.display import dtype_name
+from mantissa.updates import STUCK_STEPS, Counts, UpdateMeter, elementwise, ratio
 from trainer.errors import UserError
 from trainer.optim.classes import optimizer_class
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Update
 from trainer.parallel.world import World
-from trainer.profiling.updates import STUCK_STEPS, Counts, UpdateMeter, elementwise, ratio
 
 log = logging.getLogger("mantissa")
 

@@ -57,20 +57,14 @@ class Ledger:
         """Return the ledger in plain JSON types, with the sentence."""
         return asdict(self) | {"steady": self.steady, "sentence": self.sentence()}
 
-    def table(self) -> list[tuple[str, float, float, float]]:
-        """Return rows of (category, MiB at the peak, share of the peak, highest MiB at any moment)."""
-        return [
-            (name, self.at_peak[name] / MIB, self._share(self.at_peak[name]), self.highest[name] / MIB)
-            for name in CATEGORIES
-            if self.highest[name]
-        ]
-
     def text(self) -> str:
         """Return the table, the largest tensors and the sentence as plain text."""
         lines = [f"Peak {display.size(self.peak_bytes)}, reached in the {self.peak_phase} phase", ""]
         lines.append(f"{'':<16}{'at the peak':>16}{'share':>9}{'highest':>16}")
-        for name, mib, share, highest in self.table():
-            lines.append(f"{name:<16}{mib:>12.1f} MiB{share:>9.1%}{highest:>12.1f} MiB")
+        for name, highest in self.highest.items():
+            if highest:
+                mib, share = self.at_peak[name] / MIB, self._share(self.at_peak[name])
+                lines.append(f"{name:<16}{mib:>12.1f} MiB{share:>9.1%}{highest / MIB:>12.1f} MiB")
         lines += ["", "Largest tensors at the peak:"]
         for tensor in self.largest:
             shape = " x ".join(map(str, tensor.shape))
@@ -88,31 +82,14 @@ class Ledger:
         working = self.at_peak["activations"] + self.at_peak["temporary"]
         half = self.half_at_peak["activations"] + self.half_at_peak["temporary"]
         could_save = (working - half) / 2
-        peak = f"the peak of {display.size(self.peak_bytes)}"
-        names = ["optimizer state" if name == "optimizer" else name for name in STEADY if self.at_peak[name]]
-        held = " and ".join(", ".join(names).rsplit(", ", 1))
-        if steady >= working:
-            short = sum(self.half_at_peak[name] for name in STEADY) / steady
-            dtype = (
-                f"{'already' if short == 1 else f'{short:.0%} of that'} in 16 bits"
-                if short
-                else "in fp32 even under autocast"
-            )
-            return (
-                f"{held.capitalize()} are {self._share(steady):.0%} of {peak} and {dtype}, so autocast can "
-                f"shrink it by at most {self._share(could_save):.1%}; activations would have to dominate "
-                "(try a larger micro_batch_size)."
-            )
-        bulk = f"Activations and temporary tensors are {self._share(working):.0%} of {peak}"
-        fixed = f"{held} take {display.size(steady)}, which autocast does not change."
-        if copies := self.highest["autocast_copies"]:
-            return (
-                f"{bulk}, {half / working:.0%} of them in 16 bits at the price of {display.size(copies)} of "
-                f"copies of the weights; {fixed}"
-            )
+        held = " and ".join(", ".join(name for name in STEADY if self.at_peak[name]).rsplit(", ", 1))
+        copies = f" and {display.size(c)} of copies of weights" if (c := self.highest["autocast_copies"]) else ""
+        advice = "; try a larger micro_batch_size" if steady >= working else ""
         return (
-            f"{bulk}: autocast could save up to half of what is in fp32, {display.size(could_save)} or "
-            f"{self._share(could_save):.0%}; {fixed}"
+            f"Of the peak of {display.size(self.peak_bytes)}, {self._share(steady):.0%} are {held}, whose dtypes "
+            f"autocast does not change, and {self._share(working):.0%} activations and temporary tensors: "
+            f"{display.size(half)} in 16 bits{copies}; autocast can save at most {display.size(could_save)} "
+            f"({self._share(could_save):.1%}){advice}."
         )
 
     def _share(self, amount: float) -> float:

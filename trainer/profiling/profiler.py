@@ -43,15 +43,13 @@ class Session:
         self._config, self._folder, self._device = config, folder, device
         self._model, self._optimizer, self._averages = model, optimizer, averages
         self._started = 0
-        self._files: list[Path] = []
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         """Return the context in which optimizer step ``step_index`` is to run."""
         return _NOTHING
 
-    def finish(self) -> list[Path]:
-        """Write what is not written yet and return every file written. May be called after a failed step."""
-        return self._files
+    def finish(self) -> None:
+        """Write what is not written yet. May be called after a failed step."""
 
 
 class _TorchSession(Session):
@@ -62,62 +60,51 @@ class _TorchSession(Session):
 
     def step(self, step_index: int) -> AbstractContextManager[None]:
         self._started += 1
-        traced = self._started - self._config.wait
-        if traced < 1 or traced > self._config.warmup + self._config.active:
-            return _NOTHING
-        return self._traced(traced)
+        return self._traced() if self._config.wait < self._started <= self._config.steps else _NOTHING
 
     @contextmanager
-    def _traced(self, traced: int) -> Iterator[None]:
+    def _traced(self) -> Iterator[None]:
+        config = self._config
         if self._profile is None:
-            self._profile = self._start_profile()
+            self._profile = new_profile(
+                self._device,
+                schedule=torch.profiler.schedule(wait=0, warmup=config.warmup, active=config.active, repeat=1),
+                on_trace_ready=self._write,
+                record_shapes=config.record_shapes,
+                with_stack=config.with_stack,
+            )
+            self._profile.start()
         yield
-        self._kept = max(0, traced - self._config.warmup)
+        self._kept = max(0, self._started - config.wait - config.warmup)
         self._profile.step()  # after the last active step this writes the files
-        if self._kept == self._config.active:
-            self._profile.stop()
-            self._profile = None
+        if self._kept == config.active:
+            self._stop()
 
-    def _start_profile(self) -> torch.profiler.profile:
-        profile = new_profile(
-            self._device,
-            schedule=torch.profiler.schedule(wait=0, warmup=self._config.warmup, active=self._config.active, repeat=1),
-            on_trace_ready=self._write,
-            record_shapes=self._config.record_shapes,
-            with_stack=self._config.with_stack,
-        )
-        profile.start()
-        return profile
-
-    def finish(self) -> list[Path]:
+    def _stop(self) -> None:
         if self._profile is not None:
             profile, self._profile = self._profile, None
-            profile.stop()  # writes the files, if an active step was reached
-        wanted = self._config.wait + self._config.warmup + self._config.active
+            profile.stop()  # writes the files, if an active step was reached and they are not written
+
+    def finish(self) -> None:
+        self._stop()
         if self._kept < self._config.active:
-            kept = f"only {self._kept} of {self._config.active} steps are" if self._kept else "nothing is"
             log.warning(
                 "profiler=torch needs %d steps (wait, warmup and active together), but this run made %d: "
-                "%s in the profile. Use a smaller profiler.wait or a larger steps.",
-                wanted,
-                self._started,
-                kept,
+                "%d of %d steps are in the profile. Use a smaller profiler.wait or a larger steps.",
+                *(self._config.steps, self._started, self._kept, self._config.active),
             )
-        return self._files
 
     def _write(self, profile: torch.profiler.profile) -> None:
         if not self._kept:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._files = [self._folder / name for name in ("trace.json", "operators.txt", "operators.json")]
-        profile.export_chrome_trace(str(self._files[0]))
+        profile.export_chrome_trace(str(self._folder / "trace.json"))
         where = "device" if self._device.type == "cuda" else "cpu"
-        averages = profile.key_averages()
-        table = averages.table(sort_by=f"self_{where}_time_total", row_limit=60, max_name_column_width=70)
-        self._files[1].write_text(table)
+        table = profile.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=60, max_name_column_width=70)
+        (self._folder / "operators.txt").write_text(table)
         times = operator_times(profile, self._device)
         record = {"device": self._device.type, "steps": self._kept, "self_time_us": times}
-        self._files[2].write_text(json.dumps(record, indent=1))
+        (self._folder / "operators.json").write_text(json.dumps(record, indent=1))
         total = sum(times.values())
         top = sorted(times, key=lambda key: -times[key])[:3]
         shares = ", ".join(f"{key.removeprefix('aten::')} {times[key] / total:.0%}" for key in top if total)
@@ -139,9 +126,8 @@ class _MemorySession(Session):
         self.ledger = recorder.report()
         self.summary = self.ledger.sentence()
         record = {"step": step_index} | self.ledger.to_dict()
-        for name, text in (("ledger.json", json.dumps(record, indent=1)), ("ledger.txt", self.ledger.text())):
-            (self._folder / name).write_text(text)
-            self._files.append(self._folder / name)
+        (self._folder / "ledger.json").write_text(json.dumps(record, indent=1))
+        (self._folder / "ledger.txt").write_text(self.ledger.text())
 
     @contextmanager
     def _allocator_history(self) -> Iterator[None]:
@@ -151,21 +137,17 @@ class _MemorySession(Session):
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
         try:
             yield
-            path = self._folder / "memory_snapshot.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
-            self._files.append(path)
+            torch.cuda.memory._dump_snapshot(str(self._folder / "memory_snapshot.pickle"))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def finish(self) -> list[Path]:
+    def finish(self) -> None:
         if self.ledger is None:
             log.warning(
                 "profiler=memory records step %d, but this run made %d: no ledger. "
                 "Use a smaller profiler.at_step or a larger steps.",
-                self._config.at_step,
-                self._started,
+                *(self._config.at_step, self._started),
             )
-        return self._files
 
 
 @dataclass
@@ -214,6 +196,11 @@ class TorchProfiler(Profiler):
             value = getattr(self, key)
             if value < least:
                 raise UserError(f"profiler.{key}={value} must be at least {least}")
+
+    @property
+    def steps(self) -> int:
+        """The number of steps until the profile is complete."""
+        return self.wait + self.warmup + self.active
 
 
 @dataclass

@@ -34,10 +34,6 @@ class Utilisation:
         """Return the share of the measured rate that a throughput (of all ranks) needs: 0 to about 1."""
         return self._share(units_per_s, self.measured_tflops)
 
-    def of_data_sheet(self, units_per_s: float | None) -> float | None:
-        """Return the share of the maker's rate, likewise."""
-        return self._share(units_per_s, self.data_sheet_tflops)
-
     def _share(self, units_per_s: float | None, tflops: float | None) -> float | None:
         if self.flops_per_unit is None or units_per_s is None or tflops is None:
             return None
@@ -47,7 +43,7 @@ class Utilisation:
         """Return what summary.json holds."""
         return {
             "mfu": self.mfu(units_per_s),
-            "mfu_of_data_sheet": self.of_data_sheet(units_per_s),
+            "mfu_of_data_sheet": self._share(units_per_s, self.data_sheet_tflops),
             "unknown": self.unknown,
             "model_flops_per_unit": self.flops_per_unit,
             "format": self.format,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
 from trainer.data.contract import Datasets
 from trainer.recipe import DataSource
-
-T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
@@ -43,10 +41,6 @@ class TokenData:
     description: str
     test: np.ndarray | None = None
     """None: the source has no text for testing."""
-
-    def parts(self, cut: Callable[[np.ndarray], T]) -> tuple[T, T, T | None]:
-        """Return what ``cut`` makes of the ids for training, for validation, and for testing, if there are any."""
-        return cut(self.train), cut(self.valid), None if self.test is None else cut(self.test)
 
 
 @dataclass(kw_only=True)

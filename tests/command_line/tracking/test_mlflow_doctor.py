@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from evidence.doctor.diagnosis import FOUND, HEALTHY, Budget, Diagnosis
 from evidence.doctor.mlflow import publish
-from evidence.doctor.step.finding import FORWARD, OVERFLOW, Finding
+from mantissa.doctor.diagnosis import FOUND, HEALTHY, Budget, Diagnosis
+from mantissa.finding import FORWARD, OVERFLOW, Finding
 from trainer.files import write_json
 from trainer.tracking.mlflow.record import RunInfo, read_record
 from trainer.tracking.mlflow.store import connect
@@ -38,8 +37,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def diagnosis(folder: Path | None, verdict: str, *findings: Finding) -> Diagnosis:
-    replay: Any = SimpleNamespace(folder=folder, case=SimpleNamespace(step=3))
-    return Diagnosis(replay, Budget(60, torch.device("cpu")), verdict, findings=list(findings))
+    replay: Any = SimpleNamespace(folder=folder, step=SimpleNamespace(number=3))
+    return Diagnosis(replay, Budget(60, lambda: 0), verdict, findings=list(findings))
 
 
 def files(run: Path) -> list[Path]:

@@ -79,7 +79,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Stands for train.py: writes the summary of a run, with a loss by its seed and precision."""
     commands: list[list[str]] = []
 
-    def train(command: list[str], log: Path) -> int:
+    def train(command: list[str], log: Path, limit_s: float | None) -> int:
         commands.append(command)
         typed = dict(argument.partition("=")[::2] for argument in command[2:])
         folder = Path(typed["output_dir"].strip("'")) / typed["run_name"]

@@ -20,12 +20,13 @@ H200 = Hardware(torch.device("cuda", 0), "NVIDIA H200", 139 * 2**30, 16, (9, 0))
 T4 = Hardware(torch.device("cuda", 0), "Tesla T4", 15 * 2**30, 4, (7, 5))
 AMX = replace(CPU, cpu_flags=frozenset({"amx_bf16"}))
 
+GOOD_CRITERION = {"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 1.5}
 GOOD = {
     "statement": "bf16 is faster",
     "source": "a hunch",
     "setups": {"net": "recipe=bignet steps=3"},
     "arms": {"fp32": "net precision=fp32", "bf16": "net precision=bf16 batch_size=8"},
-    "criteria": [{"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 1.5}],
+    "criteria": [GOOD_CRITERION],
 }
 
 
@@ -55,58 +56,25 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sorce": "x"}, "sorce is not a key; did you mean 'source'?"),
-        ({"statement": ""}, "statement is empty"),
-        ({"id": "mine"}, "id is not a key; drop it"),
-        ({"digest": "0"}, "digest is not a key; drop it"),
-        ({"arms": {}}, "needs setups, arms and criteria"),
-        ({"arms": {"fp32": "nett precision=fp32"}}, "begins with nett, which is not a setup (net)"),
-        ({"criteria": [{"measure": "speed", "arm": "bf61", "over": "fp32"}]}, "did you mean 'bf16'?"),
-        ({"criteria": [{"measure": "speed", "arm": "bf16", "ovr": "fp32"}]}, "did you mean 'over'?"),
+        ({"sorce": "x"}, "sorce: Key 'sorce' not in 'Claim'"),
+        ({"arms": {"fp32": "nett precision=fp32"}}, "arms.fp32: 'nett' is not known; did you mean 'net'?"),
+        ({"criteria": [GOOD_CRITERION | {"arm": "bf61"}]}, "'bf61' is not known; did you mean 'bf16'?"),
+        ({"criteria": [GOOD_CRITERION | {"arm": "null_arm"}]}, "'null_arm' is not known"),
+        ({"criteria": [GOOD_CRITERION | {"measure": "sped"}]}, "did you mean 'speed'?"),
+        ({"criteria": [GOOD_CRITERION | {"measure": "tflops"}]}, "criteria on bf16: 'tflops' is not known"),
+        ({"criteria": [GOOD_CRITERION | {"at_least": "2x"}]}, "at_least: Value '2x'"),
+        ({"criteria": [{"measure": "speed", "arm": "bf16"}]}, "no criterion decides; give one at_least"),
+        ({"criteria": [{"arm": "bf16", "at_least": 1}]}, "criteria[0].measure: "),
         ({"null_arm": "fp23"}, "did you mean 'fp32'?"),
-        ({"reduced": {"other": "steps=1"}}, "reduced names the setup other"),
+        ({"reduced": {"other": "steps=1"}}, "reduced: 'other' is not known"),
         ({"repeats": 1}, "repeats=1 gives no interval"),
-        ({"repeats": "three"}, "repeats must be a whole number, such as repeats: 3"),
-        ({"repeats": 2.5}, "repeats must be a whole number"),
-        ({"repeats": None}, "repeats must be a whole number"),
-        ({"published": 2}, 'published: 2 must be text; in quotes it is: "2"'),
-        ({"published": True}, "published: True must be text"),
-        ({"traps": "none"}, "traps must be a list, such as [one, two]"),
-        ({"traps": [{"Note": "x"}]}, "must be text"),
-        ({"needs": "cuda"}, "needs must be a list, such as [one, two]"),
+        ({"repeats": "three"}, "repeats: Value 'three'"),
+        ({"needs": "cuda"}, "needs: "),
         ({"needs": ["cude"]}, "did you mean 'cuda'?"),
-        ({"setups": "recipe=bignet"}, "setups must be names with overrides, such as gpt2: recipe=gpt2"),
-        ({"setups": ["recipe=bignet"]}, "setups must be names with overrides"),
-        ({"setups": {"net": ["recipe=bignet"]}}, "setups.net: ['recipe=bignet'] must be text"),
-        ({"arms_need": {"bf16": "amx"}}, "arms_need.bf16 must be arms with lists, such as tf32: [tf32]"),
-        ({"arms": {"fp32": ""}}, "arms: fp32 is empty"),
-        ({"arms": {"fp32": None}}, "arms.fp32 must be names with a setup and overrides, such as bf16: gpt2 prec"),
-        ({"arms": {False: "net"}}, "arms.False must be names with a setup"),
         ({"arms": {"a/b": "net"}}, "an arm cannot be called a/b"),
         ({"arms": {"null_arm": "net"}}, "an arm cannot be called null_arm"),
-        ({"criteria": {"measure": "speed"}}, "begin each entry with a dash"),
-        ({"criteria": ["speed"]}, "criteria[0] must be a list; begin each entry with a dash: - {measure: speed"),
-        ({"criteria": [{"arm": "bf16", "over": "fp32", "at_least": 1}]}, "the key criteria[0].measure is missing"),
-        ({"criteria": [{"measure": "speed", "over": "fp32"}]}, "the key criteria[0].arm is missing"),
-        (
-            {"criteria": [{"measure": "sped", "arm": "bf16", "over": "fp32", "at_least": 1}]},
-            "sped is not measured of arm bf16; did you mean 'speed'?",
-        ),
-        ({"criteria": [{"measure": "tflops", "arm": "bf16", "at_least": 1}]}, "tflops is not measured of arm bf16"),
-        ({"criteria": [{"measure": "speed", "arm": "bf16"}]}, "no criterion decides; give one at_least"),
-        (
-            {"criteria": [{"measure": "speed", "arm": "bf16", "at_least": "2x"}]},
-            "at_least must be a number, such as 1.5",
-        ),
-        (
-            {"criteria": [{"measure": "speed", "arm": "bf16", "at_least": [2]}]},
-            "at_least must be a number, such as 1.5",
-        ),
-        ({"criteria": [{"measure": "", "arm": "bf16", "at_least": 2}]}, "a criterion needs a measure and an arm"),
-        ({"criteria": [{"measure": "speed", "arm": "bf16", "at_least": 2, "at_most": 1}]}, "swap them"),
-        ({"criteria": [{"measure": "speed", "arm": "bf16", "over": "null_arm", "at_least": 2}]}, "null_arm: fp32"),
-        ({"combines": ["two_x"]}, "combines excludes setups"),
-        ({"setups": {}, "arms": {}, "criteria": [], "combines": ["mine"]}, "combines: mine is this claim"),
+        ({"combines": ["two_x"]}, "excludes setups"),
+        ({"setups": {}, "arms": {}, "criteria": [], "combines": ["mine"]}, "combines takes other claims"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
@@ -125,31 +93,22 @@ def test_numbers_are_read_as_yaml_1_2_has_them(tmp_path: Path) -> None:
     assert claim(tmp_path, criteria=[criterion]).criteria[0].within == 0.003
 
 
-def test_a_name_that_is_there_twice_is_a_mistake(tmp_path: Path) -> None:
-    text = yaml.safe_dump(GOOD).replace("  fp32: net", "  bf16: net")
-    (tmp_path / "twice.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"evidence/claims/published/twice.yaml, line \d: found duplicate key bf16"):
-        load("twice", tmp_path)
-
-
-def test_yaml_that_is_none_and_a_claim_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "listed.yaml").write_text("- a")
-    with pytest.raises(UserError, match=r"listed.yaml has no keys"):
-        load("listed", tmp_path)
-    (tmp_path / "bare.yaml").write_text("source: a hunch")
-    with pytest.raises(UserError, match=r"bare.yaml: the key statement is missing"):
-        load("bare", tmp_path)
-    (tmp_path / "colon.yaml").write_text("statement: faster: twice")
-    with pytest.raises(UserError, match=r"colon.yaml, line 1: mapping values .*; text with a colon in it needs quotes"):
-        load("colon", tmp_path)
-    (tmp_path / "latin.yaml").write_bytes(b"statement: \xe4")
-    with pytest.raises(UserError, match=r"latin.yaml is not text in UTF-8"):
-        load("latin", tmp_path)
-    (tmp_path / "broken.yaml").write_text("a: [1")
-    with pytest.raises(UserError, match=r"broken.yaml, line 1: "):
-        load("broken", tmp_path)
-    with pytest.raises(UserError, match="did you mean 'bignet_memory'"):
-        load("bignet_memry")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"- a", "mine.yaml: "),
+        (b"source: a hunch", "mine.yaml: statement: "),
+        (b"statement: faster: twice", "line 1"),
+        (b"source: a\nsource: b", "found duplicate key source"),
+        (b"statement: \xe4", "mine.yaml: 'utf-8' codec"),
+    ],
+)
+def test_a_file_that_is_no_claim_is_named(tmp_path: Path, text: bytes, words: str) -> None:
+    (tmp_path / "mine.yaml").write_bytes(text)
+    with pytest.raises(UserError) as caught:
+        load("mine", tmp_path)
+    assert "evidence/claims/published/mine.yaml" in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -176,15 +135,10 @@ def test_what_a_machine_lacks(need: str, hardware: Hardware, words: str) -> None
     assert lacking(need, hardware) == words
 
 
-def test_an_unknown_need_is_named() -> None:
-    with pytest.raises(UserError, match="did you mean 'cuda'"):
-        lacking("cude", CPU)
-
-
 def test_an_arm_that_needs_more_is_left_out(tmp_path: Path) -> None:
     mine = claim(tmp_path, arms_need={"bf16": ["native_bf16"]})
-    assert mine.arms_here(CPU) == ["fp32"]
-    assert mine.arms_here(AMX) == ["fp32", "bf16"]
+    assert mine.arms_lack(CPU) == {"bf16": "bf16 in hardware"}
+    assert mine.arms_lack(AMX) == {}
 
 
 @pytest.mark.parametrize("name", names())

@@ -168,12 +168,12 @@ def test_a_claim_stands_where_all_its_criteria_do(verdicts: list[str], combined:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"arm": ["a", "b"], "over": "c"}, "as many arms"),
-        ({"arm": "a", "over": "b", "minus": "c"}, "one of them"),
+        ({"arm": ["a", "b"], "over": "c"}, "with as many arms, or neither"),
+        ({"arm": "a", "over": "b", "minus": "c"}, "over or minus"),
         ({"arm": "a", "within": 0.003}, "within needs over"),
         ({"arm": "a", "over": "b", "within": 0.0}, "between 0 and 1"),
-        ({"arm": "a", "over": "b", "within": 0.1, "at_most": 2.0}, "within excludes at_least"),
-        ({"arm": []}, "needs a measure and an arm"),
+        ({"arm": "a", "over": "b", "within": 0.1, "at_most": 2.0}, "no other bound"),
+        ({"arm": []}, "needs an arm"),
     ],
 )
 def test_criteria_that_cannot_be_judged_are_refused(fields: dict[str, Any], words: str) -> None:

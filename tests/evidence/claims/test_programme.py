@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from evidence.claims.queue import LEFT_FILE
+from evidence.claims.reproduce import LEFT_FILE
 from evidence.programme import command as cli
 from evidence.programme.report import goals
 from evidence.programme.stages import CLAIMS_FOLDER, stages
@@ -211,7 +211,7 @@ def test_goals_stand_beside_what_was_measured(tmp_path: Path, call: Callable[...
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["budget=9"], "budget=9 is not a time: set budget=9min"),
+        (["budget=9"], "budget=9 is not a time: set budget=25min"),
         (["only=test", "reduced=true"], "only=test is not a stage; did you mean 'tests'?"),
         (["device=cpu"], "there is no CUDA GPU here; set reduced=true to rehearse on a CPU"),
         (["steps=3", "reduced=true"], "steps=3 is not an option; data.path=… of a claim is the only override"),

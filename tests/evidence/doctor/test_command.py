@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from evidence.doctor import diagnosis
 from evidence.doctor.command import main
+from mantissa.doctor import diagnosis
 from tests.helpers import compose
 from trainer.errors import NonFiniteError, UserError
 from trainer.files import read_object, write_json

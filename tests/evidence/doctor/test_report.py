@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from evidence.doctor import command
-from evidence.doctor.accuracy import FAULTS
-from evidence.doctor.diagnosis import CHECKS, HEALTHY, NOT_REPRODUCED, Budget, Diagnosis, diagnose
-from evidence.doctor.islands import Islands
-from evidence.doctor.ladder.rungs import LEFT_OUT
-from evidence.doctor.measured.pairs import Pairs, Row
-from evidence.doctor.measured.range import Exponents, Range
 from evidence.doctor.plots import MOST
 from evidence.doctor.report import folder_of, write
-from evidence.doctor.step.finding import Finding
+from evidence.doctor.step import TrainerStep
+from mantissa.doctor.diagnosis import CHECKS, HEALTHY, NOT_REPRODUCED, Budget, Diagnosis, diagnose
+from mantissa.doctor.islands import Islands
+from mantissa.doctor.pairs import Pairs, Row
+from mantissa.doctor.range import Exponents, Range
+from mantissa.doctor.sweep import LEFT_OUT
+from mantissa.finding import Finding
+from tests.mantissa.doctor.accuracy import FAULTS
 
 NAN = float("nan")
 COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
@@ -38,7 +39,7 @@ def overflow() -> Diagnosis:
 @pytest.fixture
 def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     """A copy that a test may change, of a run in tmp_path."""
-    budget = Budget(1, torch.device("cpu"))
+    budget = Budget(1, lambda: 0)
     budget.spent = dict(overflow.budget.spent)
     return replace(overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=budget)
 
@@ -108,8 +109,10 @@ def test_files_of_an_earlier_examination_do_not_stay(found: Diagnosis) -> None:
 
 
 def test_a_check_up_has_a_folder_of_its_own(found: Diagnosis, tmp_path: Path) -> None:
-    case = replace(found.replay.case, config=replace(found.replay.case.config, output_dir=str(tmp_path / "out")))
-    found.replay.folder, found.replay.case = None, case
+    step = found.replay.step
+    assert isinstance(step, TrainerStep)
+    found.replay.step = replace(step, config=replace(step.config, output_dir=str(tmp_path / "out")))
+    found.replay.folder = None
     assert folder_of(found).parent == tmp_path / "out" / "doctor"
     found.replay.missing = "fp8"
     assert folder_of(found).name.endswith("-fp8-step-1")
@@ -150,7 +153,7 @@ def test_names_are_escaped_and_the_page_needs_nothing_else(found: Diagnosis) -> 
 
 
 def test_what_was_not_examined_is_a_sentence(found: Diagnosis) -> None:
-    found.verdict, found.findings, found.ladder, found.manifest = HEALTHY, [], [], None
+    found.verdict, found.findings, found.sweep, found.manifest = HEALTHY, [], [], None
     page = page_of(found)
     assert "svg" not in page.tags
     assert "Nothing was found" in page.below["HEALTHY"]
@@ -170,7 +173,7 @@ def test_a_failure_that_is_not_reproduced_has_its_advice(found: Diagnosis) -> No
 
 
 def test_what_was_left_out_is_named(found: Diagnosis) -> None:
-    found.ladder = [replace(found.ladder[0], status=LEFT_OUT, why="left out <now>"), *found.ladder[1:]]
+    found.sweep = [replace(found.sweep[0], status=LEFT_OUT, why="left out <now>"), *found.sweep[1:]]
     found.budget.left_out = ["pairs (no time left of budget_s=1)"]
     below = page_of(found).below["What was left out"]
     assert "fp64: left out <now>" in below
@@ -240,7 +243,7 @@ def test_many_findings_are_all_listed(found: Diagnosis) -> None:
     found.findings = [Finding("underflow", "backward", f"layers.{n}", "fp16") for n in range(30)]
     below = page_of(found).below
     assert "29 more findings below" in below["FOUND: underflow, backward"]
-    assert all(f"layers.{n} " in below["Findings"] for n in range(30))
+    assert all(f"layers.{n}\n" in below["Findings"] for n in range(30))
 
 
 def test_a_report_that_cannot_be_written_does_not_change_the_verdict(

@@ -241,9 +241,9 @@ def test_weights_that_are_not_finite_are_refused(value: float, name: str, tmp_pa
 
 def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    for module, broken in ((checkpoint, "sha256"), (files, "flush")):
+    for module, broken in ((checkpoint, "sha256"), (files, "flush"), (checkpoint, "_replace")):
 
-        def pull_the_plug(path: Path) -> str:
+        def pull_the_plug(*of: object) -> str:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:

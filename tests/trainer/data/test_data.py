@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import CPU, Arrays, compose
 from trainer.data.contract import Batch, Datasets, SampleId
-from trainer.data.evaluation import evaluation_samples
+from trainer.data.evaluation import Evaluation, evaluation_samples
 from trainer.data.loader import (
     Batching,
     DataOrder,
@@ -23,6 +23,7 @@ from trainer.data.loader import (
     to_device,
 )
 from trainer.errors import UserError
+from trainer.parallel.world import World
 
 LENGTH = 23
 
@@ -215,6 +216,26 @@ def test_evaluation_samples_are_spread_evenly_in_order_and_never_augmented() -> 
     assert [sample.index for sample in some] == [0, 99, 199, 299, 399, 499, 599, 699, 799, 899, 999]
     assert all(sample.seed is None for sample in some)
     assert len(list(chain.from_iterable(evaluation_samples(10, 50, 4)))) == 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_ranks_evaluate_every_sample_once_in_as_many_batches_each(ranks: int) -> None:
+    """Of three batches the last is a short one; a rank without one repeats the first, which counts nothing."""
+    totals, forwards = torch.zeros(2), []
+    for rank in range(ranks):
+        world, seen = World(), []
+        world.rank, world.size = rank, ranks
+
+        def forward(batch: Batch, seen: list[int] = seen) -> dict[str, torch.Tensor]:
+            seen.append(len(batch["index"]))
+            return {"loss": batch["index"].sum().double()}
+
+        evaluation = Evaluation(Echo(), None, 8, Loader(workers=0), CPU, world)
+        sums, targets = evaluation.sums(forward, lambda batch: len(batch["index"]))
+        totals += torch.tensor([sums["loss"], targets])
+        forwards.append(len(seen))
+    assert totals.tolist() == [LENGTH * (LENGTH - 1) / 2, LENGTH]
+    assert len({*forwards}) == 1
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ def test_matrices_are_decayed_norms_and_biases_are_not() -> None:
     assert names(model, others["params"]) == ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias"]
 
 
+def test_a_vector_is_not_decayed_whatever_its_name() -> None:
+    """A PReLU's slopes are called weight, and it is no norm."""
+    assert decayed(nn.Sequential(nn.Linear(2, 3), nn.PReLU(3))) == {"0.weight"}
+
+
 @pytest.mark.parametrize(
     ("arch", "names_left"),
     [

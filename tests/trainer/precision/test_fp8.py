@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +67,29 @@ def test_plain_linear_layers_whose_sides_divide_by_16_outside_islands() -> None:
     assert fp8.convertible(model, []) == ["good", "island.inside"]
     assert fp8.convertible(model, ["island"]) == ["good"]
     assert fp8.convertible(nn.Linear(16, 16), []) == []
+
+
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_the_scaling_that_is_asked_for_reaches_torchao(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Options:
+        recipe: str
+        emulate: bool = False
+
+        @classmethod
+        def from_recipe_name(cls, name: str) -> Options:
+            return cls(name)
+
+    seen = []
+
+    def convert(model: nn.Module, *, config: Options, module_filter_fn: Any) -> None:
+        seen.append((config, [name for name, module in model.named_modules() if module_filter_fn(module, name)]))
+
+    library = SimpleNamespace(Float8LinearConfig=Options, convert_to_float8_training=convert)
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(float8=library))
+    monkeypatch.setitem(sys.modules, "torchao.float8", library)
+    fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10)), [], scaling)
+    assert seen == [(Options(scaling), ["0"])]
 
 
 @pytest.mark.parametrize("scaling", fp8.SCALINGS)

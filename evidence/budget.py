@@ -1,0 +1,76 @@
+"""A budget of time: work is begun while it is expected to fit, and the next call continues."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trainer.errors import UserError
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_SAFETY = 1.15
+"""Work may take this much longer than expected."""
+_SHORTEST_S = 20.0
+"""With less time than this, work of unknown length is not begun."""
+
+
+class OutOfTime(Exception):
+    """What would come next does not fit in the time left."""
+
+    def __init__(self, needed_s: float | None) -> None:
+        super().__init__(needed_s)
+        self.needed_s = needed_s
+        """Seconds for all that is left of the work; None: not known."""
+
+
+def duration(text: str, key: str = "budget") -> float:
+    """Return the seconds that ``90s``, ``25min`` or ``1.5h`` means.
+
+    Raises:
+        UserError: no unit, another unit, or no positive number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text.strip())
+    if match and (seconds := float(match[1]) * _UNITS[match[2]]) > 0:
+        return seconds
+    raise UserError(f"{key}={text} is not a time: set {key}=25min, or with another unit {key}=90s, {key}=1.5h")
+
+
+def in_words(seconds: float | None) -> str:
+    """Return a time for a sentence."""
+    if seconds is None:
+        return "not known yet"
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@dataclass
+class Budget:
+    """Seconds from now on, and what of them is left."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    whole: bool = True
+    """Begin nothing of which the rest does not fit, too; else single pieces, of which the next call has the benefit."""
+    _end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._end = self.clock() + self.seconds
+
+    def left(self) -> float:
+        """Return the seconds left."""
+        return max(0.0, self._end - self.clock())
+
+    def check(self, pieces: Sequence[float | None]) -> None:
+        """Raise ``OutOfTime`` unless the next piece of work and, with ``whole``, all of them fit.
+
+        Args:
+            pieces: what each is expected to take in seconds, the next one first; None: not known.
+        """
+        known = [seconds for seconds in pieces if seconds is not None]
+        needed = sum(known) if len(known) == len(pieces) else None
+        wanted = sum(known) if self.whole else pieces[0]
+        if max(_SHORTEST_S if pieces[0] is None else 0.0, (wanted or 0.0) * _SAFETY) > self.left():
+            raise OutOfTime(needed)

@@ -1,1 +1,0 @@
-"""Where what is not finite comes from."""

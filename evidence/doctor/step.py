@@ -1,0 +1,226 @@
+"""A step of the trainer, as the doctor takes it again: the trainer's own code, in any format and in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.formats import FORMATS
+from mantissa.step import Batch, FormatError, Gradients, Passes, Step
+from trainer.config.schema import Config
+from trainer.config.step import Plan
+from trainer.data.contract import Datasets
+from trainer.data.loader import DataOrder, to_device
+from trainer.determinism import random_state, set_random_state
+from trainer.errors import UserError
+from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
+from trainer.optim.masters import StochasticWeights
+from trainer.parallel.activation import ActivationCheckpointing
+from trainer.parallel.compile import Compile
+from trainer.parallel.world import World
+from trainer.parallel.wrap import Parallel
+from trainer.precision import islands
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import StaticScaler
+from trainer.profiling.ledger import MemoryLedger
+from trainer.trainer import Trainer
+
+_LEAST_SCALE = 2.0**-10
+"""Below it a skipped step is not tried again."""
+
+
+@dataclass(kw_only=True)
+class TrainerStep(Step):
+    """The next step of a trainer."""
+
+    config: Config
+    """Of the run, resolved."""
+    plan: Plan
+    hardware: Hardware
+    datasets: Datasets
+    generators: dict[str, Tensor]
+    prototype: nn.Module
+    """The recipe's model in fp32 on the host; its weights do not matter."""
+    moments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By parameter: the optimizer's state."""
+
+    @classmethod
+    def of(cls, trainer: Trainer, microbatches: list[Batch]) -> TrainerStep:
+        """Copy what the next step of a trainer starts from."""
+        config, masters = trainer.config, trainer.masters
+        kept = trainer.model if masters is None or isinstance(masters, StochasticWeights) else masters
+        names = {id(parameter): name for name, parameter in (masters or trainer.model).named_parameters()}
+        generators = random_state(trainer.device)
+        prototype = trainer.recipe.build_model(trainer.datasets)
+        set_random_state(generators, trainer.device)  # the trainer takes the step, too, with its own dropout
+        return cls(
+            number=trainer.step + 1,
+            format=config.precision.format,
+            fp32_modules=config.precision.fp32_modules,
+            fp32_ops=config.precision.fp32_ops or [],
+            compiles=config.compile.mode != "off",
+            device=trainer.device,
+            microbatches=microbatches,
+            weights={name: _copy(tensor) for name, tensor in kept.named_parameters()},
+            stored={name: _copy(tensor) for name, tensor in trainer.model.named_parameters()},
+            buffers={name: _copy(tensor) for name, tensor in trainer.model.named_buffers()},
+            scale=trainer.loss_scale.scale.item(),
+            least_scale=config.scaler.floor if trainer.loss_scale.recovers else 0.0,
+            config=config,
+            plan=trainer.plan,
+            hardware=trainer.hardware,
+            datasets=trainer.datasets,
+            generators=generators,
+            prototype=prototype,
+            moments={
+                names[id(parameter)]: {key: _copy(each) for key, each in state.items()}
+                for parameter, state in trainer.optimizer.state.items()
+            },
+        )
+
+    def passes(
+        self,
+        format: str,
+        *,
+        own: bool = False,
+        scale: float = 1.0,
+        fp32_modules: list[str] | None = None,
+        recompute: bool = True,
+    ) -> TrainerPasses:
+        precision = self.config.precision
+        if FORMATS[format].half is None:
+            precision = Precision(mode=format)
+        elif format != precision.mode:
+            precision = replace(precision, mode=format, fp8_scaling=None)
+        if fp32_modules is not None:
+            precision = replace(precision, fp32_modules=fp32_modules)
+        config = replace(
+            self.config,
+            precision=precision,
+            scaler=StaticScaler(force=True, scale=scale),
+            compile=Compile(),
+            parallel=Parallel(),
+            activation_checkpointing=self.config.activation_checkpointing if recompute else ActivationCheckpointing(),
+        )
+        try:
+            return TrainerPasses(self, config, own)
+        except UserError as error:
+            raise FormatError(str(error)) from error
+
+    def restore_generators(self) -> None:
+        set_random_state(self.generators, self.device)
+
+    def following(self, count: int) -> list[list[Batch]]:
+        order = DataOrder(len(self.datasets.train), self.config.seed)
+        batching, first = self.plan.batching, self.number - 1
+        return list(self.config.loader.steps(self.datasets.train, order, batching, first, count, self.hardware))
+
+    def share(self, microbatches: list[Batch]) -> float:
+        count = self.config.recipe.count_targets
+        whole, part = (max(1, sum(map(count, batches))) for batches in (self.microbatches, microbatches))
+        return part / self.config.precision.normaliser(whole)[0]
+
+    def available(self, format: str) -> bool:
+        return self.hardware.support(format) != UNAVAILABLE
+
+    def free_bytes(self) -> int:
+        return available_bytes(self.device)
+
+
+class TrainerPasses(Passes):
+    """The passes of a trainer of its own, which stands before the step."""
+
+    def __init__(self, step: TrainerStep, config: Config, own: bool) -> None:
+        self.trainer = _Eager(step, config)
+        mode, kept = config.precision.mode, self.trainer.fp32_modules
+        super().__init__(step, mode, self.trainer.model, self.trainer.masters, kept, own)
+        self._before = step
+
+    @property
+    def scale(self) -> float:
+        return self.trainer.loss_scale.scale.item()
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self.trainer.loss_scale.scale.fill_(value)
+
+    def gradients(self, microbatches: list[Batch]) -> Gradients:
+        self.trainer.counted = self.microbatches
+        found = self.trainer.gradients(microbatches)
+        return Gradients(found.loss, found.correction)
+
+    def loss(self, batch: Batch) -> Tensor:
+        with self.autocast():
+            return self.trainer.recipe.loss(self.model, to_device(batch, self.step.device)).loss_sum
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self.trainer.config.precision.autocast(self.step.device)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.trainer.recipe.blocks(self.model))
+
+    def compiled(self) -> list[nn.Module]:
+        return list(self.trainer.config.parallel.compiled(self.model, self.blocks()))
+
+    @torch.no_grad()
+    def continue_training(self) -> None:
+        self.start()
+        self.trainer.step = self.step.number - 1
+        for name, parameter in (self.masters or self.model).named_parameters():
+            for key, value in self._before.moments.get(name, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                    value = torch.empty_like(parameter).copy_(value)
+                elif isinstance(value, Tensor):
+                    value = value.clone()
+                self.trainer.optimizer.state[parameter][key] = value
+
+    def train(self, steps: Iterable[list[Batch]]) -> Iterator[float]:
+        for microbatches in steps:
+            self.trainer.counted = microbatches
+            generators = random_state(self.trainer.device)
+            record = self.trainer.train_step(microbatches)
+            while bool(record.skipped) and self.scale > _LEAST_SCALE:  # as a dynamic scaler would
+                self.scale *= 0.5
+                self.trainer.step -= 1
+                set_random_state(generators, self.trainer.device)  # the same dropout as in fp32, which skips nothing
+                record = self.trainer.train_step(microbatches)
+            yield record.loss.item()
+
+    def peak_bytes(self) -> int:
+        with MemoryLedger(self.model, self.trainer.optimizer) as recording:
+            self.attempt()
+        return recording.report().peak_bytes
+
+    @property
+    def in_fp32_module(self) -> bool:
+        return islands.entered
+
+    @in_fp32_module.setter
+    def in_fp32_module(self, value: bool) -> None:
+        islands.entered = value
+
+
+class _Eager(Trainer[Config]):
+    """A trainer of one process whose model is a copy of a prototype, and whose losses have a given divisor."""
+
+    def __init__(self, step: TrainerStep, config: Config) -> None:
+        self._prototype = step.prototype
+        self.counted = step.microbatches
+        """The whole step, of which also a part may be taken."""
+        super().__init__(config, step.plan, step.hardware, World(), step.datasets)
+
+    def first_model(self) -> nn.Module:
+        return copy.deepcopy(self._prototype).to(self.device)
+
+    def count(self, microbatches: list[Batch]) -> tuple[int, int]:
+        return super().count(self.counted)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

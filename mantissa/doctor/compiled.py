@@ -1,0 +1,98 @@
+"""Whether torch.compile changes what the eager model computes, at which stage, and in which block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
+from mantissa.finding import DIFFERENCE, FORWARD, OVERFLOW, Finding
+from mantissa.step import Passes, Step
+
+ALLOWED = 8
+"""A compiled model may differ from the eager one by so many times what the eager one differs from the reference."""
+_EMULATED = "inductor, rounding as eager"
+_BACKENDS = ("aot_eager", "inductor", _EMULATED)
+
+
+def compiled_trials(step: Step, time_left: Callable[[], float]) -> tuple[list[FormatTrial], list[Finding]]:
+    """Take the step compiled, in stages, and compare its gradients with those of the eager model.
+
+    Stages: ``aot_eager`` traces and runs torch's own kernels; ``inductor`` makes kernels, which keep in fp32 what eager
+    rounds to 16 bits between two operators; then inductor with those roundings.
+    """
+    half = step.format.half
+    eager = _gradients(step.own())
+    wide = torch.float64 if half is None else torch.float32
+    noise = max(_difference(eager, _gradients(step.reference(wide))), torch.finfo(half or torch.float32).eps / 2)
+    trials: list[FormatTrial] = []
+    for backend in _BACKENDS:
+        if backend == _EMULATED and (half is None or trials[-1].status == OK):
+            continue
+        if time_left() <= 0:
+            trials.append(FormatTrial(backend, status=LEFT_OUT, why="left out: no time"))
+            continue
+        found = _difference(_compiled(step, backend), eager)
+        status = OK if found <= ALLOWED * noise else DIFFERS if found < float("inf") else BREAKS
+        why = f"gradients differ from eager by {found:.2g}, eager from {wide} by {noise:.2g}"
+        trials.append(FormatTrial(backend, status=status, why=why))
+    broken = next((trial for trial in trials if trial.status in (BREAKS, DIFFERS)), None)
+    if broken is None:
+        return trials, []
+    module = _first_block(step, broken.name, eager, ALLOWED * noise, time_left)
+    kind = DIFFERENCE if broken.status == DIFFERS else OVERFLOW
+    cure = ["compile=off", f"report it to PyTorch: {broken.name} computes other numbers than eager"]
+    return trials, [Finding(kind, FORWARD, module, broken.name, detail=broken.why, cure=cure)]
+
+
+def _gradients(passes: Passes) -> list[Tensor]:
+    """Return the true gradients of the step without dropout, in fp64."""
+    for module in passes.model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    found = passes.attempt()
+    factor = found.correction / passes.scale
+    sinks = passes.sinks(found)
+    return [tensor.double() * factor for name, tensor in sinks.items() if name in passes.step.weights]
+
+
+def _difference(one: list[Tensor], other: list[Tensor]) -> float:
+    """Return the relative 2-norm of the difference of two lists of gradients."""
+    squares = sum((a - b).square().sum() for a, b in zip(one, other, strict=True))
+    size = sum(b.square().sum() for b in other)
+    return float((squares / size) ** 0.5) if size else 0.0
+
+
+@contextmanager
+def _options(backend: str) -> Iterator[None]:
+    """Let inductor draw eager's random numbers and, where asked, round as eager does."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    with config.patch(fallback_random=True, emulate_precision_casts=backend == _EMULATED):
+        yield
+    torch._dynamo.reset()
+
+
+def _compiled(step: Step, backend: str, block: int | None = None) -> list[Tensor]:
+    """Return the gradients with the modules that the run compiles, or with one block alone, compiled by a backend."""
+    passes = step.own()
+    modules: list[nn.Module] = passes.compiled() if block is None else [passes.blocks()[block]]
+    with _options(backend):
+        for module in modules:
+            module.compile(backend="aot_eager" if backend == "aot_eager" else "inductor")
+        return _gradients(passes)
+
+
+def _first_block(step: Step, backend: str, eager: list[Tensor], allowed: float, time_left: Callable[[], float]) -> str:
+    """Return the name of the first block that differs when it is compiled alone; an empty string: none was found."""
+    passes = step.own()
+    names = {id(module): name for name, module in passes.model.named_modules()}
+    for number, block in enumerate(passes.blocks()):
+        if time_left() > 0 and not _difference(_compiled(step, backend, number), eager) <= allowed:
+            return names[id(block)]
+    return ""

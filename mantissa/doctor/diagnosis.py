@@ -1,0 +1,331 @@
+"""The examination of one step: the format sweep first, then what a finite step can still hide."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mantissa.display import size
+from mantissa.doctor import range as gradients
+from mantissa.doctor.compiled import compiled_trials
+from mantissa.doctor.divergence import REPLAYS, STEPS, divergence, do_masters_cure
+from mantissa.doctor.exchange import overflow_of_sum
+from mantissa.doctor.islands import Islands, price, search
+from mantissa.doctor.pairs import Pairs, measure
+from mantissa.doctor.provenance import absorbed, find
+from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
+from mantissa.errors import is_out_of_memory
+from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
+from mantissa.manifest import OperatorManifest, manifest
+from mantissa.step import Passes, Step
+from mantissa.updates import Counts, judge, keeps_16_bits
+
+HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
+EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
+SWEEP = "ladder"
+"""The name of the format sweep among the checks."""
+CHECKS = (SWEEP, "manifest", "range", "pairs", "updates", "divergence", "islands")
+
+
+@dataclass
+class Replay:
+    """A step that was taken as the run takes it, and what it started from."""
+
+    step: Step
+    loss: float
+    grad_norm: float
+    skipped: bool
+    seconds: float
+    """That the step took."""
+    memory_bytes: int
+    """At the step's peak, with all that training holds."""
+    began: str
+    """Where the replay started: a checkpoint's name, or ``the beginning``."""
+    updates: dict[str, Counts] = field(default_factory=dict)
+    """What rounding did to each parameter's update; empty where it was skipped, or cannot be measured."""
+    missing: str = ""
+    """The run's format where this machine has not got it, and another one was examined."""
+    folder: Path | None = None
+    """Of the run; None: a check-up before a run."""
+    failed: bool = False
+    """Whether the run itself ended at this step, because it was not finite."""
+    finished: bool = False
+    """Whether the run took all its steps, and this is one more."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def precision(self) -> str:
+        """The name of the format."""
+        return self.step.format.name
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step was taken."""
+        return not self.skipped and math.isfinite(self.loss)
+
+
+class Budget:
+    """Seconds that may be spent; what does not fit is left out, and named."""
+
+    def __init__(self, seconds: float, free_bytes: Callable[[], int], say: Callable[[str], None] = lambda name: None):
+        self.seconds = seconds
+        self.left_out: list[str] = []
+        self.spent: dict[str, float] = {}
+        self._free_bytes = free_bytes
+        self._say = say
+        """Hears the name of every part before it is run."""
+        self._began = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.monotonic() - self._began)
+
+    def take(self, name: str, part: Callable[[], Any], memory_bytes: int = 0) -> Any:
+        """Run a part of the examination if there is time and memory for it, and return its result; else None."""
+        if memory_bytes > (free := self._free_bytes()):
+            self.left_out.append(f"{name} (it needs about {size(memory_bytes)}, {size(free)} are free)")
+            return None
+        if self.left <= 0:
+            self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")
+            return None
+        try:
+            return self.timed(name, part)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.left_out.append(f"{name} (out of memory)")
+            return None
+
+    def timed(self, name: str, part: Callable[[], Any]) -> Any:
+        """Run a part, add its seconds to ``spent``, and return its result."""
+        self._say(name)
+        began = time.monotonic()
+        try:
+            return part()
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass
+class Diagnosis:
+    """What was found in one step."""
+
+    replay: Replay
+    budget: Budget
+    verdict: str = HEALTHY
+    sweep: list[FormatTrial] = field(default_factory=list)
+    own: FormatTrial | None = None
+    """Of the sweep: what the run does."""
+    findings: list[Finding] = field(default_factory=list)
+    manifest: OperatorManifest | None = None
+    range: gradients.Range | None = None
+    pairs: Pairs | None = None
+    islands: Islands | None = None
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """Of the steps that ``divergence`` takes, by format."""
+    notes: list[str] = field(default_factory=list)
+    checks: tuple[str, ...] = CHECKS
+    """That were asked for."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step is finite in the run's own format, at a loss scale that its scaler would find."""
+        return self.own.status == OK if self.own is not None else self.replay.finite
+
+    def trial(self, name: str) -> FormatTrial | None:
+        """Return that of a format."""
+        return next((trial for trial in self.sweep if trial.name == name), None)
+
+    @property
+    def exit_code(self) -> int:
+        """Of scripts/doctor.py."""
+        return EXIT_CODES[self.verdict]
+
+
+def diagnose(
+    replay: Replay,
+    checks: tuple[str, ...] = CHECKS,
+    budget_s: float = 60,
+    reference: torch.dtype | None = None,
+    say: Callable[[str], None] = lambda name: None,
+) -> Diagnosis:
+    """Examine a step.
+
+    Args:
+        replay: the step.
+        checks: of ``CHECKS``.
+        budget_s: seconds; fp32 and the run's own format are always tried.
+        reference: what the modules are compared with; None: fp32 for 16 bits, fp64 for fp32 and tf32.
+        say: hears what is examined next.
+    """
+    step = replay.step
+    budget = Budget(budget_s, step.free_bytes, say)
+    result = Diagnosis(replay, budget, notes=list(replay.notes), checks=checks)
+
+    def add(found: Any, findings: bool = True) -> Any:
+        if found is not None:
+            result.findings += found.findings if findings else []
+            result.notes += found.notes
+        return found
+
+    if SWEEP in checks or not replay.finite:
+        _sweep(result)
+    if "manifest" in checks:
+        result.manifest = add(budget.take("manifest", lambda: _manifest(step)))
+    fp32 = result.trial(FP32)
+    if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
+        result.range = add(budget.take("range", lambda: gradients.measure(step)), not result.findings)
+    if "pairs" in checks and result.finite and not result.findings:
+        result.pairs = add(budget.take("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+    if "updates" in checks:
+        found, notes = judge(replay.updates, step.format)
+        result.findings += found
+        result.notes += notes
+    if "divergence" in checks:
+        _train_on(result)
+    if "islands" in checks:
+        _cure(result)
+    if result.findings:
+        result.verdict = FOUND
+    elif replay.failed and replay.finite:
+        result.verdict = NOT_REPRODUCED
+        result.notes.append("the run failed at this step, and taken again it is finite; train with deterministic=true")
+    elif not replay.finite and result.own is not None and result.own.scale == result.own.scales[0]:
+        result.verdict = NOT_REPRODUCED
+        result.notes.append("the step is not finite as the run takes it, and finite in every rung that was examined")
+    return result
+
+
+def _manifest(step: Step) -> OperatorManifest:
+    passes = step.own()
+    passes.microbatches = step.few(2)  # formats do not depend on the number of samples; batch norm needs two
+    return manifest(passes)
+
+
+def _pairs(step: Step, reference: torch.dtype | None) -> Pairs:
+    found = measure(step, reference)
+    if found.findings:
+        found.findings = absorbed(step.own(), found.findings)
+    return found
+
+
+def _sweep(result: Diagnosis) -> None:
+    """Try every format; where one breaks, find the cause at the first."""
+    replay, budget = result.replay, result.budget
+    step = replay.step
+    result.sweep = format_sweep(step)
+    broken: FormatTrial | None = None
+    own = result.own = result.sweep[-1]
+    if replay.finite and not step.compiles:  # it was taken already, as the run takes it
+        own.status, own.scale, own.loss = OK, own.scales[0], replay.loss
+    for trial in result.sweep:
+        if trial.status:
+            continue
+        try:
+            if trial.name in (FP32, own.name):
+                passes = budget.timed(trial.name, trial.take)
+            else:
+                passes = budget.take(trial.name, trial.take, replay.memory_bytes * (1 + (trial.name == FP64)))
+        except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
+            if trial is own or is_out_of_memory(error):
+                raise
+            trial.status, trial.why = LEFT_OUT, f"cannot run this model ({str(error).strip().splitlines()[0][:300]})"
+            continue
+        if passes is None:
+            trial.status, trial.why = LEFT_OUT, "left out"
+        elif trial.status == BREAKS and trial.name != FP64 and broken is None:
+            broken = trial
+            result.findings.append(find(passes, trial.name) or _unlocated(trial))
+        elif trial is own and replay.failed and trial.scale != trial.scales[0]:
+            result.findings += _too_large_a_scale(passes, trial)
+        del passes
+    if own.status == OK:
+        step.scale = own.scale
+    if broken is None and step.ranks > 1:
+        result.findings += budget.take("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
+    if broken is None and step.compiles:
+        trials, findings = budget.take("compiled rungs", lambda: compiled_trials(step, lambda: budget.left)) or ([], [])
+        result.sweep += trials
+        result.findings += findings
+    if broken is not None and broken.name == FP32:
+        fp64 = result.trial(FP64)
+        narrow = fp64 is not None and fp64.status == OK
+        cause = "fp32 itself is too narrow here" if narrow else "it is the data, the learning rate or the model"
+        result.notes.append(f"the step is not finite in fp32, so 16 bits are not the cause: {cause}")
+
+
+def _unlocated(trial: FormatTrial) -> Finding:
+    """Return the finding of a step that no operator makes infinite."""
+    harmed = trial.harmed
+    gradient = next((name for name in harmed if name != "loss"), "")
+    direction, module = (FORWARD, "") if "loss" in harmed else (BACKWARD, gradient.rpartition(".")[0])
+    shown = ", ".join(harmed[:3]) + (", …" if len(harmed) > 3 else "")
+    return Finding(NOT_FINITE, direction, module, trial.name, detail=f"{shown}: no operator of torch made it so")
+
+
+def _too_large_a_scale(passes: Passes, trial: FormatTrial) -> list[Finding]:
+    """Return what overflows at the loss scale at which a run ended, and the scale at which nothing does."""
+    passes.scale = trial.scales[0]
+    finding = find(passes, trial.name)
+    if finding is None:
+        return []
+    finding.cure = [
+        f"scaler.init={trial.scale:g}, at which this step is finite; or a larger scaler.max_consecutive_skips"
+    ]
+    return [finding]
+
+
+def _train_on(result: Diagnosis) -> None:
+    """Train some steps in the run's format and in fp32, where nothing was found and there is time."""
+    replay, budget = result.replay, result.budget
+    step = replay.step
+    if step.format.half is None:
+        result.notes.append("divergence: only formats of 16 bits are compared with fp32")
+    if result.findings or not result.finite or step.format.half is None:
+        return
+    fp32 = result.trial(FP32)
+    seconds = STEPS * (REPLAYS * (replay.seconds if fp32 is None else fp32.seconds) + replay.seconds)
+    if seconds > budget.left:
+        budget.left_out.append(
+            f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
+        )
+        return
+    batches = step.following(STEPS)
+    found = budget.take("divergence", lambda: divergence(step, batches))
+    if found is None:
+        return
+    if found.first and keeps_16_bits(step.format):
+        found.masters_cure = budget.take("divergence with masters", lambda: do_masters_cure(step, batches, found))
+    result.losses = found.losses
+    result.findings += found.findings
+
+
+def _cure(result: Diagnosis) -> None:
+    """Search for fp32 modules that cure the first finding of 16 bits in a module, and measure their cost."""
+    step, budget = result.replay.step, result.budget
+    curable = (OVERFLOW, UNDERFLOW, DOMAIN, ERROR)
+    found = [each for each in result.findings if each.kind in curable and each.format not in (FP32, FP64, TF32)]
+    if not found or step.format.half is None or found[0].direction not in (FORWARD, BACKWARD):
+        return
+    finding = found[0]
+
+    def healthy(fp32_modules: list[str]) -> bool:
+        return result.pairs is None or not measure(step, fp32_modules=fp32_modules).findings
+
+    islands = budget.take("islands", lambda: search(step, finding, healthy, lambda: budget.left))
+    if islands is None:
+        return
+    result.islands = islands
+    if islands.cured:
+        budget.take("price of the islands", lambda: price(step, islands))
+    finding.cure.append(islands.text())
+    bf16 = result.trial("bf16")
+    if bf16 is not None and bf16.status == OK and step.format.name != "bf16":
+        finding.cure.append("or precision=bf16, which is finite here")

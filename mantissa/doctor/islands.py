@@ -1,0 +1,159 @@
+"""The fewest modules that have to compute in fp32 for a step to be finite again, and what they cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from mantissa.display import size
+from mantissa.doctor.provenance import find
+from mantissa.finding import Finding
+from mantissa.step import FormatError, Passes, Step
+
+CALLS = 40
+"""Trials, at most."""
+_PAIRS = 3
+"""Timed steps with and without the islands, after one of each that is not timed."""
+
+
+@dataclass
+class Islands:
+    """Modules whose computation in fp32 cures the step; 1-minimal: without any one of them it is not cured."""
+
+    modules: list[str] = field(default_factory=list)
+    cured: bool = False
+    minimal: bool = False
+    """Whether every module was tried to be left out."""
+    own: list[str] = field(default_factory=list)
+    """Of the run, which stay."""
+    stopped: bool = False
+    """Whether the search ended because the time was up, or after ``CALLS`` trials."""
+    calls: int = 0
+    time_ratio: float | None = None
+    """Of a step with the islands to one without; None: not measured."""
+    memory_bytes: int | None = None
+    """What they add to the peak of a step."""
+
+    @property
+    def override(self) -> str:
+        """What to set. A name such as 0.10 is quoted, or it would be read as a number."""
+        names = [name if any(map(str.isalpha, name)) else f"'{name}'" for name in (*self.own, *self.modules)]
+        return f"precision.fp32_modules=[{','.join(names)}]"
+
+    @property
+    def cost(self) -> str:
+        """What they add to a step, as far as it was measured, and whether they may be more than needed."""
+        price = []
+        if self.time_ratio is not None:
+            price.append(f"{self.time_ratio - 1:+.0%} time")
+        if self.memory_bytes is not None:
+            price.append(f"{'-' if self.memory_bytes < 0 else '+'}{size(abs(self.memory_bytes))}")
+        return ", ".join(price + ([] if self.minimal else ["not minimal: the time was up"]))
+
+    def text(self) -> str:
+        """Return a line for the terminal."""
+        if not self.cured and self.stopped:
+            return f"islands: {len(self.modules)} fp32 modules do not cure this step yet, and the time was up"
+        if not self.cured:
+            return "islands: no fp32 modules cure this step"
+        return f'islands: "{self.override}"' + (f"  ({self.cost})" if self.cost else "")
+
+
+def search(
+    step: Step, finding: Finding, healthy: Callable[[list[str]], bool], time_left: Callable[[], float]
+) -> Islands:
+    """Return the islands that cure a finding.
+
+    They grow by diagnosis: the module of the finding, then that of what is found next; where a module in fp32 does
+    not help, the one that contains it. Then each is tried to be left out.
+
+    Args:
+        step: the step.
+        finding: in a module of it.
+        healthy: returns whether the step has no other fault with these ``fp32_modules``. (That it is finite is
+            checked here.)
+        time_left: seconds.
+    """
+    result = Islands(own=list(step.fp32_modules))
+    module = finding.module
+    while module and result.calls < CALLS and time_left() > 0:
+        result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]
+        next_fault = _next_fault(step, result.modules, healthy)
+        result.calls += 1
+        if next_fault is None:
+            result.cured = True
+            break
+        module = _outside(next_fault, result.modules)
+    result.stopped = not result.cured and bool(module)
+    if result.cured:
+        result.minimal = _leave_out(step, result, healthy, time_left)
+    return result
+
+
+def _next_fault(step: Step, modules: list[str], healthy: Callable[[list[str]], bool]) -> str | None:
+    """Return the module of the next fault with these islands (empty: it is in none); None: there is no fault."""
+    try:
+        passes = with_islands(step, modules)
+    except FormatError:  # a module that is never called, such as the output projection of torch's attention
+        return modules[-1]
+    for microbatches in [step.microbatches, *([batch] for batch in step.others)]:
+        passes.microbatches = microbatches
+        if passes.until_finite()[0]:
+            found = find(passes, "")
+            return found.module if found is not None else ""
+    return None if healthy([*step.fp32_modules, *modules]) else modules[-1]
+
+
+def _outside(module: str, islands: list[str]) -> str:
+    """Return the module, or where it is in an island the one that contains that island."""
+    for name in islands:
+        if module == name or module.startswith(f"{name}."):
+            return name.rpartition(".")[0]
+    return module
+
+
+def _leave_out(
+    step: Step, result: Islands, healthy: Callable[[list[str]], bool], time_left: Callable[[], float]
+) -> bool:
+    """Leave out every module without which the step is cured, too; return whether there was time for all."""
+    for name in list(result.modules) if len(result.modules) > 1 else []:
+        if result.calls >= CALLS or time_left() <= 0:
+            return False
+        others = [other for other in result.modules if other != name]
+        result.calls += 1
+        if others and _next_fault(step, others, healthy) is None:
+            result.modules = others
+    return True
+
+
+def with_islands(step: Step, modules: list[str]) -> Passes:
+    """Return the passes as the run takes them, with these modules in fp32 besides its own.
+
+    Raises:
+        FormatError: a module that cannot be.
+    """
+    islands = [*step.fp32_modules, *modules]
+    return step.passes(step.format.name, own=True, scale=step.scale, fp32_modules=islands)
+
+
+def price(step: Step, result: Islands) -> None:
+    """Measure what the islands cost: steps with and without them in turns, and the peak of a step's memory."""
+    sides = [with_islands(step, []), with_islands(step, result.modules)]
+    without, with_them = [side.peak_bytes() for side in sides]
+    result.memory_bytes = with_them - without
+    ratios = []
+    for _ in range(_PAIRS):
+        seconds = []
+        for side in sides:
+            side.start()
+            began = time.perf_counter()
+            side.gradients(side.microbatches)
+            if step.device.type == "cuda":
+                torch.cuda.synchronize(step.device)
+            seconds.append(time.perf_counter() - began)
+        ratios.append(seconds[1] / seconds[0])
+    result.time_ratio = statistics.median(ratios)

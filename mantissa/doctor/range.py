@@ -1,0 +1,238 @@
+"""Which loss scales hold a step's gradients in fp16: exponents of the reference's gradients, which any scale shifts."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mantissa.doctor.calls import least_samples, numbers_in, relative_error
+from mantissa.doctor.pairs import NOISE
+from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Finding
+from mantissa.formats import FP16
+from mantissa.manifest import DtypeRecorder
+from mantissa.step import Batch, Passes, Step
+
+LOWEST, HIGHEST = -75, 30
+"""The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
+_HALF_OF_LEAST = -25
+"""Numbers below 2 to that power are rounded to 0 in fp16, whose least number is 2**-24."""
+HELD = 2**-11
+"""A scale holds a gradient, if at most this share of its norm is rounded to 0: fp16's unit roundoff. The number of
+elements says little: healthy GPT-2 loses 11 % of the elements of an attention's bias (the part of the keys, whose
+gradient is 0 but for rounding), and 2e-11 of its norm."""
+JUDGED = 0.1
+"""A layer has lost its gradient, if more than this share of the norm is rounded to 0. Healthy recipes lose 2e-8 at
+most, at their first step with a scale of 65536."""
+
+
+@dataclass(eq=False)
+class Exponents:
+    """The base-2 exponents of one gradient of a layer at scale 1, of all microbatches."""
+
+    module: str
+    tensor: str
+    """``output``, or the name of a parameter."""
+    half: bool = False
+    """Whether the run has it in 16 bits."""
+    zeros: int = 0
+    amax: float = 0.0
+    counts: Tensor = field(default_factory=lambda: torch.zeros(HIGHEST - LOWEST + 1, dtype=torch.float64))
+    """From ``LOWEST`` on."""
+    squares: Tensor = field(default_factory=lambda: torch.zeros(HIGHEST - LOWEST + 1, dtype=torch.float64))
+    """The sum of the squares of the elements with each exponent."""
+
+    @property
+    def name(self) -> str:
+        """That of the tensor in the model."""
+        return f"{self.module}.{self.tensor}".lstrip(".")
+
+    def add(self, gradient: Tensor) -> None:
+        """Count a gradient; what is not finite is left out."""
+        size = gradient.detach().abs().flatten()
+        size = size[size.isfinite()]
+        found = size[size != 0]
+        self.zeros += size.numel() - found.numel()
+        if found.numel():
+            bins = (torch.frexp(found)[1] - 1).clamp_(LOWEST, HIGHEST).sub_(LOWEST).long()
+            self.amax = max(self.amax, found.max().item())
+            bound = HIGHEST - LOWEST + 1
+            self.counts += torch.bincount(bins, minlength=bound).cpu()
+            self.squares += torch.bincount(bins, found.double().square(), bound).cpu()
+
+    def lost(self, scale: float) -> tuple[float, float]:
+        """Return the shares of the nonzero elements and of the norm that a scale leaves below fp16's least number."""
+        border = max(0, min(len(self.counts), _HALF_OF_LEAST - math.frexp(scale)[1] + 1 - LOWEST))
+        count, square = self.counts.sum().item(), self.squares.sum().item()
+        if not count:
+            return 0.0, 0.0
+        return self.counts[:border].sum().item() / count, math.sqrt(self.squares[:border].sum().item() / square)
+
+    def least_scale(self, share: float = HELD) -> int:
+        """Return the exponent of the least scale that loses no more than this share of the norm."""
+        exponent = _HALF_OF_LEAST - HIGHEST
+        while exponent < _HALF_OF_LEAST - LOWEST and self.lost(2.0**exponent)[1] > share:
+            exponent += 1
+        return exponent
+
+
+@dataclass
+class Range:
+    """What scales hold the gradients of a step."""
+
+    layers: list[Exponents]
+    highest: int | None = None
+    """The exponent of the largest scale that is safe; None: there is no gradient in fp16."""
+    lowest: int | None = None
+    """That of the least scale which holds every layer."""
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return which scales fit, in a line."""
+        if self.highest is None or self.lowest is None:
+            return "scale: not needed"
+        if self.lowest <= self.highest:
+            return f"scale: 2^{self.lowest} … 2^{self.highest} holds all gradients"
+        above = f"above 2^{self.highest} the largest gradients overflow"
+        return f"scale: none holds all gradients; {above}, below 2^{self.lowest} the smallest are lost"
+
+
+def measure(step: Step) -> Range:
+    """Return the range of a step's gradients: those of layers, which are submodules with parameters of their own.
+
+    A weight gradient that changes by half or more where weights change by one rounding is noise, and is not judged.
+    """
+    reference = step.reference()
+    name = step.format.name
+    few = step.few(least_samples(reference.model))
+    if not step.format.needs_loss_scale:
+        note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
+        return Range(_exponents(reference, few), notes=[note])
+    layers = _exponents(reference, step.microbatches)
+    half = _in_fp16(step.passes(name, own=True), few)
+    for layer in layers:
+        layer.half = (layer.module, layer.tensor) in half
+    result = Range(layers)
+    # Smaller gradients, such as those of an attention that is saturated, are 0 for any optimizer.
+    held = [layer for layer in layers if layer.half and layer.amax > 2.0**LOWEST]
+    if not held:
+        return result
+    largest = max(held, key=lambda layer: layer.amax)
+    result.highest = math.floor(math.log2(FP16.largest / largest.amax)) - 1
+    scale = min(step.scale, 2.0**result.highest) if step.least_scale else step.scale
+    outputs = max((layer.least_scale() for layer in held if layer.tensor == "output"), default=0)
+    poor = [layer for layer in held if layer.lost(scale)[1] > JUDGED]
+    doubtful = [
+        layer for layer in held if layer.tensor != "output" and (layer in poor or layer.least_scale() > outputs)
+    ]
+    noise = _noise(reference, few, doubtful)
+    result.lowest = max((layer.least_scale() for layer in held if layer not in noise), default=0)
+    worst: dict[str, Exponents] = {}
+    for layer in poor:
+        if layer not in noise and (
+            layer.module not in worst or layer.lost(scale)[1] > worst[layer.module].lost(scale)[1]
+        ):
+            worst[layer.module] = layer
+    result.findings = [_finding(layer, largest, scale, result.highest, name) for layer in worst.values()]
+    return result
+
+
+def _finding(layer: Exponents, largest: Exponents, scale: float, highest: int, format: str) -> Finding:
+    elements, norm = layer.lost(scale)
+    what = "output gradient" if layer.tensor == "output" else f"{layer.tensor} gradient"
+    detail = (
+        f"{what} of at most {layer.amax:.2g}: at a scale of {scale:g}, {elements:.0%} of its elements and {norm:.0%} "
+        "of its norm become 0"
+    )
+    needed = layer.least_scale(JUDGED)
+    if needed > highest:
+        place = f"{largest.module} ({largest.tensor}, up to {largest.amax:.2g})"
+        detail += f"; it needs 2^{needed}, and above 2^{highest} the gradient of {place} overflows"
+        return Finding(SCALE, BACKWARD, layer.module, format, dtype="float16", detail=detail)
+    cure = [f"scaler=dynamic scaler.init={2**highest if highest >= 0 else 2.0**highest}"]
+    return Finding(UNDERFLOW, BACKWARD, layer.module, format, dtype="float16", detail=detail, cure=cure)
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules with trainable parameters of their own, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    }
+
+
+def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
+    """Take the step, or a part of it, in the reference, and count its gradients as the run divides the loss."""
+    found: dict[tuple[str, str], Exponents] = {}
+    reference.microbatches = microbatches
+    share = reference.step.share(microbatches)
+
+    def of(module: str, tensor: str) -> Exponents:
+        return found.setdefault((module, tensor), Exponents(module, tensor))
+
+    def count(module: str, tensor: str, gradient: Tensor) -> None:
+        of(module, tensor).add(gradient * share)
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_autograd_node() is None:  # else it is recomputed
+            of(name, "output")
+            for tensor in numbers_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(count, name, "output"))
+
+    with ExitStack() as hooks:
+        for name, module in _layers(reference.model).items():
+            hooks.callback(module.register_forward_hook(partial(after, name)).remove)
+            for part, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    hooks.callback(parameter.register_hook(partial(count, name, part)).remove)
+        reference.attempt()
+    return list(found.values())
+
+
+def _in_fp16(low: Passes, few: list[Batch]) -> set[tuple[str, str]]:
+    """Return the gradients that the run has in fp16, by module and tensor, from a forward pass of a few samples."""
+    weights = {
+        (module, part): parameter
+        for module, layer in _layers(low.model).items()
+        for part, parameter in layer.named_parameters(recurse=False)
+    }
+    addresses = {parameter.data_ptr(): f"{module}.{part}" for (module, part), parameter in weights.items()}
+    low.start()
+    with DtypeRecorder(low.model, addresses) as recorder:
+        low.loss(few[0])
+    cast = {weight for (weight, _), dtype in recorder.casts.items() if dtype == "float16"}
+    half = {place for place, each in weights.items() if each.dtype == torch.float16 or ".".join(place) in cast}
+    return half | {(module, "output") for module, dtypes in recorder.outputs.items() if dtypes[torch.float16]}
+
+
+def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list[Exponents]:
+    """Return those weight gradients that are noise: they change where weights change by one rounding of fp16."""
+    if not layers:
+        return []
+
+    def changed(weight: Tensor) -> Tensor:
+        signs = torch.randint(2, weight.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)
+        return weight.float() * (1 + FP16.unit_roundoff * signs)
+
+    weights = reference.weights
+    gradients: list[dict[str, Tensor]] = []
+    reference.microbatches = few
+    for start in (weights, {name: changed(weight) for name, weight in weights.items()}):
+        reference.weights = start
+        reference.attempt()
+        gradients.append({name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None})
+    reference.weights = weights
+    exact, other = gradients
+    return [
+        layer
+        for layer in layers
+        if layer.name in exact and not relative_error(other[layer.name], exact[layer.name]) < NOISE
+    ]

@@ -1,0 +1,99 @@
+"""A diagnosis as text for a terminal, as JSON, and as tables."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from mantissa.doctor.diagnosis import FOUND, HEALTHY, Diagnosis, Replay
+from mantissa.doctor.range import LOWEST, Exponents
+from mantissa.finding import FORWARD, OVERFLOW
+
+TABLES = ("manifest", "range", "pairs")
+"""Of the checks, those with a table."""
+
+
+def opening(replay: Replay) -> str:
+    """Return what was taken again, and how it ended."""
+    number = replay.step.number
+    how = f"loss {replay.loss:.6g}, gradient norm {replay.grad_norm:.4g}" + (", skipped" if replay.skipped else "")
+    if replay.failed:
+        outcome = "taken again and finite" if replay.finite else "reproduced"
+        return f"step {number} {outcome} ({how}) from {replay.began}"
+    place = f"one more step ({number}) after the last, taken" if replay.finished else f"step {number} taken"
+    return f"{place} from {replay.began} ({how})"
+
+
+def lines(diagnosis: Diagnosis) -> list[str]:
+    """Return the diagnosis as text."""
+    replay, found = diagnosis.replay, diagnosis.range
+    text = [" · ".join(trial.text() for trial in diagnosis.sweep)] if diagnosis.sweep else []
+    for finding in diagnosis.findings:
+        text += finding.lines()
+    if found is not None and found.highest is not None:
+        helps = not any(each.direction == FORWARD and each.kind == OVERFLOW for each in diagnosis.findings)
+        text.append(found.text() + ("" if helps else "; no scale cures a forward overflow"))
+    text += [f"note: {note}" for note in diagnosis.notes]
+    text += [f"left out: {item}" for item in diagnosis.budget.left_out]
+    if diagnosis.verdict == HEALTHY:
+        number = replay.step.number
+        place = f"the last step, {number - 1}" if replay.finished else f"step {number}"
+        missing = f"; precision={replay.missing} was not examined" if replay.missing else ""
+        text.append(f"HEALTHY at {place}{missing}")
+    elif diagnosis.verdict != FOUND:
+        text.append(diagnosis.verdict)
+    return text
+
+
+def facts(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the diagnosis as JSON holds it: ``scales`` are exponents; a number that is not finite is null."""
+    replay, budget, islands, found = diagnosis.replay, diagnosis.budget, diagnosis.islands, diagnosis.range
+    return {
+        "verdict": diagnosis.verdict,
+        "exit_code": diagnosis.exit_code,
+        "run": None if replay.folder is None else str(replay.folder),
+        "precision": replay.precision,
+        "step": replay.step.number,
+        "began": replay.began,
+        "failed": replay.failed,
+        "loss": _number(replay.loss),
+        "grad_norm": _number(replay.grad_norm),
+        "skipped": replay.skipped,
+        "loss_scale": replay.step.scale,
+        "ladder": [
+            {name: getattr(trial, name) for name in ("name", "status", "scale", "harmed", "why")}
+            | {"loss": _number(trial.loss)}
+            for trial in diagnosis.sweep
+        ],
+        "scales": None if found is None else {"highest": found.highest, "lowest": found.lowest},
+        "findings": [finding.to_dict() for finding in diagnosis.findings],
+        "islands": None if islands is None else asdict(islands) | {"override": islands.override},
+        "notes": diagnosis.notes,
+        "left_out": budget.left_out,
+        "budget_s": budget.seconds,
+        "seconds": budget.spent,
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def tables(diagnosis: Diagnosis) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of what was examined, by check."""
+    found = {}
+    if diagnosis.manifest is not None:
+        found["manifest"] = [row._asdict() for row in diagnosis.manifest.rows]
+    if diagnosis.range is not None:
+        found["range"] = [_exponents(layer) for layer in diagnosis.range.layers]
+    if diagnosis.pairs is not None:
+        found["pairs"] = [asdict(row) | {"ratio": row.ratio} for row in diagnosis.pairs.rows]
+    return found
+
+
+def _exponents(layer: Exponents) -> dict[str, Any]:
+    """Return a row: how many elements there are of each exponent."""
+    counts = {f"2^{LOWEST + place}": int(count) for place, count in enumerate(layer.counts.tolist())}
+    place = {"module": layer.module, "tensor": layer.tensor, "fp16": layer.half, "amax": layer.amax}
+    return place | {"zeros": layer.zeros} | counts

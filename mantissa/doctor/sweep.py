@@ -1,0 +1,80 @@
+"""The format sweep: the same step in one format after another, from fp64 to that of the run, and compiled."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from mantissa.step import Passes, Step
+
+OK, BREAKS, DIFFERS, LEFT_OUT = "ok", "BREAKS", "DIFFERS", "left out"
+
+FP64, FP32, TF32 = "fp64", "fp32", "tf32"
+SCALER = "+scaler"
+
+
+@dataclass
+class FormatTrial:
+    """One format of the sweep, and whether the step is finite in it."""
+
+    name: str
+    build: Callable[[], Passes] | None = None
+    """None: it is another trial's passes, compiled."""
+    scales: list[float] = field(default_factory=lambda: [1.0])
+    """Loss scales to try in this order, until one is finite."""
+    status: str = ""
+    harmed: list[str] = field(default_factory=list)
+    scale: float = 1.0
+    """The last one tried."""
+    why: str = ""
+    """It was left out."""
+    loss: float = math.nan
+    seconds: float = 0.0
+
+    def take(self) -> Passes:
+        """Take the step, and return the passes that did; sets ``status``."""
+        assert self.build is not None
+        passes = self.build()
+        began = time.monotonic()
+        self.harmed, found = passes.until_finite(self.scales)
+        self.scale = passes.scale
+        self.loss = found.loss.item()
+        self.status = BREAKS if self.harmed else OK
+        self.seconds = time.monotonic() - began
+        return passes
+
+    def text(self) -> str:
+        """Return the format with its status, such as ``fp16+scaler 65536 ok at 8192``."""
+        if self.status == LEFT_OUT:
+            return f"{self.name} {self.why}"
+        name = f"{self.name} {self.scales[0]:.10g}" if self.name.endswith(SCALER) else self.name
+        lower = f" at {self.scale:.10g}" if self.status == OK and self.scale != self.scales[0] else ""
+        return f"{name} {self.status}{lower}"
+
+
+def format_sweep(step: Step) -> list[FormatTrial]:
+    """Return the formats to try, without the compiled ones.
+
+    They are those up to the run's own, on fp32 weights; then, where it is another, what the run does: its own stored
+    weights, its fp32 modules and operators.
+    """
+    half, own = step.format.number.name, step.format.name
+    trials = [FormatTrial(FP64, partial(step.reference, torch.float64)), FormatTrial(FP32, partial(step.passes, FP32))]
+    if step.available(TF32) and own != FP32:
+        trials.append(FormatTrial(TF32, partial(step.passes, TF32)))
+    if step.format.half is None:
+        return trials
+    if step.available("bf16") and half != "bf16":
+        trials.append(FormatTrial("bf16", partial(step.passes, "bf16")))
+    basic = "bf16" if half == "fp8" else half
+    trials.append(FormatTrial(basic, partial(step.passes, basic)))
+    if step.scales != [1.0]:
+        trials.append(FormatTrial(basic + SCALER, partial(step.passes, basic), step.scales))
+    if own != basic:
+        trials.append(FormatTrial(own, partial(step.passes, own, own=True), step.scales))
+    return trials

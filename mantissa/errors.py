@@ -1,0 +1,23 @@
+"""Errors by what they mean, whichever library raised them."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+# Messages of torch's CPU allocator, C++, oneDNN, cuBLAS, cuDNN and NCCL. (CUDA's allocator has an error type.)
+_NO_MEMORY = re.compile(
+    "can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc"
+    # Not "a primitive descriptor": that is an operation that oneDNN does not have.
+    "|could not create a (primitive(?! desc)|memory object)"
+    "|STATUS_ALLOC_FAILED|was unable to find an engine|CUDA error: out of memory|Cuda failure \\d* ?'out of memory'"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, on any device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:  # a process or a mapping that could not be made
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None

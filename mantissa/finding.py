@@ -1,0 +1,71 @@
+"""What is found in a step: one finding for each fault; what is unusual and harmless is a note."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
+ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "second moment"
+DIFFERENCE, DIVERGENCE = "difference", "divergence"
+
+MEANINGS = {
+    OVERFLOW: "A number is larger than the format can hold, so it becomes infinite.",
+    UNDERFLOW: "Numbers are smaller than the format can hold, so they become 0.",
+    DOMAIN: "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.",
+    NOT_FINITE: "A result is not finite, and no operator of torch made it so: code outside of torch did.",
+    INPUT: "A weight, a buffer or the data is not finite before the step.",
+    ERROR: "The result has more rounding error than the format makes unavoidable.",
+    DTYPE: "What was to be computed or stored in fp32 is in 16 bits.",
+    SCALE: "No loss scale keeps the gradients of all layers in the format's range.",
+    LOST: "The updates of weights are too small for the weights' format, and are rounded away.",
+    MOMENT: "The optimizer's second moment is 0 where the gradient is not.",
+    DIFFERENCE: "The compiled model computes other numbers than the eager one.",
+    DIVERGENCE: "The loss leaves the spread of the reference within a few steps.",
+}
+"""The kinds of faults."""
+
+FORWARD, BACKWARD, UPDATE, EXCHANGE = "forward", "backward", "update", "exchange"
+
+
+@dataclass
+class Finding:
+    """One fault: where it is, what it is, and from which format on it occurs."""
+
+    kind: str
+    direction: str
+    module: str
+    """The submodule's name, or the parameter's; an empty string: the model itself, or the loss."""
+    format: str
+    """The first one of the format sweep that shows it, such as ``fp16+scaler``."""
+    op: str = ""
+    """The operator, such as ``aten.mm``."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Of the operator's result."""
+    detail: str = ""
+    """The measured numbers, in words."""
+    path: list[str] = field(default_factory=list)
+    """From the fault to what it harms."""
+    cure: list[str] = field(default_factory=list)
+    """What to set, the cheapest first."""
+
+    @property
+    def place(self) -> str:
+        """The module, in words where that is none."""
+        return self.module or "(the model itself, or the loss)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; ``rung`` is the format."""
+        facts = asdict(self) | {"shape": list(self.shape)}
+        return facts | {"rung": facts.pop("format")}
+
+    def lines(self) -> list[str]:
+        """Return the finding as text for a terminal, two spaces before all lines but the first."""
+        lines = [f"FOUND {self.kind}, {self.direction}: {self.place}"]
+        result = " ".join(filter(None, [self.op, self.dtype, str(list(self.shape)) if self.shape else ""]))
+        if result or self.detail:
+            lines.append("  " + ": ".join(filter(None, [result, self.detail])))
+        if self.path:
+            lines.append("  → " + " → ".join(self.path))
+        return lines + [f"  {cure}" for cure in self.cure]

@@ -1,0 +1,232 @@
+"""The format in which every operator of a step really ran, and where that is not what was asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mantissa.display import dtype_name
+from mantissa.finding import DTYPE, FORWARD, Finding
+from mantissa.modules import ModuleTracer
+from mantissa.step import Passes, tensors
+
+_HALF = {dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16)}
+_CAST = "aten._to_copy"
+_SENSITIVE = ("softmax", "log", "exp", "pow", "sum", "mean", "norm", "var", "std", "cumsum", "prod", "rsqrt")
+"""Parts of the names of operators that are usually kept in fp32: sums over many numbers, and what has a wide range."""
+
+
+class Row(NamedTuple):
+    """How often an operator ran in one module, one direction and these formats."""
+
+    module: str
+    direction: str
+    op: str
+    inputs: str
+    """The floating-point dtypes of its inputs, without repetition."""
+    output: str
+    calls: int
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it is of the forward pass, with a result in 16 bits."""
+        return self.direction == FORWARD and _is_half(self.output)
+
+    @property
+    def name(self) -> str:
+        """The operator's name as in ``torch.nn.functional``."""
+        return self.op.removeprefix("aten.").removeprefix("_safe").removeprefix("native").strip("_")
+
+
+class DtypeRecorder(TorchDispatchMode):
+    """Records in which dtypes operators compute and modules return.
+
+    Args:
+        model: whose modules are told apart.
+        weights: names of those whose casts are followed, by address.
+    """
+
+    def __init__(self, model: nn.Module, weights: dict[int, str] | None = None) -> None:
+        super().__init__()
+        self._model = model
+        self._modules = ModuleTracer(model)
+        self._weights = weights or {}
+        self._hooks: list[Any] = []
+        self._calls: Counter[tuple[str, str, str, str, str]] = Counter()
+        self.outputs: dict[str, Counter[torch.dtype]] = {}
+        """By module: of the floating-point tensors that it returns."""
+        self.casts: dict[tuple[str, str], str] = {}
+        """Of weights to 16 bits in the forward pass: the weight's name, the module that casts, and the dtype."""
+
+    def __enter__(self) -> Self:
+        self._modules.__enter__()
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_hook(partial(self._returned, name)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._modules.__exit__()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        results = "" if func.is_view else _names(tensors(output))
+        if results:
+            name = str(func).rpartition(".")[0]
+            module, direction = self._modules.place()
+            self._calls[module, direction, name, _names(tensors((args, kwargs))), results] += 1
+            if self._weights and name == _CAST and direction == FORWARD and _is_half(results):
+                weight = self._weights.get(args[0].data_ptr())
+                if weight is not None:
+                    self.casts[weight, module] = results
+        return output
+
+    def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        found = self.outputs.setdefault(name, Counter())
+        found.update(tensor.dtype for tensor in tensors(output) if tensor.is_floating_point())
+
+    def rows(self) -> list[Row]:
+        """Return what ran, in order of the first calls."""
+        return [Row(*key, calls) for key, calls in self._calls.items()]
+
+
+def _names(found: list[Tensor]) -> str:
+    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found if each.is_floating_point()))
+
+
+def _is_half(dtypes: str) -> bool:
+    return not _HALF.isdisjoint(dtypes.split(", "))
+
+
+@dataclass
+class OperatorManifest:
+    """What ran in which format in one step."""
+
+    rows: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def manifest(passes: Passes) -> OperatorManifest:
+    """Take the step once and return the formats of its operators, with the faults among them.
+
+    A fault is a module or an operator that was to be fp32 and ran in 16 bits, weights stored in fewer bits than
+    requested, and a sum of the loss that is not fp32. Everything else that is unusual is a note.
+    """
+    with DtypeRecorder(passes.model, _weights_in_fp32(passes)) as recorder:
+        passes.attempt()
+    rows = sorted(recorder.rows())
+    findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
+    return OperatorManifest(rows, [*findings, *_weights(passes), *_loss(passes)], _notes(passes, rows))
+
+
+def _within(module: str, names: Iterable[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def _finding(passes: Passes, module: str, op: str, dtype: str, detail: str, *cure: str) -> Finding:
+    return Finding(DTYPE, FORWARD, module, passes.format.name, op, dtype, detail=detail, cure=list(cure))
+
+
+def _weights_in_fp32(passes: Passes) -> dict[int, str]:
+    """Return the weights of fp32 modules that no other module shares, by address."""
+    inside, outside = {}, set()
+    for name, parameter in passes.model.named_parameters(remove_duplicate=False):
+        if _within(name.rpartition(".")[0], passes.fp32_modules):
+            inside[parameter.data_ptr()] = name
+        else:
+            outside.add(parameter.data_ptr())
+    return {address: name for address, name in inside.items() if address not in outside}
+
+
+def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> list[Finding]:
+    """Return the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
+    found = {(weight.rpartition(".")[0], user): dtype for (weight, user), dtype in casts.items()}
+    return [
+        _finding(
+            *(passes, owner, _CAST, dtype),
+            f"precision.fp32_modules has it, and {user or 'the model'} uses its weights without calling it",
+            f"call {owner} there" + (f", or add {user} to precision.fp32_modules" if user else ""),
+        )
+        for (owner, user), dtype in found.items()
+        if not _within(user, passes.fp32_modules)
+    ]
+
+
+def _modules_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
+    """Return the fp32 modules whose own operators ran in 16 bits in the forward pass.
+
+    With 16-bit weights the result of such a module is cast back, so there casts are not counted.
+    """
+    casts_back = passes.format.half_weights is not None
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.in_half and _within(row.module, passes.fp32_modules) and not (casts_back and row.op == _CAST):
+            found.setdefault(row.module, []).append(row)
+    return [
+        _finding(
+            *(passes, module, own[-1].op, own[-1].output),
+            f"precision.fp32_modules has it, and {sum(row.calls for row in own)} operators ran in 16 bits",
+            "remove the cast to 16 bits from this module's code",
+        )
+        for module, own in found.items()
+    ]
+
+
+def _operators_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
+    """Return the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass, each at its first row."""
+    first = {row.name: row for row in reversed(rows) if row.in_half}
+    found = [first[name] for name in passes.step.fp32_ops if name in first]
+    return [
+        _finding(passes, row.module, row.op, row.output, f"precision.fp32_ops asks for {row.name} in fp32")
+        for row in found
+    ]
+
+
+def _weights(passes: Passes) -> list[Finding]:
+    """Return the parameters that are stored in fewer bits than the format asks for."""
+    low: dict[str, list[tuple[str, str]]] = {}
+    asked = passes.format.weights
+    for name, parameter in passes.model.named_parameters():
+        module = name.rpartition(".")[0]
+        wanted = torch.float32 if _within(module, passes.fp32_modules) else asked
+        if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize:
+            low.setdefault(module, []).append((name, dtype_name(parameter.dtype)))
+    return [
+        _finding(
+            *(passes, module, "", named[0][1]),
+            f"{', '.join(name for name, _ in named)} stored in {named[0][1]}, "
+            f"precision={passes.format.name} asks for {dtype_name(asked)}",
+        )
+        for module, named in low.items()
+    ]
+
+
+def _loss(passes: Passes) -> list[Finding]:
+    """Return a finding where the summed loss is in 16 bits."""
+    passes.start()
+    with torch.no_grad():
+        dtype = dtype_name(passes.loss(passes.microbatches[0]).dtype)
+    detail = f"the summed loss is {dtype}: sum it in fp32 in Recipe.loss"
+    return [_finding(passes, "", "the loss", dtype, detail)] if dtype in _HALF else []
+
+
+def _notes(passes: Passes, rows: list[Row]) -> list[str]:
+    """Return what is unusual: sums and wide-range operators that ran in 16 bits under autocast."""
+    if passes.format.half_weights:  # there every operator does
+        return []
+    found: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        if row.in_half and any(part in row.name for part in _SENSITIVE):
+            found[row.op, row.output] += row.calls
+    return [f"{op} ran in {dtype} {calls} times" for (op, dtype), calls in found.items()]

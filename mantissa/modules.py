@@ -1,0 +1,68 @@
+"""Which module an operator belongs to, in the forward pass and in the backward pass."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from mantissa.finding import BACKWARD, FORWARD
+
+
+class ModuleTracer:
+    """Follows the calls of a model's modules, and finds the module of an autograd node by the node's sequence number.
+
+    Autograd numbers the nodes of a thread in the order of the forward pass. So the number at each begin and end of a
+    module says which nodes are its own, in any backward pass of those forward passes, whatever is recomputed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._stack: list[str] = []
+        self._numbers: list[int] = []
+        self._owners: list[str] = []
+        self._handles: list[Any] = []
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __enter__(self) -> Self:
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(functools.partial(self._begin, name), prepend=True))
+            self._handles.append(module.register_forward_hook(self._end, always_call=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, name: str, module: nn.Module, args: Any) -> None:
+        self._stack.append(name)
+        self._note()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:  # an error in a pre-hook ends modules that never began
+            self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        if torch._C._current_autograd_node() is None:  # what is recomputed in the backward pass makes no new nodes
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._owners.append(self.module())
+
+    def module(self) -> str:
+        """Return the name of the module whose forward runs now."""
+        return self._stack[-1] if self._stack else ""
+
+    def place(self) -> tuple[str, str]:
+        """Return the module and the direction of the operator that runs now."""
+        node = torch._C._current_autograd_node()
+        if node is None or self._stack:
+            return self.module(), FORWARD
+        variable = getattr(node, "variable", None)
+        if variable is not None:  # AccumulateGrad
+            return self._parameters.get(id(variable), "").rpartition(".")[0], BACKWARD
+        position = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._owners[position] if position >= 0 else ""), BACKWARD

@@ -1,0 +1,342 @@
+"""One optimizer step that can be taken again in any format, and that changes nothing of what it came from."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mantissa.formats import FORMATS, Format
+
+Batch = dict[str, Tensor]
+"""The rows of every tensor are the samples."""
+
+
+class FormatError(Exception):
+    """A model cannot compute in a format, or with these modules in fp32."""
+
+
+class Masters(Protocol):
+    """The fp32 weights that an optimizer changes in the place of 16-bit ones."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return what the optimizer changes, named as in the model."""
+
+    def held(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return those that are kept between steps."""
+
+    def take_gradients(self) -> None:
+        """Move the gradients that backward left with the model's weights to the masters."""
+
+
+class Gradients(NamedTuple):
+    """The gradients are in the parameters (or masters); this is what else is known of them."""
+
+    loss: Tensor
+    """Of the whole step, fp32 scalar."""
+    correction: float
+    """The factor that the gradients still need besides the inverse of the loss scale."""
+
+
+@dataclass(kw_only=True)
+class Step(ABC):
+    """What a step starts from. Subclasses know how a model is built in a format, and how its loss is computed.
+
+    The tensors are copies on the host, so that the step can be taken any number of times.
+    """
+
+    number: int
+    """Of the step, counted from 1."""
+    format: Format
+    """Of the run."""
+    fp32_modules: list[str]
+    """Of the run: name patterns of submodules that compute in fp32."""
+    fp32_ops: list[str]
+    """Of the run: names of operators that compute in fp32."""
+    compiles: bool
+    """Whether the run compiles its model."""
+    device: torch.device
+    microbatches: list[Batch]
+    weights: dict[str, Tensor]
+    """By parameter: what the optimizer changes, so fp32 where there are masters."""
+    stored: dict[str, Tensor]
+    """By parameter: the model's own, in the run's dtype."""
+    buffers: dict[str, Tensor]
+    scale: float
+    """The loss scale of the step."""
+    least_scale: float = 0.0
+    """To which the run's scaler backs off; 0: its scale stays as it is."""
+    others: list[Batch] = field(default_factory=list)
+    """Microbatches of the following steps, on which a cure must hold, too."""
+    ranks: int = 1
+    """Processes that the run's gradients were summed over; the microbatches are those of all."""
+
+    @abstractmethod
+    def passes(
+        self,
+        format: str,
+        *,
+        own: bool = False,
+        scale: float = 1.0,
+        fp32_modules: list[str] | None = None,
+        recompute: bool = True,
+    ) -> Passes:
+        """Return the eager passes of this step in a format, in one process.
+
+        Args:
+            format: its name. fp32 modules and operators are the run's, where the format has 16 bits.
+            own: start from the run's stored weights, in its own dtype, rather than from what the optimizer changes.
+            scale: the loss scale, which stays as it is.
+            fp32_modules: in the place of the run's.
+            recompute: whether activations are recomputed where the run does so.
+
+        Raises:
+            FormatError: the model cannot.
+        """
+
+    @abstractmethod
+    def restore_generators(self) -> None:
+        """Give all random generators the state from which the step starts."""
+
+    @abstractmethod
+    def following(self, count: int) -> list[list[Batch]]:
+        """Return the microbatches of this step and of those after it, ``count`` steps in all."""
+
+    @abstractmethod
+    def share(self, microbatches: list[Batch]) -> float:
+        """Return what the run multiplies the gradients of the mean over these microbatches by, before a loss scale."""
+
+    @abstractmethod
+    def available(self, format: str) -> bool:
+        """Return whether the machine computes in a format, if only by emulation."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Return how much memory is left."""
+
+    @property
+    def scales(self) -> list[float]:
+        """The step's loss scale, and those that a dynamic scaler would back off to, the largest first."""
+        scales = [self.scale]
+        while self.least_scale and scales[-1] / 2 >= self.least_scale:
+            scales.append(scales[-1] / 2)
+        return scales
+
+    def own(self) -> Passes:
+        """Return the passes as the run takes them, eager."""
+        return self.passes(self.format.name, own=True, scale=self.scale)
+
+    def reference(self, dtype: torch.dtype = torch.float32, recompute: bool = True) -> Passes:
+        """Return the passes in fp32 or fp64, in which explicit casts to narrower formats have no effect either."""
+        passes = self.passes("fp32", recompute=recompute)
+        passes.widen(dtype)
+        return passes
+
+    def few(self, samples: int) -> list[Batch]:
+        """Return the first microbatch with only so many samples."""
+        return [{name: tensor[:samples] for name, tensor in self.microbatches[0].items()}]
+
+
+class Passes(ABC):
+    """The forward and backward passes of a step in one format: taken any number of times, from the same start.
+
+    Args:
+        step: that is taken.
+        model: in the format, in training.
+        masters: of the model's weights; None: the optimizer changes the model's own.
+        fp32_modules: names of the submodules that compute in fp32.
+        own: whether the model starts from the run's stored weights.
+    """
+
+    def __init__(
+        self, step: Step, format: str, model: nn.Module, masters: Masters | None, fp32_modules: list[str], own: bool
+    ) -> None:
+        self.step = step
+        self.format = FORMATS[format]
+        self.model = model
+        self.masters = masters
+        self.fp32_modules = fp32_modules
+        self.weights = step.stored if own else step.weights
+        """What the model starts from; may be replaced."""
+        self.microbatches = step.microbatches
+        """What ``attempt`` takes, and by whose targets a loss is divided; may be replaced."""
+        self._wide: torch.dtype | None = None
+        self.start()
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """The loss scale."""
+
+    @scale.setter
+    @abstractmethod
+    def scale(self, value: float) -> None: ...
+
+    @abstractmethod
+    def gradients(self, microbatches: list[Batch]) -> Gradients:
+        """Add up the gradients of microbatches, of the loss times ``scale``, and change nothing but buffers."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the summed loss of one microbatch in the format, a scalar in the dtype in which it was summed."""
+
+    @abstractmethod
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of the format around forward and loss."""
+
+    @abstractmethod
+    def blocks(self) -> list[nn.Module]:
+        """Return the repeated parts of the model, in order."""
+
+    @abstractmethod
+    def compiled(self) -> list[nn.Module]:
+        """Return the modules that the run compiles."""
+
+    @abstractmethod
+    def continue_training(self) -> None:
+        """Make the optimizer and the schedule stand before the step, too, so that ``train`` may follow."""
+
+    @abstractmethod
+    def train(self, steps: Iterable[list[Batch]]) -> Iterator[float]:
+        """Train some steps as the run does, and yield the loss of each; one that is skipped is taken at half the scale.
+
+        Args:
+            steps: the microbatches of each.
+        """
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Return the memory that an attempt takes at its peak."""
+
+    @property
+    @abstractmethod
+    def in_fp32_module(self) -> bool:
+        """Whether the program is inside of an fp32 module, whose outermost alone casts its results back to 16 bits."""
+
+    @in_fp32_module.setter
+    @abstractmethod
+    def in_fp32_module(self, value: bool) -> None: ...
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Restore the weights, the buffers and the generators, and clear the gradients; no mode of torch sees it."""
+        with _disable_current_modes():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.weights[name])
+                parameter.grad = None
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self.step.buffers[name])
+            if self.masters is not None:
+                for name, master in self.masters.held():
+                    master.copy_(self.step.weights[name])
+                for _, master in self.masters.named_parameters():
+                    master.grad = None
+            self.step.restore_generators()
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Compute in a wider dtype from now on, in which explicit casts to narrower ones have no effect."""
+        self._wide = dtype
+        self.model.to(dtype)
+        self.start()
+
+    def attempt(self, scale: float | None = None) -> Gradients:
+        """Take the passes of the step, from its start; ``scale`` is a new loss scale."""
+        self.start()
+        if scale is not None:
+            self.scale = scale
+        with self.around():
+            found = self.gradients(
+                [{name: self._widened(t) for name, t in batch.items()} for batch in self.microbatches]
+            )
+        if self.masters is not None:
+            self.masters.take_gradients()
+        return found
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Return what the passes run in: the redirection of casts, where they are a wider reference."""
+        if self._wide is None:
+            yield
+            return
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self._wide)
+        try:
+            with _Widened(self._wide):
+                yield
+        finally:
+            torch.set_default_dtype(default)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._wide) if self._wide and tensor.is_floating_point() else tensor
+
+    def sinks(self, found: Gradients) -> dict[str, Tensor]:
+        """Return what a step must not harm: the loss, the gradients (by parameter) and the buffers, by name."""
+        changed = (self.masters or self.model).named_parameters()
+        gradients = {name: parameter.grad for name, parameter in changed if parameter.grad is not None}
+        return {"loss": found.loss} | gradients | dict(self.model.named_buffers())
+
+    def harmed(self, found: Gradients) -> list[str]:
+        """Return the names of the sinks that are not finite, and were before the step."""
+        before = self.step.buffers
+        return [
+            name
+            for name, tensor in self.sinks(found).items()
+            if not finite(tensor) and (name not in before or finite(before[name]))
+        ]
+
+    def until_finite(self, scales: Sequence[float] = ()) -> tuple[list[str], Gradients]:
+        """Take the passes with one loss scale after another until all is finite; the last one stays.
+
+        Args:
+            scales: to try; empty: those of the step.
+
+        Returns:
+            The names of what the last one harmed, and its gradients.
+        """
+        for scale in scales or self.step.scales:
+            found = self.attempt(scale)
+            harmed = self.harmed(found)
+            if not harmed or "loss" in harmed:  # no scale mends a forward pass
+                break
+        return harmed, found
+
+
+class _Widened(TorchFunctionMode):
+    """Replaces every narrower floating-point dtype that a call asks for by ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._narrower = {torch.float16, torch.bfloat16} | ({torch.float32} if dtype == torch.float64 else set())
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float):
+            return args[0].to(self.dtype) if args[0].dtype != self.dtype else args[0]
+        return function(*map(self._of, args), **{key: self._of(value) for key, value in (kwargs or {}).items()})
+
+    def _of(self, value: Any) -> Any:
+        return self.dtype if isinstance(value, torch.dtype) and value in self._narrower else value
+
+
+def finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor.detach())  # many times faster than isfinite on a CPU
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors(item)]

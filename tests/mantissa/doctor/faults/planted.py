@@ -1,0 +1,157 @@
+"""A planted fault: a tiny model, the precision that it is trained in, and the finding that is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evidence.doctor.replay import take
+from mantissa.doctor.diagnosis import Replay
+from trainer.checkpoint.store import Checkpoint
+from trainer.config.schema import Config
+from trainer.data.contract import Batch, Datasets, SampleId
+from trainer.hardware import Hardware
+from trainer.optim.optimizer import Optimizer
+from trainer.parallel.compile import Compile
+from trainer.precision.modes import Precision
+from trainer.precision.scaler import AutoScaler, Scaler
+from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
+from trainer.trainer import Trainer
+
+BATCH = 8
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the doctor must say."""
+
+    kind: str
+    direction: str
+    module: str | tuple[str, ...]
+    """Of several, each is found."""
+    format: str
+    also: tuple[str, ...] = ()
+    """Kinds of further findings that are true, too."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault by its number in docs/doctor.md."""
+
+    number: int
+    name: str
+    """What is wrong, in a few words."""
+    expected: Expected
+    model: Callable[[], nn.Module]
+    """Takes a batch's ``x`` and returns a tensor; built after seeding."""
+    precision: Precision
+    data: Callable[[], dict[str, Tensor]] = field(default=lambda: noise())
+    """Named tensors whose rows are the samples: ``x``, and what ``loss`` takes besides."""
+    loss: Callable[[Tensor, Batch], Tensor] = field(default=lambda output, batch: mean_square(output, batch))
+    """From the model's output and the batch to the loss, summed over the samples."""
+    scaler: Scaler = field(default_factory=AutoScaler)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    ranks: int = 1
+    compile: Compile = field(default_factory=Compile)
+    planting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What the step is taken in, for faults that are not in the model."""
+
+    def replay(self, seed: int = 0) -> Replay:
+        """Take its first step, in one process; ``seed`` decides weights and data."""
+        config = Config(
+            recipe=PlantedRecipe(fault=self),
+            data=NoData(),
+            precision=self.precision,
+            scaler=self.scaler,
+            optimizer=self.optimizer,
+            compile=self.compile,
+            seed=seed,
+            checkpoint=Checkpoint(enabled=False),
+            device="cpu",
+        )
+        replay = take(Trainer.from_config(config), 1, "the beginning")
+        replay.step.ranks = self.ranks
+        return replay
+
+
+@dataclass
+class NoData(DataSource):
+    """Planted faults bring their own data."""
+
+
+@dataclass
+class PlantedRecipe(Recipe):
+    """The recipe of a planted fault. It has no name, so no command line offers it."""
+
+    name: ClassVar[str] = ""
+    fault: Any = None
+
+    def sizes(self, hardware: Hardware) -> Sizes:
+        return Sizes(100, BATCH, BATCH // self.fault.ranks)
+
+    def datasets(self, data: DataSource, seed: int) -> Datasets:
+        torch.manual_seed(seed + 1)
+        arrays = Arrays(self.fault.data())
+        return Datasets(arrays, arrays, "of a planted fault")
+
+    def build_model(self, datasets: Any) -> nn.Module:
+        model: nn.Module = self.fault.model()
+        return model
+
+    def blocks(self, model: Any) -> list[nn.Module]:
+        return list(model.children())
+
+    def count_targets(self, batch: Batch) -> int:
+        return len(batch["x"])
+
+    def loss(self, model: Any, batch: Batch) -> LossOutput:
+        return LossOutput(self.fault.loss(model(batch["x"]), batch), {})
+
+
+class Arrays:
+    """Named tensors whose rows are the samples."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors["x"])
+
+    def batch(self, samples: Sequence[SampleId]) -> Batch:
+        rows = torch.tensor([sample.index for sample in samples])
+        return {name: tensor[rows] for name, tensor in self.tensors.items()}
+
+
+def noise(*shape: int, size: float = 1.0) -> dict[str, Tensor]:
+    """Return normal inputs of this size, 64 samples of ``shape`` (default: one vector of WIDTH)."""
+    return {"x": size * torch.randn(64, *(shape or (WIDTH,)))}
+
+
+def mean_square(output: Tensor, batch: Batch) -> Tensor:
+    """Return the mean square of each sample, summed, in fp32."""
+    return output.float().flatten(1).square().mean(1).sum()
+
+
+class Block(nn.Module):
+    """A residual layer: Linear, GELU, Linear."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(F.gelu(self.up(x)))
+        return result
+
+
+def around(layer: nn.Module, width: int = WIDTH) -> nn.Sequential:
+    """Return a model of a block, the layer, a block: ``layer`` is submodule 1."""
+    return nn.Sequential(Block(width), layer, Block(width))

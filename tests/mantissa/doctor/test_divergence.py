@@ -1,0 +1,158 @@
+"""What the loss of some steps shows, and whether fp32 masters are the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evidence.doctor.replay import of_overrides
+from evidence.doctor.step import TrainerPasses, TrainerStep
+from mantissa.doctor.diagnosis import Diagnosis, Replay, diagnose
+from mantissa.doctor.divergence import STEPS, Divergence
+from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
+from mantissa.formats import FORMATS
+from mantissa.step import Passes, Step
+from tests.mantissa.doctor import healthy
+from tests.mantissa.doctor.faults.planted import WIDTH, Block, Expected, Fault, around, mean_square
+from trainer.data.contract import Batch
+from trainer.optim.optimizer import Optimizer
+from trainer.precision.modes import Precision
+
+
+def diagnosed(case: Step) -> Diagnosis:
+    """Of this check alone; the case's step counts as taken."""
+    replay = Replay(case, 0.0, 0.0, False, 0.0, 0, "the beginning")
+    diagnosis = diagnose(replay, ("divergence",), budget_s=600)
+    assert [len(values) for values in diagnosis.losses.values()] == [STEPS] * 4
+    return diagnosis
+
+
+def found_in(case: Step) -> list[Finding]:
+    return diagnosed(case).findings
+
+
+def case_of(model: Callable[[], nn.Module], mode: str, loss: Callable[[Tensor, Batch], Tensor] = mean_square) -> Step:
+    optimizer = Optimizer(name="AdamW", lr=3e-3)
+    expected = Expected("", "", "", "")
+    return Fault(0, "", expected, model, Precision(mode=mode), loss=loss, optimizer=optimizer).replay().step
+
+
+class Rounded(nn.Module):
+    """Rounds its inputs to multiples of 1/4 towards minus infinity, in 16 bits only, from the third step on."""
+
+    def __init__(self, steps: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(float(steps)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        half = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+        return x + ((x * 4).floor() / 4 - x).detach() if half and self.steps > 2 else x
+
+
+def rounded() -> nn.Module:
+    return nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded())
+
+
+def plain() -> nn.Module:
+    return around(nn.LayerNorm(WIDTH))
+
+
+def large_weights() -> nn.Module:
+    """Return layers whose weights are 1 or -1: in bf16 an update of 3e-3 does not change them."""
+    model = around(nn.LayerNorm(WIDTH))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.sign())
+    return model
+
+
+def test_masters_cure_second_moments_of_0() -> None:
+    case = of_overrides(["device=cpu", *healthy.TINY["bignet"], "precision=fp16_pure"], 1).step
+    (finding,) = found_in(case)
+    assert (finding.kind, finding.direction, finding.format) == (DIVERGENCE, UPDATE, "fp16_pure")
+    assert "on the loss is not finite; rounding explains" in finding.detail
+    assert finding.detail.endswith("with precision=fp16_master it stays near that of fp32")
+    assert finding.cure == ["precision=fp16_master"]
+
+
+def test_masters_cure_lost_updates() -> None:
+    (finding,) = found_in(case_of(large_weights, "bf16_pure"))
+    assert (finding.kind, finding.direction, finding.format) == (DIVERGENCE, UPDATE, "bf16_pure")
+    assert finding.cure == ["precision=bf16_master"]
+
+
+@pytest.mark.parametrize("mode", ["bf16_pure", "bf16"])
+def test_masters_are_not_named_where_they_do_not_help(mode: str) -> None:
+    diagnosis = diagnosed(case_of(rounded, mode))
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.direction, finding.module, finding.format) == (DIVERGENCE, UPDATE, "", mode)
+    assert finding.cure == []
+    assert ("divergence with masters" in diagnosis.budget.spent) == (mode == "bf16_pure")
+
+
+def test_it_is_reported_where_masters_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = TrainerStep.passes
+
+    def without_masters(step: TrainerStep, format: str, **options: Any) -> Passes:
+        if format.endswith("_master"):
+            raise torch.OutOfMemoryError("out of memory")
+        return passes(step, format, **options)
+
+    monkeypatch.setattr(TrainerStep, "passes", without_masters)
+    diagnosis = diagnosed(case_of(large_weights, "bf16_pure"))
+    assert [finding.cure for finding in diagnosis.findings] == [[]]
+    assert diagnosis.budget.left_out == ["divergence with masters (out of memory)"]
+
+
+def test_the_first_loss_is_not_one_of_updates() -> None:
+    findings = found_in(case_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded(2)), "bf16"))
+    assert [(finding.kind, finding.direction) for finding in findings] == [(DIVERGENCE, FORWARD)]
+
+
+def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
+    nan, inf = float("nan"), float("inf")
+    middle, limit = torch.tensor([1, 1, nan, nan, inf, 1.0]), torch.tensor([0.1, 0.1, nan, nan, nan, nan])
+    found = Divergence(FORMATS["bf16"], 1, {"bf16": [nan, nan, nan, nan, nan, nan]}, middle, limit)
+    assert found.first is None
+    assert found.findings == []
+    assert found.leaves([1.0] * 6) is None
+    finite = replace(found, middle=torch.ones(6), limit=torch.full((6,), 0.1))
+    assert finite.first == 0
+    assert finite.leaves([1, 1, 2, 2, 1, 2]) is None
+    assert finite.leaves([1, 1, nan, 2, 0, 1]) == 2
+
+
+def test_nothing_is_found_where_rounding_is_all() -> None:
+    assert found_in(case_of(plain, "bf16")) == []
+
+
+def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:
+    """Otherwise dropout, not rounding, makes the loss another one than in fp32, where nothing is skipped."""
+    case = case_of(lambda: around(nn.Dropout(0.5)), "fp16")
+    case.scale = 2.0**30
+    first = case.own()
+    assert isinstance(first, TrainerPasses)
+    assert first.trainer.train_step(case.microbatches).skipped
+    assert found_in(case) == []
+
+
+def small() -> nn.Module:
+    """Return a block that changes its inputs so little that rounding its weights shows nothing."""
+    model = nn.Sequential(Block())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.01)
+    return model
+
+
+def test_rounded_inputs_are_no_divergence() -> None:
+    def from_target(output: Tensor, batch: Batch) -> Tensor:
+        return mean_square(output.float() - 3 * batch["x"].float(), batch)
+
+    assert found_in(case_of(small, "bf16_pure", from_target)) == []

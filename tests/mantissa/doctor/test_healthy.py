@@ -1,0 +1,150 @@
+"""Nothing is found in healthy models; a subset of the combinations of ``healthy``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evidence.doctor.step import TrainerStep
+from mantissa.doctor.diagnosis import CHECKS, HEALTHY
+from mantissa.doctor.provenance import find
+from mantissa.finding import BACKWARD, FORWARD, OVERFLOW
+from mantissa.step import Passes, finite, tensors
+from tests.helpers import trainer_of
+from tests.mantissa.doctor import healthy
+from tests.mantissa.doctor.faults.planted import Expected, Fault, around
+from trainer.precision.modes import Precision
+from trainer.trainer import Trainer
+
+MODES = (*healthy.MODES, *healthy.PURE)
+OTHER = {
+    "bf16": ("activation_checkpointing=blocks",),
+    "fp16": ("recipe.attention=eager",),
+    "fp32": ("recipe.attention=eager",),
+    "bf16_master": ("activation_checkpointing=blocks",),
+    "fp16_master": ("recipe.attention=eager",),
+    "bf16_sr": ("activation_checkpointing=blocks",),
+}
+"""What else than the precision is changed in every second combination."""
+TRAINED_ON = ("gpt2-bf16", "resnet-fp16_master")
+"""Combinations that are compared over some steps, too."""
+
+
+SMALL = {
+    "llama": ("recipe.layers=1", "recipe.width=32", "recipe.heads=4", "recipe.kv_heads=2", "recipe.ffn=64"),
+    "gpt2": ("recipe.size=tiny",),
+    "resnet": ("recipe.arch=tiny_regnet",),
+    "bignet": ("recipe.layers=4", "recipe.width=16"),
+}
+
+
+def overrides_of(recipe: str, mode: str) -> tuple[str, ...]:
+    """A combination: every second one with activation checkpointing or eager attention besides."""
+    first = list(healthy.TINY).index(recipe)
+    text = recipe in ("gpt2", "llama", "bert", "t5")
+    other = OTHER.get(mode, ()) if (MODES.index(mode) + first) % 2 else ()
+    other = other if text or "recipe.attention=eager" not in other else ("activation_checkpointing=blocks",)
+    own = SMALL.get(recipe, ())
+    keys = {each.partition("=")[0] for each in own} | ({"recipe.size"} if recipe == "llama" else set())
+    return (*(o for o in healthy.TINY[recipe] if o.partition("=")[0] not in keys), *own, f"precision={mode}", *other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", healthy.TINY)
+def test_nothing_is_found(recipe: str, mode: str) -> None:
+    left_out = {"islands"} | ({"divergence"} if f"{recipe}-{mode}" not in TRAINED_ON else set())
+    diagnosis = healthy.examine(overrides_of(recipe, mode), tuple(name for name in CHECKS if name not in left_out))
+    assert healthy.wrong(diagnosis) == []
+    assert diagnosis.budget.left_out == []
+    if diagnosis.verdict == HEALTHY:
+        pairs, gradients = diagnosis.pairs, diagnosis.range
+        assert pairs is not None
+        assert pairs.notes == []
+        assert max(row.ratio for row in pairs.rows) < 0.8
+        assert {row.direction for row in pairs.rows} == {FORWARD, BACKWARD}
+        assert gradients is not None
+        if mode.startswith("fp16"):
+            assert gradients.notes == []
+            assert gradients.lowest is not None
+            assert gradients.highest is not None
+            assert gradients.lowest <= gradients.highest
+            assert gradients.text() == f"scale: 2^{gradients.lowest} … 2^{gradients.highest} holds all gradients"
+
+
+class NotFinite(TorchDispatchMode):
+    """The operators whose results are not finite, in order: a simpler doctor would blame the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if any(not finite(tensor) for tensor in tensors(output)):
+            self.operators.append(str(func).rpartition(".")[0])
+        return output
+
+
+def started(trainer: Trainer, mode: str) -> Passes:
+    return TrainerStep.of(trainer, next(trainer.batches())).passes(mode)
+
+
+def not_finite(trainer: Passes) -> list[str]:
+    with NotFinite() as seen:
+        trainer.attempt()
+    return seen.operators
+
+
+def first(operators: list[str]) -> str:
+    """Of those that compute: new memory may hold anything."""
+    return next(operator for operator in operators if "empty" not in operator)
+
+
+def test_the_log_of_0_in_t5s_relative_positions_is_harmless() -> None:
+    trainer = started(trainer_of(*healthy.TINY["t5"]), "bf16")
+    assert first(not_finite(trainer)) == "aten.log"
+    assert find(trainer, "bf16") is None
+
+
+def test_an_overflow_is_found_behind_the_log_of_0() -> None:
+    whole = trainer_of(*healthy.TINY["t5"])
+    with torch.no_grad():
+        whole.model.get_parameter("encoder.block.0.layer.1.DenseReluDense.wo.weight").mul_(1e6)
+    trainer = started(whole, "fp16")
+    assert first(not_finite(trainer)) == "aten.log"
+    finding = find(trainer, "fp16")
+    assert finding is not None
+    assert (finding.kind, finding.direction, finding.module) == (
+        OVERFLOW,
+        FORWARD,
+        "encoder.block.0.layer.1.DenseReluDense.wo",
+    )
+
+
+def test_berts_mask_that_becomes_infinite_in_bf16_is_harmless() -> None:
+    trainer = started(trainer_of(*healthy.TINY["bert"], "recipe.attention=sdpa"), "bf16")
+    assert first(not_finite(trainer)) == "aten._to_copy"
+    assert find(trainer, "bf16") is None
+
+
+class Uninitialised(nn.Module):
+    """Copies its input through new memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x).copy_(x)
+
+
+def test_new_memory_that_holds_nan_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault(0, "none", Expected("", "", "", ""), lambda: around(Uninitialised()), Precision(mode="bf16"))
+    trainer = fault.replay().step.passes("bf16")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not_finite(trainer)[0].startswith("aten.empty")
+        assert find(trainer, "bf16") is None
+    finally:
+        torch.use_deterministic_algorithms(False)

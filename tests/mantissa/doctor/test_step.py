@@ -1,0 +1,163 @@
+"""A case restores every bit of a step's start, operators are traced to their modules, islands cure overflows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evidence.doctor.step import TrainerPasses, TrainerStep
+from mantissa.doctor.islands import CALLS, price, search, with_islands
+from mantissa.doctor.provenance import find
+from mantissa.finding import BACKWARD, FORWARD
+from mantissa.modules import ModuleTracer
+from mantissa.step import Passes
+from tests.helpers import copied, fit, same_bits, trainer_of
+from tests.mantissa.doctor import healthy
+from tests.mantissa.doctor.accuracy import FAULTS
+from tests.mantissa.doctor.faults.infinite import FP16, LargeFFN
+from tests.mantissa.doctor.faults.planted import WIDTH, Block, Expected, Fault
+from trainer.determinism import random_state
+from trainer.trainer import Trainer
+
+GPT2 = ("recipe=gpt2", "recipe.size=tiny", "recipe.context=16", "data=synthetic", "data.vocab_size=90", "batch_size=4")
+RESNET = ("recipe=resnet", "recipe.arch=tiny_regnet", "data=digits", "batch_size=4")
+
+
+def after_two_steps(*overrides: str) -> tuple[Trainer, list[Any]]:
+    trainer = trainer_of(*overrides)
+    fit(trainer, 2)
+    return trainer, next(trainer.batches())
+
+
+def everything(passes: Passes) -> dict[str, Any]:
+    masters = dict(passes.masters.held()) if passes.masters is not None else {}
+    random = random_state(passes.step.device)
+    return copied({"model": passes.model.state_dict(), "masters": masters, "random": random})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*GPT2, "recipe.dropout=0.1", "precision=fp16_master"),
+        (*GPT2, "recipe.dropout=0.1", "precision=bf16_sr"),
+        (*GPT2, "recipe.dropout=0.1", "precision=bf16", "activation_checkpointing=blocks"),
+        (*RESNET, "precision=bf16_master"),
+    ],
+    ids=["masters", "stochastic rounding", "dropout, recomputed", "batch norm"],
+)
+def test_an_attempt_is_the_runs_own_step_every_time(overrides: tuple[str, ...]) -> None:
+    trainer, microbatches = after_two_steps(*overrides)
+    before = random_state(trainer.device)
+    step = TrainerStep.of(trainer, microbatches)
+    assert same_bits(random_state(trainer.device), before)
+    expected = trainer.gradients(microbatches)
+    if trainer.masters is not None:
+        trainer.masters.take_gradients()
+    wanted = {name: p.grad for name, p in (trainer.masters or trainer.model).named_parameters() if p.grad is not None}
+    other = step.own()
+    start = everything(other)
+    assert same_bits(start["random"], before)
+    for _ in range(2):
+        found = other.attempt()
+        sinks = other.sinks(found)
+        assert same_bits(found.loss, expected.loss)
+        assert same_bits({name: sinks[name] for name in wanted}, wanted)
+        assert same_bits(
+            {name: sinks[name] for name, _ in trainer.model.named_buffers()}, dict(trainer.model.named_buffers())
+        )
+        other.start()
+        assert same_bits(everything(other), start)
+
+
+def test_training_continues_from_a_case_as_the_run_does() -> None:
+    trainer, microbatches = after_two_steps(*GPT2, "precision=bf16_master")
+    other = TrainerStep.of(trainer, microbatches).own()
+    assert isinstance(other, TrainerPasses)
+    other.continue_training()
+    one, two = trainer.train_step(microbatches), other.trainer.train_step(microbatches)
+    assert same_bits((one.step, one.loss, one.grad_norm, one.lr), (two.step, two.loss, two.grad_norm, two.lr))
+    assert same_bits(trainer.model.state_dict(), other.model.state_dict())
+
+
+class Traced(TorchDispatchMode):
+    """The place of each operator; of products also the inputs."""
+
+    def __init__(self, modules: ModuleTracer) -> None:
+        super().__init__()
+        self.modules = modules
+        self.places: list[tuple[str, str]] = []
+        self.products: list[tuple[str, str, list[int]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = self.modules.place()
+        self.places.append(place)
+        if func.__name__.partition(".")[0] in ("mm", "addmm"):
+            storages = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)]
+            self.products.append((*place, storages))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recomputed", ["none", "blocks"])
+@pytest.mark.parametrize("recipe", healthy.TINY)
+def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: str) -> None:
+    overrides = {"gpt2": GPT2, "resnet": RESNET}.get(recipe, healthy.TINY[recipe])
+    trainer = trainer_of(*overrides, "precision=fp32", f"activation_checkpointing={recomputed}")
+    other = TrainerStep.of(trainer, next(trainer.batches())).passes("fp32")
+    with ModuleTracer(other.model) as modules, Traced(modules) as traced:
+        other.attempt()
+    forward = {module for module, direction in traced.places if direction == FORWARD}
+    backward = {module for module, direction in traced.places if direction == BACKWARD}
+    with_weights = {name.rpartition(".")[0] for name, p in other.model.named_parameters() if p.grad is not None}
+    assert backward - with_weights - {""} <= forward
+    assert with_weights & forward <= backward
+    linear = {name: m for name, m in other.model.named_modules() if type(m) is nn.Linear}
+    owner = {m.weight.untyped_storage().data_ptr(): name for name, m in linear.items()}
+    for module, direction, storages in traced.products:
+        names = {owner[storage] for storage in storages if storage in owner}
+        assert not names or module in names, (module, direction, names)
+    if linear:
+        assert {module for module, direction, _ in traced.products if direction == BACKWARD} >= linear.keys() & forward
+
+
+def overflowing_twice() -> nn.Module:
+    """Two layers. Each overflows in fp16, also without the other."""
+    return nn.Sequential(Block(), LargeFFN(), nn.LayerNorm(WIDTH), LargeFFN(), Block())
+
+
+TWICE = Fault(0, "two FFNs above 65504", Expected("", "", "", ""), overflowing_twice, FP16)
+
+
+@pytest.mark.parametrize(("fault", "expected"), [(FAULTS[0], ["1.wo"]), (TWICE, ["1.wo", "3.wo"])], ids=["one", "two"])
+def test_islands_are_1_minimal_and_have_a_price(fault: Fault, expected: list[str]) -> None:
+    case = fault.replay().step
+    broken = case.own()
+    broken.until_finite()
+    finding = find(broken, "fp16")
+    assert finding is not None
+    islands = search(case, finding, lambda modules: True, lambda: 1.0)
+    assert (islands.modules, islands.cured, islands.minimal) == (expected, True, True)
+    assert islands.calls <= CALLS
+    assert not with_islands(case, expected).until_finite()[0]
+    for name in expected:
+        left = [other for other in expected if other != name]
+        assert with_islands(case, left).until_finite()[0]
+    assert islands.cost == ""
+    price(case, islands)
+    assert islands.time_ratio is not None
+    assert islands.time_ratio > 0
+    assert islands.memory_bytes is not None
+    assert islands.text().startswith(f'islands: "{islands.override}"  (')
+    assert re.search(r"  \([+-]\d+% time, [+-][\d.]+ (B|KiB|MiB)\)$", islands.text())
+
+
+def test_a_search_without_time_says_so() -> None:
+    case = FAULTS[0].replay().step
+    finding = find(case.passes("fp16"), "fp16")
+    assert finding is not None
+    islands = search(case, finding, lambda modules: True, lambda: 0.0)
+    assert (islands.modules, islands.cured, islands.calls) == ([], False, 0)
+    assert islands.text() == "islands: 0 fp32 modules do not cure this step yet, and the time was up"
