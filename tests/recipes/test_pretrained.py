@@ -226,7 +226,7 @@ def test_bignet_opens_the_best_of_a_run(tmp_path: Path) -> None:
     assert after.evaluate() == before.evaluate()
     with pytest.raises(UserError, match=r"recipe.width=9, but recipe.pretrained=.* has 8; leave it out"):
         trainer_of(*tiny, f"recipe.pretrained={tmp_path / 'best'}", "recipe.width=9")
-    with pytest.raises(UserError, match="there is no such export; give the best/ of a run of recipe=bignet"):
+    with pytest.raises(UserError, match="is not the best/ of a run of recipe=bignet; give one"):
         trainer_of(*tiny, "recipe.pretrained=nowhere")
 
 

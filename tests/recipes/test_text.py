@@ -333,9 +333,9 @@ def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", only_local)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"data.tokenizer=nobody/nothing .* data.tokenizer=bpe"):
+    with pytest.raises(UserError, match=r"data.tokenizer=nobody/nothing: .* data.tokenizer=bpe"):
         TextFiles(path=str(file), tokenizer="nobody/nothing").tokens(None)
-    with pytest.raises(UserError, match=r"recipe.pretrained=nobody/nothing is not in .* cannot be reached"):
+    with pytest.raises(UserError, match=r"recipe.pretrained=nobody/nothing: it is not in .* cannot be reached"):
         TextFiles(path=str(file)).tokens("nobody/nothing")
 
 
@@ -348,7 +348,7 @@ def test_a_tokenizer_folder_that_does_not_exist(file: Path, name: str) -> None:
 def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="has no valid tokenizer"):
+    with pytest.raises(UserError, match="has no tokenizer that opens"):
         TextFiles(path=str(file), tokenizer=str(tmp_path / "empty")).tokens(None)
 
 
