@@ -135,7 +135,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     # files and folders
     f"{TUNED} recipe.pretrained=gpt2": ("recipe.pretrained=gpt2: the folder has no tokenizer", "save_pretrained"),
     f"{TUNED} recipe.pretrained=bert": ("recipe.pretrained=bert is of type bert, not gpt2; use recipe=bert",),
-    f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a GPT-2",),
+    f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a gpt2",),
     f"{TUNED} recipe.pretrained=./nowhere": ("recipe.pretrained=./nowhere: there is no such folder",),
     f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),
     "data=text": ("missing required option: data.path",),
