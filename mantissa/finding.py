@@ -1,35 +1,29 @@
-"""What the doctor reports: one finding for each fault, and notes for what is unusual and harmless."""
+"""What is found in a step: one finding for each fault; what is unusual and harmless is a note."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Kinds of faults.
-OVERFLOW = "overflow"
-"""A finite reference is beyond the largest number of the format."""
-UNDERFLOW = "underflow"
-"""The reference is not 0, and the format's result is."""
-DOMAIN = "domain"
-"""The result is not finite in the reference either: 0/0, log(0), a row of -inf."""
-NOT_FINITE = "not finite"
-"""It is not finite, and no operator that torch runs made it so: code outside of torch did."""
-INPUT = "input"
-"""A weight, a buffer or the data is not finite before the step."""
-ERROR = "error"
-"""More rounding error than the format makes unavoidable."""
-DTYPE = "dtype"
-"""What was to be fp32 is in 16 bits."""
-SCALE = "scale"
-"""No loss scale holds all gradients."""
-LOST = "lost updates"
-"""The optimizer's updates are rounded away."""
-MOMENT = "second moment"
-"""The optimizer's second moment is 0 where the gradient is not."""
-DIFFERENCE = "difference"
-"""A compiled model computes other numbers than the eager one."""
-DIVERGENCE = "divergence"
-"""The loss leaves the spread of the reference within a few steps."""
+OVERFLOW, UNDERFLOW, DOMAIN, NOT_FINITE, INPUT = "overflow", "underflow", "domain", "not finite", "input"
+ERROR, DTYPE, SCALE, LOST, MOMENT = "error", "dtype", "scale", "lost updates", "second moment"
+DIFFERENCE, DIVERGENCE = "difference", "divergence"
+
+MEANINGS = {
+    OVERFLOW: "A number is larger than the format can hold, so it becomes infinite.",
+    UNDERFLOW: "Numbers are smaller than the format can hold, so they become 0.",
+    DOMAIN: "An operation has no finite result, such as 0/0, log(0) or a softmax over nothing.",
+    NOT_FINITE: "A result is not finite, and no operator of torch made it so: code outside of torch did.",
+    INPUT: "A weight, a buffer or the data is not finite before the step.",
+    ERROR: "The result has more rounding error than the format makes unavoidable.",
+    DTYPE: "What was to be computed or stored in fp32 is in 16 bits.",
+    SCALE: "No loss scale keeps the gradients of all layers in the format's range.",
+    LOST: "The updates of weights are too small for the weights' format, and are rounded away.",
+    MOMENT: "The optimizer's second moment is 0 where the gradient is not.",
+    DIFFERENCE: "The compiled model computes other numbers than the eager one.",
+    DIVERGENCE: "The loss leaves the spread of the reference within a few steps.",
+}
+"""The kinds of faults."""
 
 FORWARD, BACKWARD, UPDATE, EXCHANGE = "forward", "backward", "update", "exchange"
 
@@ -66,16 +60,12 @@ class Finding:
         facts = asdict(self) | {"shape": list(self.shape)}
         return facts | {"rung": facts.pop("format")}
 
-    @property
-    def result(self) -> str:
-        """The operator with its result's dtype and shape: ``aten.mm float16 [64, 64]``."""
-        return " ".join(filter(None, [self.op, self.dtype, str(list(self.shape)) if self.shape else ""]))
-
     def lines(self) -> list[str]:
         """Return the finding as text for a terminal, two spaces before all lines but the first."""
         lines = [f"FOUND {self.kind}, {self.direction}: {self.place}"]
-        if self.result or self.detail:
-            lines.append("  " + ": ".join(filter(None, [self.result, self.detail])))
+        result = " ".join(filter(None, [self.op, self.dtype, str(list(self.shape)) if self.shape else ""]))
+        if result or self.detail:
+            lines.append("  " + ": ".join(filter(None, [result, self.detail])))
         if self.path:
             lines.append("  → " + " → ".join(self.path))
         return lines + [f"  {cure}" for cure in self.cure]

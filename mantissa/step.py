@@ -154,7 +154,6 @@ class Passes(ABC):
         masters: of the model's weights; None: the optimizer changes the model's own.
         fp32_modules: names of the submodules that compute in fp32.
         own: whether the model starts from the run's stored weights.
-        scale: the loss scale.
     """
 
     def __init__(
@@ -169,10 +168,17 @@ class Passes(ABC):
         """What the model starts from; may be replaced."""
         self.microbatches = step.microbatches
         """What ``attempt`` takes, and by whose targets a loss is divided; may be replaced."""
-        self.scale = 1.0
-        """The loss scale."""
         self._wide: torch.dtype | None = None
         self.start()
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """The loss scale."""
+
+    @scale.setter
+    @abstractmethod
+    def scale(self, value: float) -> None: ...
 
     @abstractmethod
     def gradients(self, microbatches: list[Batch]) -> Gradients:
@@ -244,7 +250,8 @@ class Passes(ABC):
     def attempt(self, scale: float | None = None) -> Gradients:
         """Take the passes of the step, from its start; ``scale`` is a new loss scale."""
         self.start()
-        self.scale = self.scale if scale is None else scale
+        if scale is not None:
+            self.scale = scale
         with self.around():
             found = self.gradients(
                 [{name: self._widened(t) for name, t in batch.items()} for batch in self.microbatches]

@@ -7,8 +7,6 @@ Low-Precision Strategy for LLM Training", 2024 (effective descent quality).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,6 +65,21 @@ class Counts(NamedTuple):
     recent: Any
     """1 where an element changed in the last ``STUCK_STEPS`` steps, or the weight is not 16-bit."""
 
+    @property
+    def lost_share(self) -> float:
+        """The fraction of the elements with an intended update that did not change; NaN: there are none."""
+        return ratio(self.lost, self.moving)
+
+    @property
+    def edq(self) -> float:
+        """Effective descent quality: ⟨intended, real⟩ / ‖intended‖². 1: as in fp32; 0: nothing arrives."""
+        return ratio(self.product, self.square)
+
+    @property
+    def moment_zero_share(self) -> float:
+        """The fraction of the elements with a gradient whose 16-bit second moment is exactly 0 after the step."""
+        return ratio(self.moment_zero, self.gradients)
+
 
 class Measurement(NamedTuple):
     """One measured step; the tensors stay on the device. Zeros if the step was skipped."""
@@ -77,28 +90,6 @@ class Measurement(NamedTuple):
     """A row for each parameter, with the columns of ``Counts``."""
     peak: Tensor
     """With fp16 the largest absolute gradient as backward left it, with the loss scale, fp32 scalar."""
-
-
-@dataclass(frozen=True)
-class ParameterUpdate:
-    """What rounding did to one parameter's updates; NaN where nothing was to be measured."""
-
-    name: str
-    elements: int
-    """Measured ones, on this rank."""
-    lost: float
-    """The fraction of the elements with an intended update that did not change."""
-    edq: float
-    """Effective descent quality: ⟨intended, real⟩ / ‖intended‖². 1: as in fp32; 0: nothing arrives."""
-    second_moment_zero: float
-    """The fraction of the elements with a gradient whose 16-bit second moment is exactly 0 after the step."""
-    unchanged: bool
-    """Whether no element changed although the intended update was not 0."""
-
-    @property
-    def module(self) -> str:
-        """The submodule that has the parameter."""
-        return self.name.rpartition(".")[0]
 
 
 class _Tracked(NamedTuple):
@@ -167,22 +158,10 @@ class UpdateMeter:
         measured, self._measured = self._measured, []
         return measured
 
-    def results(self) -> list[ParameterUpdate]:
-        """Return what rounding did in the last measured step, on this rank; empty if it was skipped."""
+    def results(self) -> dict[str, Counts]:
+        """Return what rounding did in the last measured step, by parameter, on this rank; empty if it was skipped."""
         rows = [Counts(*row) for row in self.take()[-1].counts.tolist()]
-        if not any(map(any, rows)):
-            return []
-        return [
-            ParameterUpdate(
-                each.name,
-                len(_elements(each.weight)),
-                ratio(row.lost, row.moving),
-                ratio(row.product, row.square),
-                ratio(row.moment_zero, row.gradients),
-                bool(row.moving) and not row.changed,
-            )
-            for each, row in zip(self._tracked, rows, strict=True)
-        ]
+        return dict(zip(self.names, rows, strict=True)) if any(map(any, rows)) else {}
 
     def weights(self) -> Tensor:
         """Return for each parameter how many elements one sampled element stands for, fp32, on the host."""
@@ -351,7 +330,7 @@ def keeps_16_bits(format: Format) -> bool:
     return format.half_weights is not None and not format.masters and format.rounding == NEAREST
 
 
-def judge(updates: list[ParameterUpdate], format: Format) -> tuple[list[Finding], list[str]]:
+def judge(updates: dict[str, Counts], format: Format) -> tuple[list[Finding], list[str]]:
     """Return the findings of one step's updates, the worst modules first, and notes.
 
     Only weights that are kept in 16 bits between steps are judged: masters hold what their copies lose, and stochastic
@@ -361,35 +340,35 @@ def judge(updates: list[ParameterUpdate], format: Format) -> tuple[list[Finding]
         return [], []
     name = format.number.name
     masters = f"precision={name}_master"
-
-    def finding(kind: str, of: ParameterUpdate, detail: str, cure: str) -> Finding:
-        return Finding(kind, UPDATE, of.module, format.name, detail=f"{of.name}: {detail}", cure=[cure])
-
-    found = [
-        finding(
-            *(MOMENT, each),
-            f"the second moment of {each.second_moment_zero:.0%} of the elements is 0 in {name}, their gradient is not",
-            masters,
+    zero = _worst({parameter: each.moment_zero_share for parameter, each in updates.items()})
+    lost = _worst({parameter: each.lost_share for parameter, each in updates.items() if not each.edq >= _QUALITY})
+    said = [
+        (
+            *(MOMENT, parameter, masters),
+            f"the second moment of {share:.0%} of the elements is 0 in {name}, their gradient is not",
         )
-        for each in _worst(updates, lambda each: each.second_moment_zero)
+        for parameter, share in zero.items()
     ]
-    found += [
-        finding(
-            *(LOST, each),
-            f"{each.lost:.0%} of the updates are rounded away, effective descent quality {each.edq:.2f}",
-            masters + (", or precision=bf16_sr" if format.number is BF16 else ""),
+    said += [
+        (
+            *(LOST, parameter, masters + (", or precision=bf16_sr" if format.number is BF16 else "")),
+            f"{share:.0%} of the updates are rounded away, effective descent quality {updates[parameter].edq:.2f}",
         )
-        for each in _worst([each for each in updates if not each.edq >= _QUALITY], lambda each: each.lost)
+        for parameter, share in lost.items()
+    ]
+    found = [
+        Finding(kind, UPDATE, parameter.rpartition(".")[0], format.name, detail=f"{parameter}: {detail}", cure=[cure])
+        for kind, parameter, cure, detail in said
     ]
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
     return found[:_SHOWN], notes
 
 
-def _worst(updates: list[ParameterUpdate], share: Callable[[ParameterUpdate], float]) -> list[ParameterUpdate]:
-    """Return of each module the parameter with the largest share, of those with most of it, the largest first."""
-    found: dict[str, ParameterUpdate] = {}
-    for each in sorted(updates, key=share, reverse=True):
-        if share(each) > _MOST:
-            found.setdefault(each.module, each)
-    return list(found.values())
+def _worst(shares: dict[str, float]) -> dict[str, float]:
+    """Return of each module the parameter with the largest share, of those above ``_MOST``, the largest first."""
+    found: dict[str, str] = {}
+    for parameter in sorted(shares, key=shares.__getitem__, reverse=True):
+        if shares[parameter] > _MOST:
+            found.setdefault(parameter.rpartition(".")[0], parameter)
+    return {parameter: shares[parameter] for parameter in found.values()}

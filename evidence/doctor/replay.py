@@ -199,7 +199,7 @@ def take(trainer: Trainer, step: int, began: str, say: Callable[[str], None] = p
     loss, norm, skipped = record.loss.item(), record.grad_norm.item(), bool(record.skipped)
     trainer.close()
     seconds = time.monotonic() - clock
-    updates = meter.results() if meter is not None and not skipped else []
+    updates = meter.results() if meter is not None and not skipped else {}
     notes = [] if metered else [f"updates: not measured with optimizer.name={options.name}"]
     peak = peak_memory_bytes(hardware.device)
     return Replay(start, loss, norm, skipped, seconds, peak, began, updates=updates, notes=notes)

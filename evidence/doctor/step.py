@@ -140,12 +140,18 @@ class TrainerPasses(Passes):
         self.trainer = _Eager(step, config)
         mode, kept = config.precision.mode, self.trainer.fp32_modules
         super().__init__(step, mode, self.trainer.model, self.trainer.masters, kept, own)
-        self.scale = config.scaler.scale  # type: ignore[attr-defined]
         self._before = step
+
+    @property
+    def scale(self) -> float:
+        return self.trainer.loss_scale.scale.item()
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self.trainer.loss_scale.scale.fill_(value)
 
     def gradients(self, microbatches: list[Batch]) -> Gradients:
         self.trainer.counted = self.microbatches
-        self.trainer.loss_scale.scale.fill_(self.scale)
         found = self.trainer.gradients(microbatches)
         return Gradients(found.loss, found.correction)
 
@@ -175,13 +181,12 @@ class TrainerPasses(Passes):
                 self.trainer.optimizer.state[parameter][key] = value
 
     def train(self, steps: Iterable[list[Batch]]) -> Iterator[float]:
-        scale = self.trainer.loss_scale.scale.fill_(self.scale)
         for microbatches in steps:
             self.trainer.counted = microbatches
             generators = random_state(self.trainer.device)
             record = self.trainer.train_step(microbatches)
-            while bool(record.skipped) and scale.item() > _LEAST_SCALE:  # as a dynamic scaler would
-                scale.mul_(0.5)
+            while bool(record.skipped) and self.scale > _LEAST_SCALE:  # as a dynamic scaler would
+                self.scale *= 0.5
                 self.trainer.step -= 1
                 set_random_state(generators, self.trainer.device)  # the same dropout as in fp32, which skips nothing
                 record = self.trainer.train_step(microbatches)

@@ -53,6 +53,8 @@ class Values:
     """Whether a tensor has a gradient."""
     versions: list[int]
     """How often a tensor had been changed in place."""
+    low: list[torch.dtype] = field(default_factory=list)
+    """The tensors' dtypes in the low precision."""
 
     @classmethod
     def of(cls, value: Any) -> Values:
@@ -74,6 +76,16 @@ class Values:
         return tree_unflatten([next(left) if leaf is _NUMBERS else leaf for leaf in self.leaves], self.structure)
 
 
+class Named(NamedTuple):
+    """A tensor that the own operators of a call get or compute."""
+
+    name: str
+    tensor: Tensor
+    low: torch.dtype
+    """Its dtype in the low precision."""
+    differentiable: bool
+
+
 @dataclass
 class Call:
     """One call of a module."""
@@ -82,7 +94,7 @@ class Call:
     number: int
     """Of this module's calls, from 0."""
     given: Values
-    returned: Values | None = None
+    returned: Values = field(default_factory=lambda: Values.of(None))
     overwritten: bool = False
     """Its results were changed in place afterwards; the evaluation in the reference restores them."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -92,9 +104,6 @@ class Call:
     """That run in it and in none of its submodules."""
     skipped: str = ""
     """Why it cannot be evaluated."""
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    """Of the given tensors in the low precision."""
-    result_dtypes: list[torch.dtype] = field(default_factory=list)
     autocast: torch.dtype | None = None
     """The autocast dtype in the low precision; None: off."""
     in_fp32_module: bool = False
@@ -104,43 +113,32 @@ class Call:
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
     """Of the given tensors, by position, through this call alone; filled when it is evaluated in the reference."""
 
-    @property
-    def results(self) -> list[Tensor]:
-        """Its floating-point results."""
-        return self.returned.tensors if self.returned else []
-
-    def sources(self) -> list[Tensor]:
+    def sources(self) -> list[Named]:
         """Return what its own operators get: its arguments, and the results of its submodules."""
-        return [*self.given.tensors, *(tensor for child in self.children for tensor in child.results)]
+        inner = [
+            each for child in self.children for each in child._named(child.returned, f"{self._of(child)}'s result")
+        ]
+        return self._named(self.given, "input") + inner
 
-    def source_names(self) -> list[str]:
-        """Return a name for each of ``sources``."""
-        names = [f"input {number}" for number in range(len(self.given.tensors))]
-        return names + [f"{self._name(c)}'s result {n}" for c in self.children for n in range(len(c.results))]
+    def targets(self) -> list[Named]:
+        """Return what its own operators compute: its results, and the arguments of its submodules."""
+        inner = [each for child in self.children for each in child._named(child.given, f"{self._of(child)}'s input")]
+        return self._named(self.returned, "result") + inner
 
-    def source_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of ``sources`` in the low precision."""
-        return [*self.dtypes, *(dtype for child in self.children for dtype in child.result_dtypes)]
+    def _named(self, values: Values, what: str) -> list[Named]:
+        known = zip(values.tensors, values.low, values.differentiable, strict=True)
+        return [Named(f"{what} {number}", *each) for number, each in enumerate(known)]
 
-    def target_names(self) -> list[str]:
-        """Return a name for each tensor that its own operators compute."""
-        names = [f"result {number}" for number in range(len(self.results))]
-        return names + [f"{self._name(c)}'s input {n}" for c in self.children for n in range(len(c.given.tensors))]
-
-    def target_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of what its own operators compute in the low precision."""
-        return [*self.result_dtypes, *(dtype for child in self.children for dtype in child.dtypes)]
+    def _of(self, child: Call) -> str:
+        return child.module.removeprefix(self.module).lstrip(".")
 
     def cotangents(self) -> dict[int, Tensor]:
         """Return the gradients of the loss with respect to what its own operators compute, by position."""
-        found, start = dict(self.gradients), len(self.results)
+        found, start = dict(self.gradients), len(self.returned.tensors)
         for child in self.children:
             found |= {start + position: gradient for position, gradient in child.input_gradients.items()}
             start += len(child.given.tensors)
         return found
-
-    def _name(self, child: Call) -> str:
-        return child.module.removeprefix(self.module).lstrip(".")
 
 
 class Evaluated(NamedTuple):
@@ -209,16 +207,13 @@ def _evaluate(passes: Passes, call: Call, sources: list[Tensor], cotangents: dic
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(passes.step.buffers[f"{call.module}.{name}".lstrip(".")])
-    flags = [*call.given.differentiable]
-    for child in call.children:
-        flags += child.returned.differentiable if child.returned else []
-    sources = [source.detach().requires_grad_(flag) for source, flag in zip(sources, flags, strict=True)]
+    known = call.sources()
+    sources = [source.detach().requires_grad_(each.differentiable) for source, each in zip(sources, known, strict=True)]
     own = len(call.given.tensors)
     args, kwargs = call.given.with_tensors(sources[:own])
     with NoDropout(), torch.enable_grad(), _stubs(passes.model, call.children, sources[own:]) as inputs:
         targets = [*numbers_in(module(*args, **kwargs)), *inputs]
-    names = zip(call.source_names(), sources, strict=True)
-    wrt = {name: source for name, source in names if source.requires_grad}
+    wrt = {each.name: source for each, source in zip(known, sources, strict=True) if each.differentiable}
     wrt |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     used = [number for number in cotangents if targets[number].requires_grad]
     found: dict[str, Tensor] = {}
@@ -240,11 +235,11 @@ def _stubs(model: nn.Module, children: list[Call], results: list[Tensor]) -> Ite
     def stub(name: str, *args: Any, **kwargs: Any) -> Any:
         child = next(left, None)
         found = numbers_in((args, kwargs))
-        if child is None or child.module != name or len(found) != len(child.given.tensors) or child.returned is None:
+        if child is None or child.module != name or len(found) != len(child.given.tensors):
             raise Different
         inputs.extend(found)
         # Copies, as what follows may change them in place.
-        return child.returned.with_tensors([results.pop(0).clone() for _ in child.results])
+        return child.returned.with_tensors([results.pop(0).clone() for _ in child.returned.tensors])
 
     modules = {child.module: model.get_submodule(child.module) for child in children}
     own: dict[str, Any] = {name: module.__dict__.get("forward") for name, module in modules.items()}
@@ -288,7 +283,7 @@ def least_samples(model: nn.Module) -> int:
 
 
 def _held_bytes(calls: list[Call]) -> int:
-    held = [t for call in calls for t in (*call.given.tensors, *call.results, *call.gradients.values())]
+    held = [t for call in calls for t in (*call.given.tensors, *call.returned.tensors, *call.gradients.values())]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
 
@@ -354,7 +349,7 @@ def _calls(passes: Passes) -> tuple[list[Call], int]:
     for call in calls:
         if call.given.changed and not call.skipped:
             call.skipped = "an argument was changed in place afterwards"
-        call.overwritten = (call.returned or call.given).changed
+        call.overwritten = call.returned.changed
     return calls, operators.multiplications
 
 
@@ -370,7 +365,7 @@ def _note_low(passes: Passes, calls: list[Call]) -> None:
         numbers[name] += 1
         stack.append(call)
         if call is not None:
-            call.dtypes = [tensor.dtype for tensor in numbers_in(arguments)]
+            call.given.low = [tensor.dtype for tensor in numbers_in(arguments)]
             call.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
             call.in_fp32_module = passes.in_fp32_module
 
@@ -378,18 +373,19 @@ def _note_low(passes: Passes, calls: list[Call]) -> None:
         call = stack.pop()
         if call is not None:
             results = numbers_in(result)
-            call.result_dtypes = [tensor.dtype for tensor in results]
-            if len(results) == len(call.results) and not call.overwritten:
-                pairs = zip(results, call.results, strict=True)
+            call.returned.low = [tensor.dtype for tensor in results]
+            if len(results) == len(call.returned.tensors) and not call.overwritten:
+                pairs = zip(results, call.returned.tensors, strict=True)
                 call.accumulated = max((relative_error(*pair) for pair in pairs), default=0.0)
 
     passes.start()
     with _hooked(passes.model, begin, end), NoDropout():
         passes.loss(passes.microbatches[0])
     for call in calls:
-        alike = len(call.dtypes) == len(call.given.tensors) and len(call.result_dtypes) == len(call.results)
-        if not alike and not call.skipped:
-            call.skipped = "the two precisions call it differently"
+        for values in (call.given, call.returned):
+            if len(values.low) != len(values.tensors):
+                values.low = [tensor.dtype for tensor in values.tensors]
+                call.skipped = call.skipped or "the two precisions call it differently"
 
 
 def _is_number(leaf: Any) -> bool:

@@ -24,7 +24,7 @@ from mantissa.errors import is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
 from mantissa.manifest import OperatorManifest, manifest
 from mantissa.step import Passes, Step
-from mantissa.updates import ParameterUpdate, judge, keeps_16_bits
+from mantissa.updates import Counts, judge, keeps_16_bits
 
 HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
@@ -47,8 +47,8 @@ class Replay:
     """At the step's peak, with all that training holds."""
     began: str
     """Where the replay started: a checkpoint's name, or ``the beginning``."""
-    updates: list[ParameterUpdate] = field(default_factory=list)
-    """What rounding did to the step's update; empty where it was skipped, or cannot be measured."""
+    updates: dict[str, Counts] = field(default_factory=dict)
+    """What rounding did to each parameter's update; empty where it was skipped, or cannot be measured."""
     missing: str = ""
     """The run's format where this machine has not got it, and another one was examined."""
     folder: Path | None = None

@@ -118,7 +118,7 @@ def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list
                 f"{module}: torch's layer norm on a CPU adds up its {row.tensor} in 16 bits, e {row.e:.2g}"
             )
         else:
-            dtype = dtype_name(call.result_dtypes[0]) if call.result_dtypes else ""
+            dtype = dtype_name(call.returned.low[0]) if call.returned.low else ""
             detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
             result.findings.append(Finding(ERROR, direction, module, name, dtype=dtype, detail=detail))
     return result
@@ -139,7 +139,7 @@ class _Evaluation:
     def __init__(self, recording: Recording, number: Number, weights: dict[int, Tensor], call: Call) -> None:
         self._recording, self._number, self._weights, self._call = recording, number, weights, call
         self._products = _Products(number)
-        self._sources, self._cotangents = call.sources(), call.cotangents()
+        self._sources, self._targets, self._cotangents = call.sources(), call.targets(), call.cotangents()
         self._module = recording.reference.model.get_submodule(call.module)
 
     def rows(self) -> list[Row]:
@@ -149,11 +149,10 @@ class _Evaluation:
             call.skipped = "a submodule's result is not known"
         if call.skipped:
             return []
-        exact = self._recording.exact(call, self._sources, self._cotangents)
-        names = call.source_names()[: len(call.given.tensors)]
-        if call.returned is not None:
-            call.returned.tensors = exact.targets[: len(call.results)]
-        call.input_gradients = {n: exact.gradients[name] for n, name in enumerate(names) if name in exact.gradients}
+        exact = self._recording.exact(call, [each.tensor for each in self._sources], self._cotangents)
+        call.returned.tensors = exact.targets[: len(call.returned.tensors)]
+        inputs = (f"input {number}" for number in range(len(call.given.tensors)))
+        call.input_gradients = {n: exact.gradients[name] for n, name in enumerate(inputs) if name in exact.gradients}
         if not call.operators:
             return []
         scale = self._scale(0)
@@ -177,7 +176,7 @@ class _Evaluation:
         return 2.0 ** (exponent - math.frexp(amax)[1])
 
     def _low(self, scale: float) -> Evaluated:
-        sources = [saturated(*pair) for pair in zip(self._sources, self._call.source_dtypes(), strict=True)]
+        sources = [saturated(each.tensor, each.low) for each in self._sources]
         cotangents = {number: gradient * scale for number, gradient in self._cotangents.items()}
         with self._products:
             found = self._recording.in_low(self._call, sources, cotangents)
@@ -186,26 +185,25 @@ class _Evaluation:
 
     def _rounded(self) -> Evaluated:
         """Round what the low precision rounds: its 16-bit tensors, and where there are products all others, too."""
-        call, number = self._call, self._number
+        number = self._number
         everything = self._products.forward > 0
 
         def as_low(tensor: Tensor, dtype: torch.dtype) -> Tensor:
             return rounded(tensor, number) if everything or dtype == number.dtype else tensor
 
-        sources = [as_low(*pair) for pair in zip(self._sources, call.source_dtypes(), strict=True)]
-        dtypes = call.target_dtypes()
-        cotangents = {place: as_low(g, dtypes[place]) for place, g in self._cotangents.items()}
+        sources = [as_low(each.tensor, each.low) for each in self._sources]
+        cotangents = {place: as_low(g, self._targets[place].low) for place, g in self._cotangents.items()}
         with _swapped(self._module, self._weights):
-            return self._recording.exact(call, sources, cotangents)
+            return self._recording.exact(self._call, sources, cotangents)
 
     def _rows(self, exact: Evaluated, changed: Evaluated, low: Evaluated, scale: float) -> list[Row]:
         forward, both = self._products.forward, self._products.forward + self._products.backward
         rows = []
-        for number, name in enumerate(self._call.target_names()):
+        for number, target in enumerate(self._targets):
             if not exact.passed[number]:
                 result = low.targets[number]
                 expected, other = (_within(each.targets[number], result.dtype) for each in (exact, changed))
-                rows.append(self._row(FORWARD, name, expected, other, result, forward))
+                rows.append(self._row(FORWARD, target.name, expected, other, result, forward))
         for name, tensor in exact.gradients.items():
             if name in low.gradients and name in changed.gradients:
                 least = 0.0 if both else SUM * self._number.unit_roundoff * math.sqrt(self._rows_in_sum(name))
@@ -237,7 +235,7 @@ class _Evaluation:
         e, cond = relative_error(low, exact), relative_error(changed, exact)
         d = max(1, products)
         if number is FP32:  # in norms, and in the gradients of norms and biases, so many numbers are added up
-            largest = max((tensor.numel() for tensor in self._sources), default=0)
+            largest = max((each.tensor.numel() for each in self._sources), default=0)
             sizes = [parameter.numel() for parameter in self._module.parameters(recurse=False)]
             d = max(d, largest // max(1, min([exact.numel(), *sizes])))
         norm = torch.linalg.vector_norm(exact.double()).item() * scale

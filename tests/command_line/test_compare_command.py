@@ -82,8 +82,8 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     assert [run.data.tags["arm"] for run in children] == [run.info.run_name.partition("-")[0] for run in children]
     reported = third.out.splitlines()
     assert f"/runs/{parent.info.run_id}?" in reported[-3]
-    assert "viewStateShareKey=mantissa-compare-it&compareRunsMode=CHART" in reported[-1]
-    shown = json.loads(experiment.tags["mlflow.sharedViewState.mantissa-compare-it"])["searchFilter"]
+    assert "&compareRunsMode=CHART&searchFilter=attributes.run_id%20IN%20" in reported[-1]
+    shown = reported[-1]
     assert [run.info.run_id in shown for run in children] == [run.info.status == "FINISHED" for run in children]
     assert parent.info.run_id not in shown
     assert parent.data.tags["quality.hot"] == "WORSE"

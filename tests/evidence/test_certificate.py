@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from evidence.certificate.differences import differences_between, ulps
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Snapshot
 from trainer.determinism import random_state
 from trainer.files import flush
+from trainer.optim.state import training_state
 from trainer.parallel.world import World
 
 Change = Callable[[Any], None]

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -206,22 +205,6 @@ def test_changed_text_is_tokenised_again(file: Path) -> None:
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     after = decoded(TextFiles(path=str(file), tokenizer="bytes").tokens(None))
     assert after == tuple(text.replace("def", "fed") for text in before)
-
-
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "meta.json", "tokenizer.json"])
-@pytest.mark.parametrize("damage", [_truncate, Path.unlink])
-def test_a_damaged_entry_is_built_again(file: Path, cache: Path, name: str, damage: Callable[[Path], None]) -> None:
-    first = TextFiles(path=str(file), vocab_size=300).tokens(None)
-    train = np.array(first.train)
-    (folder,) = (entry for entry in (cache / "text").iterdir() if entry.is_dir())
-    damage(folder / name)
-    again = TextFiles(path=str(file), vocab_size=300).tokens(None)
-    assert np.array_equal(again.train, train)
-    assert decoded(again)[0] == "".join(LINES)[: int(len("".join(LINES)) * 0.9)]
 
 
 def test_a_killed_preparation_leaves_nothing_that_looks_finished(file: Path, cache: Path) -> None:

@@ -136,7 +136,7 @@ def test_models_are_ranked_by_their_scores_on_a_dataset(train: Callable[..., Any
         steps.append(score.step)
         note = run.data.tags["mlflow.note.content"]
         assert "finished at step 6 of 6" in note
-        assert f"| best loss | **{score.value:.4g}** at step {score.step} |" in note
+        assert f"best loss: {score.value:.4g} at step {score.step}." in note
         assert f"get-artifact?path=plots%2Floss.png&run_uuid={run.info.run_id}" in note
         assert f"models:/{model.model_id}" in note
         assert f"resume=mlflow:{run.info.run_id}" in note

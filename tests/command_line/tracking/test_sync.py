@@ -308,11 +308,11 @@ def test_sync_reports_what_it_did_with_each_run(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("nowhere", "nowhere: no such folder; give a run folder"),
+        ("nowhere", "nowhere is not a run folder"),
         (".", "is not a run folder"),
         ("output_dir=nowhere", "output_dir=nowhere: no such folder"),
         ("--output-dir=runs", "--output-dir=runs: write output_dir=runs, without dashes"),
-        ("uri=mlruns", "uri=mlruns is not a URI; use sqlite:///mlruns"),
+        ("uri=mlruns", "uri=mlruns is not a URI that MLflow supports; use sqlite:///mlruns"),
         ("uri=htp://host", "uri=htp://host is not a URI that MLflow supports"),
     ],
 )

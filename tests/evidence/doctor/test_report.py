@@ -243,7 +243,7 @@ def test_many_findings_are_all_listed(found: Diagnosis) -> None:
     found.findings = [Finding("underflow", "backward", f"layers.{n}", "fp16") for n in range(30)]
     below = page_of(found).below
     assert "29 more findings below" in below["FOUND: underflow, backward"]
-    assert all(f"layers.{n} " in below["Findings"] for n in range(30))
+    assert all(f"layers.{n}\n" in below["Findings"] for n in range(30))
 
 
 def test_a_report_that_cannot_be_written_does_not_change_the_verdict(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,18 +115,18 @@ def test_mlflow_serves_a_model_of_timm_and_names_the_package(trained: Trainer, t
 
     with warnings.catch_warnings():  # MLflow's own, when it is imported
         warnings.simplefilter("ignore")
-        from trainer.tracking.mlflow.predictors.image_classifier import ImageClassifier
+        from trainer.tracking.mlflow.predictor import ImageClassifier
     from trainer.tracking.mlflow.serving import write_serving
 
     trained.model.eval()
     trained.recipe.export(trained.model, trained.datasets, tmp_path / "best")
-    served = ImageClassifier()
-    served.load_context(SimpleNamespace(artifacts={"best": str(tmp_path / "best")}))
+    served = ImageClassifier(tmp_path / "best", {})
     image = trained.recipe.example(trained.datasets)
     assert isinstance(image, np.ndarray)
     answer = open_classifier(tmp_path / "best")
     logits = answer.model(answer.transform(Image.fromarray(image[0]))[None])
-    assert served.predict(None, image)["label"].tolist() == [answer.config["classes"][logits.argmax()]]
+    with torch.no_grad():
+        assert served(image)["label"].tolist() == [answer.config["classes"][logits.argmax()]]
     write_serving(tmp_path, trained.recipe, trained.model, trained.device, trained.datasets, 2)
     required = json.loads((tmp_path / "serving" / "serving.json").read_text())["requirements"]
     assert any(each.startswith("timm==") for each in required)

@@ -25,10 +25,10 @@ from tests.helpers import copied, same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Snapshot
 from trainer.determinism import random_state
 from trainer.errors import UserError
+from trainer.optim.state import training_state
 from trainer.parallel.world import World
 
 NAME = "step-00000006"

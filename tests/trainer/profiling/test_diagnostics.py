@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.updates import SAMPLE, STUCK_STEPS, ParameterUpdate, UpdateMeter, _elements, elementwise
+from mantissa.updates import SAMPLE, STUCK_STEPS, Counts, UpdateMeter, _elements, elementwise
 from tests.helpers import NoData, SmallConvNet, compose, copied, same_bits, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -92,13 +92,13 @@ class Training:
         self.steps += 1
         return bool(skipped)
 
-    def measured(self) -> dict[str, ParameterUpdate]:
+    def measured(self) -> dict[str, Counts]:
         with self.meter:
             self.step()
-        return {each.name: each for each in self.meter.results()}
+        return self.meter.results()
 
 
-def after(training: Training, steps: int) -> dict[str, ParameterUpdate]:
+def after(training: Training, steps: int) -> dict[str, Counts]:
     for _ in range(steps - 1):
         training.step()
     return training.measured()
@@ -107,9 +107,9 @@ def after(training: Training, steps: int) -> dict[str, ParameterUpdate]:
 def test_norm_weights_do_not_move_in_pure_bf16() -> None:
     found = after(Training("bf16_pure"), 3)
     norm = found["norm.weight"]
-    assert (norm.elements, norm.lost, norm.edq, norm.unchanged) == (64, 1.0, 0.0, True)
-    assert not found["norm.bias"].unchanged  # near 0 the bf16 numbers are close to each other
-    assert found["norm.bias"].lost < 0.1
+    assert (norm.moving, norm.lost, norm.edq, norm.changed) == (64, 64, 0.0, 0)
+    assert found["norm.bias"].changed  # near 0 the bf16 numbers are close to each other
+    assert found["norm.bias"].lost_share < 0.1
     assert found["norm.bias"].edq == pytest.approx(1, abs=0.1)
 
 
@@ -121,8 +121,8 @@ def test_nothing_is_lost_in_fp32_and_with_masters(mode: str, clip: Clip) -> None
     for update in found.values():
         assert update.lost == 0
         assert update.edq == pytest.approx(1, abs=1e-3)
-        assert not update.unchanged
-        assert update.second_moment_zero == 0
+        assert update.changed
+        assert update.moment_zero == 0
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_the_intended_update_is_adams_with_the_true_gradient_in_fp32(fused: bool
     intended = -1e-3 * mean / (1 - 0.9**3) / root
     real = weight.detach().float() - before
     moving = intended != 0
-    assert update.elements == 64 * 1024 == SAMPLE
-    assert update.lost == pytest.approx(float(((real == 0) & moving).sum() / moving.sum()), abs=1e-4)
+    assert update.moving <= 64 * 1024 == SAMPLE
+    assert update.lost_share == pytest.approx(float(((real == 0) & moving).sum() / moving.sum()), abs=1e-4)
     assert update.edq == pytest.approx(float((intended * real).sum() / (intended**2).sum()), rel=1e-4)
 
 
@@ -183,7 +183,7 @@ def test_stochastic_rounding_loses_single_updates_and_is_right_on_average() -> N
     training = Training("bf16_sr")
     found = [training.measured() for _ in range(20)]
     edq = [each["norm.weight"].edq for each in found]
-    assert max(each["norm.weight"].lost for each in found) > 0.9
+    assert max(each["norm.weight"].lost_share for each in found) > 0.9
     assert max(edq) - min(edq) > 0.1
     assert sum(edq) / len(edq) == pytest.approx(1, abs=0.3)  # of 64 elements; of the many of the head:
     assert sum(each["head.weight"].edq for each in found) / len(found) == pytest.approx(1, abs=0.01)
@@ -192,8 +192,8 @@ def test_stochastic_rounding_loses_single_updates_and_is_right_on_average() -> N
 
 def test_adams_second_moment_underflows_in_pure_fp16() -> None:
     found = after(Training("fp16_pure", "Adam", scale=64.0), 2)
-    assert found["head.weight"].second_moment_zero > 0.5
-    assert after(Training("bf16_pure", "Adam"), 2)["head.weight"].second_moment_zero == 0
+    assert found["head.weight"].moment_zero_share > 0.5
+    assert after(Training("bf16_pure", "Adam"), 2)["head.weight"].moment_zero_share == 0
 
 
 @pytest.mark.parametrize("mode", ["fp16", "fp16_pure", "fp16_master"])
@@ -202,7 +202,7 @@ def test_a_skipped_step_is_not_measured(mode: str) -> None:
     training.measured()
     with training.meter:
         assert training.step(loss_times=math.inf)
-    assert training.meter.results() == []
+    assert training.meter.results() == {}
     assert set(training.measured()) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
     assert "step" not in vars(training.update)  # the update's own again
 
@@ -228,7 +228,6 @@ def test_parameters_without_a_gradient_are_left_out() -> None:
     training.net.norm.weight.requires_grad_(False)
     found = training.measured()
     assert math.isnan(found["norm.weight"].edq)
-    assert not found["norm.weight"].unchanged
     assert found["norm.bias"].edq > 0.5
 
 

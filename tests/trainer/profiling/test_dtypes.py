@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.helpers import copied, fit, same_bits, trainer_of
 from trainer.determinism import random_state
-from trainer.precision.attention import KernelsTaken
+from trainer.profiling.attention import KernelsTaken
 from trainer.profiling.dtypes import LOSS, ModuleDtypes
 from trainer.profiling.flops import ModelFlops
 from trainer.run.record import precision_manifest
