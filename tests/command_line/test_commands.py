@@ -163,14 +163,6 @@ def test_threads_are_those_asked_for_and_the_next_run_has_its_own(train: Callabl
     assert torch.get_num_threads() == before != 3
 
 
-@pytest.mark.parametrize("recipe", TINY)
-def test_recipes_refuse_tf32_on_a_cpu(recipe: str, train: Callable[..., Any], folder: Path) -> None:
-    done = train(*TINY[recipe], "precision=tf32", *SHORT)
-    assert done.code == 2
-    assert "Use precision=fp32 or precision=bf16" in done.err
-    assert not list(folder.iterdir())
-
-
 @pytest.mark.usefixtures("plots")
 def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path) -> None:
     done = train(*TINY["gpt2"], "precision=bf16", "steps=8", "batch_size=4", "micro_batch_size=2", "eval_samples=4",
@@ -204,21 +196,6 @@ def test_gradients_that_onednn_leaves_unwritten_are_computed_in_fp32_also_with_i
     effective = read(only_run(folder) / "precision.json")["effective"]
     assert effective["fp32_arithmetic"] == {"convolution_backward": [kernels.UNSEEN]}
     assert "fp32 arithmetic" not in done.out  # a few small gradients are no news
-
-
-def test_best_weights_of_gpt2_open_with_transformers(train: Callable[..., Any], folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    assert train(*TINY["gpt2"], *SHORT).code == 0
-    run = only_run(folder)
-    model = AutoModelForCausalLM.from_pretrained(run / "best")
-    tokens = torch.arange(8)[None]
-    assert model(tokens).logits.shape == (1, 8, 300)  # without the padding
-    done = train("recipe=gpt2", f"recipe.pretrained={run / 'best'}", "recipe.context=16", "data=synthetic",
-                 "data.vocab_size=300", *SHORT, "run_name=again", "optimizer.lr=1e-9")  # fmt: skip
-    assert done.code == 0, done.err
-    before, after = (read(path / "summary.json")["final"]["valid/loss"] for path in (run, folder / "outputs/again"))
-    assert after == pytest.approx(before, abs=1e-4)
 
 
 def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[..., Any]) -> None:
@@ -276,12 +253,3 @@ def test_loss_scale_and_skips_are_shown(train: Callable[..., Any], folder: Path)
     assert done.code == 0, done.err
     assert "skipped 4" in done.out
     assert read(only_run(folder) / "summary.json")["skipped_steps"] == 4
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_yaml_opens_with_what_it_is(choice: str) -> None:
-    lines = (PROJECT / "conf" / f"{choice}.yaml").read_text().splitlines()
-    assert any(line.startswith("# ") for line in lines[:2])
-    if choice.startswith(("recipe/", "experiment/")):
-        assert lines[0] == "# @package _global_"
-        assert any(line.startswith("#   python scripts/train.py") for line in lines)
