@@ -24,7 +24,6 @@ from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.data.contract import Batch
 from trainer.run import command
-from trainer.run.memory.shortage import out_of_memory
 from trainer.run.run import Run
 from trainer.trainer import StepRecord
 
@@ -133,7 +132,7 @@ def main() -> int:
     if (text := sys.argv.pop(1)) != "none":
         kind, step, count = text.split(":")
         TracedRun.kill = Kill(kind, int(step), int(count))
-    return command.main(out_of_memory, TracedRun)
+    return command.main(TracedRun)
 
 
 if __name__ == "__main__":
