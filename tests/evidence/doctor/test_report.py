@@ -24,7 +24,7 @@ from mantissa.doctor.pairs import Pairs, Row
 from mantissa.doctor.range import Exponents, Range
 from mantissa.doctor.sweep import LEFT_OUT
 from mantissa.finding import Finding
-from tests.mantissa.doctor.accuracy import FAULTS
+from tests.mantissa.doctor.faults import FAULTS
 
 NAN = float("nan")
 COMMAND = ["python", "scripts/doctor.py", "resume=a run"]
