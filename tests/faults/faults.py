@@ -345,7 +345,7 @@ FAULTS = (
     ),
     Fault(
         "masters are not saved",
-        "trainer/checkpoint/state.py",
+        "trainer/optim/state.py",
         "(masters.held() if masters else ())",
         "()",
         f"{OF_MASTERS}::test_resumed_is_bitwise_the_same",
