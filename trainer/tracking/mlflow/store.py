@@ -120,15 +120,8 @@ def find_run(client: MlflowClient, run_id: str) -> Any:
 def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: str, started_s: float) -> Any:
     """Create a run, or return the one with this key, if it was created before and the answer was lost.
 
-    MLflow's global "active run" is not used, so that runs can follow one another.
-
-    Args:
-        client: of the store.
-        uri: of the store.
-        experiment: its name; it is created if there is none.
-        name: of the run.
-        key: see ``RunInfo.key``.
-        started_s: seconds since the epoch.
+    MLflow's global "active run" is not used, so that runs can follow one another. ``started_s`` is in seconds since the
+    epoch; an experiment that is not there is created.
     """
     try:
         user = getpass.getuser()
