@@ -18,7 +18,7 @@ from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
 from trainer.optim.classes import averages_itself
-from trainer.recipe import Choice, FirstWeights, Recipe
+from trainer.recipe import Decision, FirstWeights, Recipe
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Source(FirstWeights):
             )
         return cls(path, config, saved, exported=False)
 
-    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Choice]:
+    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Decision]:
         """Overwrite the weights of a new model, on the host; return what is not taken over.
 
         Raises:
@@ -78,9 +78,9 @@ class Source(FirstWeights):
         else:
             saved = load(self.path / "checkpoints", self.step)
             weights = saved.evaluated(averages_itself(str(self.config.get("optimizer.name"))))
-        weights, choices = recipe.fitted(weights, model, datasets, self.about())
+        weights, decisions = recipe.fitted(weights, model, datasets, self.about())
         fill(model, weights, f"init_from={self.path}")
-        return choices
+        return decisions
 
     def about(self) -> dict[str, Any]:
         """Return the ``config.json`` beside exported weights; of a checkpoint, what the run keeps of its images."""
@@ -102,7 +102,7 @@ class Source(FirstWeights):
         }
 
 
-def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, list[Choice]]:
+def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, list[Decision]]:
     """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
 
     Args:
@@ -145,7 +145,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
         kept |= _tokenizer(source, given, composed, typed)
     for key, value in kept.items():
         OmegaConf.update(composed, key, value)
-    return source, [Choice(key, value, f"as in {source.path}") for key, value in kept.items()]
+    return source, [Decision(key, value, f"as in {source.path}") for key, value in kept.items()]
 
 
 def _tokenizer(source: Source, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:
