@@ -13,11 +13,12 @@ from typing import Any
 
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Replay
+from mantissa.formats import FORMATS
 from mantissa.updates import UpdateMeter, elementwise
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
-from trainer.config.registration import defaults, flatten
+from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_object
@@ -68,7 +69,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     folder = _folder(resume)
     failure, summary = read_object(folder.path / FAILURE_FILE), folder.summary()
     config = compose([*recorded_overrides(folder), *overrides])
-    check_same(folder, flatten(config), defaults(config))
+    check_same(folder, flatten(config))
     trainer, notes = _trainer(config)
     notes += _other_software(summary)
     if summary and summary.get("fp32_arithmetic") != (here := _not_timed(trainer)):
@@ -137,9 +138,10 @@ def _trainer(config: Config) -> tuple[Trainer, list[str]]:
     config = replace(config, parallel=Parallel())
     mode = config.precision.mode
     if hardware.support(mode) == UNAVAILABLE:
-        nearest = "fp32" if mode == "tf32" else "bf16"
+        half = FORMATS[mode].half is not None
+        nearest = "bf16" if half else "fp32"
         notes.append(f"precision={mode} is not available here: its rung is left out, and steps are taken in {nearest}")
-        precision = Precision() if nearest == "fp32" else replace(config.precision, mode=nearest, fp8_scaling=None)
+        precision = replace(config.precision, mode=nearest, fp8_scaling=None) if half else Precision()
         config = replace(config, precision=precision, scaler=AutoScaler())
     return Trainer.from_config(config, hardware, World()), notes
 
