@@ -90,7 +90,7 @@ class Trainer(Generic[Config]):
         set_determinism(config.deterministic)
         self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
         """What it trains on and is evaluated on."""
-        config, self.choices = config.with_data(self.datasets, hardware)
+        config, self.decisions = config.with_data(self.datasets, hardware)
         """What was chosen once the data was open."""
         self.config, self.recipe = config, config.recipe
         self.order = DataOrder(len(self.datasets.train), config.seed)
@@ -156,7 +156,7 @@ class Trainer(Generic[Config]):
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
         model = self.recipe.build_model(self.datasets)
         if self.config.source is not None:
-            self.choices = [*self.choices, *self.config.source.load(self.recipe, model, self.datasets)]
+            self.decisions = [*self.decisions, *self.config.source.load(self.recipe, model, self.datasets)]
         return model.to(self.device)
 
     def few(self) -> Batch:

@@ -22,7 +22,7 @@ from tests.helpers import CPU, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.recipe import Choice
+from trainer.recipe import Decision
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -225,21 +225,21 @@ def test_a_16_bit_grey_is_scaled_and_not_clipped() -> None:
 
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
-    def opened(*overrides: str) -> tuple[Datasets, Config, list[Choice]]:
+    def opened(*overrides: str) -> tuple[Datasets, Config, list[Decision]]:
         config = compose(*overrides).resolve(CPU).config
         datasets = config.open_datasets()
         return datasets, *config.with_data(datasets, CPU)
 
-    datasets, config, choices = opened("recipe=resnet", "augment=light", "augment.shift=0.25")
+    datasets, config, decisions = opened("recipe=resnet", "augment=light", "augment.shift=0.25")
     assert datasets.train.augment == config.augment == Light(0.25)
-    assert choices == []
+    assert decisions == []
     assert flatten(compose("recipe=resnet"))["augment"] == "auto"
     _, config, [(key, value, why)] = opened("recipe=resnet")
     assert (key, value, flatten(config)["augment"]) == ("augment", "none", "none")
     assert "augment=light" in why
     assert not any(key.startswith("data.augment") for key in flatten(config))
-    _, config, choices = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
-    assert (choices, flatten(config)["augment"]) == ([], "none")
+    _, config, decisions = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
+    assert (decisions, flatten(config)["augment"]) == ([], "none")
 
 
 def test_the_choice_is_recorded_of_a_recipe_that_wraps_the_images() -> None:
@@ -257,5 +257,5 @@ def test_the_choice_is_recorded_of_a_recipe_that_wraps_the_images() -> None:
 
     config = compose("recipe=resnet", "data=digits").resolve(CPU).config
     datasets = config.open_datasets()
-    _, choices = config.with_data(Datasets(Wrapped(datasets.train), datasets.valid, "wrapped"), CPU)
-    assert [choice[:2] for choice in choices] == [("augment", "none")]
+    _, decisions = config.with_data(Datasets(Wrapped(datasets.train), datasets.valid, "wrapped"), CPU)
+    assert [choice[:2] for choice in decisions] == [("augment", "none")]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainer.errors import UserError
-from trainer.recipe import Augment, Choice, Recipe
+from trainer.recipe import Augment, Decision, Recipe
 
 SMALL = 64
 """Pixels. Images with a shorter side below this are not cropped unless the user requests it: the object fills most of
@@ -273,10 +273,10 @@ class AutomaticAugment(ImageAugment):
         vars(self)["_chosen"] = choice
         return choice
 
-    def decided(self) -> tuple[ImageAugment, list[Choice]]:
+    def decided(self) -> tuple[ImageAugment, list[Decision]]:
         """Return the last choice, and why; ``none`` where no images were opened."""
         choice = vars(self).get("_chosen")
-        return (choice, [Choice("augment", choice.kind, REASONS[choice.kind])]) if choice else (ImageAugment(), [])
+        return (choice, [Decision("augment", choice.kind, REASONS[choice.kind])]) if choice else (ImageAugment(), [])
 
     def as_before(self, kind: str) -> Augment:
         """Return the choice ``kind`` where ``auto`` can become it."""
