@@ -92,7 +92,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     # files and folders
     f"{TUNED} recipe.pretrained=gpt2": ("recipe.pretrained=gpt2: the folder has no tokenizer", "save_pretrained"),
     f"{TUNED} recipe.pretrained=bert": ("recipe.pretrained=bert is of type bert, not gpt2; use recipe=bert",),
-    f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a GPT-2",),
+    f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a gpt2",),
     f"{TUNED} recipe.pretrained=./nowhere": ("recipe.pretrained=./nowhere: there is no such folder",),
     f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),
     "data=text": ("missing required option: data.path",),
@@ -172,11 +172,10 @@ import sys
 sys.path.insert(0, {str(PROJECT)!r})
 from tests.composing import compose_quickly
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 compose_quickly()
 for command in {commands!r}:
     sys.argv = ["scripts/train.py", *command]
-    print(main(out_of_memory))
+    print(main())
 heavy = {{"mlflow", "transformers", "torchvision", "datasets", "sklearn", "matplotlib", "pandas", "PIL"}}
 print(sorted(heavy & set(sys.modules)))
 """
@@ -211,13 +210,12 @@ os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{{server.getsockname()[1]}}"
 sys.path.insert(0, {str(PROJECT)!r})
 from recipes.data.text.pretrained import hub_reachable
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 hub_reachable.__defaults__ = (2.0,)  # seconds
 answers, questions = [], 0
 for command in {[shlex.split(command) for command in commands]!r}:
     sys.argv, err = ["scripts/train.py", *command], io.StringIO()
     with contextlib.redirect_stderr(err):
-        answers.append([main(out_of_memory), err.getvalue()])
+        answers.append([main(), err.getvalue()])
     with contextlib.suppress(OSError):  # nobody else asked, or it is closed
         server.setblocking(False)
         while server.accept():

@@ -25,7 +25,6 @@ from tests import forks
 from tests.helpers import PROJECT
 from trainer.run import command
 from trainer.run import run as run_module
-from trainer.run.memory.shortage import out_of_memory
 from trainer.trainer import Trainer
 
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
@@ -282,7 +281,7 @@ def elsewhere() -> None:
     command.jobs_folder = lambda arguments: Path("outputs/.jobs").absolute()
     BasicLauncher.launch = in_processes(BasicLauncher.launch)  # type: ignore[method-assign]
     sys.argv[0] = "scripts/train.py"
-    sys.exit(command.main(out_of_memory))
+    sys.exit(command.main())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork")
