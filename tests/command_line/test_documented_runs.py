@@ -101,10 +101,6 @@ ELSEWHERE = {
         "tests/inference/test_predict.py::test_a_folder_of_photos_is_classified_as_in_evaluation",
         "of the command before",
     ),
-    f"{TRAIN} recipe=resnet recipe.pretrained=DEFAULT": (
-        "tests/recipes/vision/test_pretrained_images.py::test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation",
-        "downloads",
-    ),
     f"{TRAIN} resume=mlflow:RUN_ID": (
         f"{HERE}/tracking/test_mlflow_checkpoints.py::test_a_run_is_continued_on_an_empty_machine_bit_for_bit",
         "needs a server",
