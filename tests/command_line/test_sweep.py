@@ -142,21 +142,6 @@ def test_a_crash_of_one_run_is_not_hidden(
     assert outputs(folder) == ["bignet-fp32-s0-width_9"]
 
 
-def test_a_sweep_begun_again_finds_its_runs_by_their_names(train: Callable[..., Any], folder: Path) -> None:
-    command = ("-m", *BIGNET, "recipe.width=9,8", "optimizer=adamw,sgd", "steps=2", "tracking=local", "profiler=none")
-    first = train(*command)
-    assert first.code == 0, first.err
-    names = outputs(folder)
-    assert names == [f"bignet-fp32-s0-width_{width}-{name}" for width in (8, 9) for name in ("adamw", "sgd")]
-    again = train(*command, "resume=auto")
-    assert again.code == 0, again.err
-    assert outputs(folder) == names
-    table, repeated = first.out.splitlines()[-5:], again.out.splitlines()[-5:]
-    assert table == repeated
-    best = [float(line.split()[3]) for line in table[1:]]
-    assert best == sorted(best)
-
-
 def test_the_same_command_again_runs_only_what_is_missing(train: Callable[..., Any], folder: Path) -> None:
     command = ("-m", *BIGNET, "precision=fp32,bf16", "steps=2", "tracking=local")
     first = train(*command, "seed=0")
@@ -256,19 +241,6 @@ def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
     assert done.err == "received SIGINT at the end of the run, which is complete\n"
     assert outputs(folder) == [NAMES[2]]
     assert json.loads((folder / "outputs" / NAMES[2] / "summary.json").read_text())["status"] == "FINISHED"
-
-
-def test_a_run_whose_export_fails_is_reported_and_can_be_finished(
-    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as broken:
-        broken.setattr(run_module, "export_best", lambda *arguments: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            train(*BIGNET, "steps=2", "tracking=local")
-    summary = folder / "outputs" / NAMES[2] / "summary.json"
-    assert json.loads(summary.read_text())["status"] == "FAILED"
-    assert train(*BIGNET, "steps=2", "tracking=local", "resume=auto").code == 0
-    assert json.loads(summary.read_text())["status"] == "FINISHED"
 
 
 def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mantissa.manifest import DtypeRecorder
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
@@ -21,7 +22,6 @@ from trainer.precision.kernels import sentence
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.profiling.attention import KernelsTaken
 from trainer.profiling.datasheets import data_sheet
-from trainer.profiling.dtypes import ModuleDtypes
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import product_rates
 from trainer.profiling.utilisation import Utilisation
@@ -56,12 +56,12 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     effective["fp32_arithmetic"] = trainer.in_fp32_arithmetic
     own = f"{found['support']} on this hardware"
     effective["arithmetic"] = sentence(config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware) or own
-    flops, kernels, modules = ModelFlops(), KernelsTaken(), ModuleDtypes(trainer.model)
+    flops, kernels, modules = ModelFlops(), KernelsTaken(), DtypeRecorder(trainer.model)
     trainer.observe(flops, kernels, modules)
     if trainer.device.type == "cuda":
         effective["sdpa_taken"] = kernels.rows()
     model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.few()))
-    return found | {"model_flops": model_flops, "modules": modules.rows()}
+    return found | {"model_flops": model_flops, "modules": modules.modules()}
 
 
 def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from mantissa.manifest import DtypeRecorder
 from tests.helpers import copied, same_bits, trainer_of
 from trainer.determinism import random_state
 from trainer.precision import attention
 from trainer.profiling.attention import KernelsTaken
-from trainer.profiling.dtypes import ModuleDtypes
 from trainer.trainer import Trainer
 
 GPT2 = ("recipe=gpt2", "recipe.context=32", "data=synthetic", "data.vocab_size=64", "batch_size=4", "steps=4")
@@ -59,7 +59,7 @@ def test_the_forward_pass_changes_nothing(options: tuple[str, ...]) -> None:
     trainer = trainer_of(*recipe, *options, "batch_size=4", "steps=2")
     trainer.model.eval()
     before = copied(trainer.model.state_dict()), random_state(trainer.device)
-    trainer.observe(KernelsTaken(), ModuleDtypes(trainer.model))
+    trainer.observe(KernelsTaken(), DtypeRecorder(trainer.model))
     assert same_bits((trainer.model.state_dict(), random_state(trainer.device)), before)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert not trainer.model.training
