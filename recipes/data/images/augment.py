@@ -47,6 +47,7 @@ class ImageAugment(Augment):
     ``mixing.py`` mixes and erases them on the device. Every choice has these options; evaluation has none of them.
     """
 
+    kind: ClassVar[str] = "none"
     uses_global_generator: ClassVar[bool] = False
     """Whether the policy of its views draws from torch's global generator."""
     mixup: float = field(default=0.0, kw_only=True)
