@@ -36,10 +36,10 @@ ui: $(VENV)/.run
 	$(BIN)/python scripts/ui.py
 
 bench: $(VENV)/.run
-	$(BIN)/python scripts/bench.py
+	$(BIN)/python benchmarks/bench.py
 
 bench-peers: $(VENV)/.peers
-	$(BIN)/python scripts/bench.py only=peers
+	$(BIN)/python benchmarks/bench.py only=peers
 
 setup: $(VENV)/.run
 

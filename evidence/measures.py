@@ -71,7 +71,7 @@ PROBE_MEASURES = {
     "clip_order": ("grad_norm", "update_norm"),
     "max_batch": ("largest_batch", "mib_per_sample", "fixed_mib"),
 }
-"""The measures of each probe (evidence/probes.py)."""
+"""The measures of each probe (benchmarks/probe.py)."""
 
 
 def measured(outcome: Outcome, name: str) -> float | None:

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.budget import Budget, OutOfTime
+from evidence.turns import in_turns
 from trainer.config.compose import quoted
 from trainer.errors import UserError
 from trainer.files import METRICS_FILE, PROJECT, SUMMARY_FILE, read_object, write_json
@@ -26,7 +27,7 @@ STOP_TIMEOUT_S = 120.0
 """What an interrupted process may take to save and end."""
 _LIMIT_STOP_S = 15.0
 """The same of one with a limit, which saves nothing of use."""
-TRAIN = "train.py"
+TRAIN = "scripts/train.py"
 NULL_SHIFT = 1000
 """What a null arm adds to every seed."""
 ENDED = -15
@@ -46,7 +47,7 @@ class Arm:
     seed_shift: int = 0
     """Added to every seed: a null arm is the baseline with other seeds."""
     script: str = TRAIN
-    """Of ``scripts/``: what is run."""
+    """What is run, below the project's folder."""
 
 
 @dataclass
@@ -87,16 +88,6 @@ class Outcome:
 
 
 Launch = Callable[[list[str], Path, float | None], int]
-
-
-def interleaved(arms: list[Arm], seeds: list[int]) -> Iterator[tuple[Arm, int]]:
-    """Yield every run: all arms of a seed before the next seed, in an order that alternates.
-
-    A machine that slows down or warms up then affects all arms alike, and what is compared runs close in time.
-    """
-    for number, seed in enumerate(seeds):
-        for arm in arms if number % 2 == 0 else reversed(arms):
-            yield arm, seed
 
 
 def merged(*groups: Sequence[str]) -> list[str]:
@@ -140,7 +131,7 @@ class Runner:
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
         own = [f"seed={seed + arm.seed_shift}", f"run_name={_name(arm, seed)}", f"output_dir={quoted(str(self.runs))}"]
-        script = str(PROJECT / "scripts" / arm.script)
+        script = str(PROJECT / arm.script)
         return [sys.executable, script, *merged(self.common, arm.overrides, own)]
 
     def done(self, arm: Arm, seed: int) -> Outcome | None:
@@ -201,7 +192,7 @@ class Runner:
         Raises:
             OutOfTime: what is left does not fit in the budget; the runs that are done are kept.
         """
-        plan = list(interleaved(arms, seeds))
+        plan = list(in_turns(arms, seeds))
         outcomes: list[Outcome] = []
         settled: set[str] = set()
         for number, (arm, seed) in enumerate(plan, 1):

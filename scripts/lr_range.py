@@ -14,4 +14,4 @@ import sys
 from trainer.config.options import run
 
 if __name__ == "__main__":
-    sys.exit(run("evidence.search.command:lr_range", __doc__))
+    sys.exit(run("evidence.search.lr_command:main", __doc__))

@@ -242,10 +242,7 @@ def main() -> None:
     for recipe in sorted(path.stem for path in (compose.CONF / "recipe").glob("*.yaml")):
         compose.compose([f"recipe={recipe}"])  # imports them all, reads conf/, and the parser learns its grammar
     get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand expressions
-    serving._distributions()
-    for folder in ("trainer", "recipes"):
-        for path in (PROJECT / folder).rglob("*.py"):
-            serving._imported(path)
+    serving.source_files(str(PROJECT / "recipes" / "bignet.py"))
     mlflow_store.import_mlflow("sqlite:///x")
     import mlflow.pyfunc  # noqa: F401
     import sqlalchemy.dialects.sqlite  # noqa: F401

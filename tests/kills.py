@@ -83,10 +83,9 @@ def _killed_at(starter: Starter, job: list[str], folder: Path, moment: str, draw
     outputs, fraction = folder / "outputs", draw.random()
     lines = _lines(outputs) + draw.randint(1, 6)
     saves = draw.randint(1, 4) + len(list(outputs.glob("*/checkpoints/step-*")))
-    partial = folder / ".mlflow.db.partial"
     event: Callable[[], bool] = {
         "start": lambda: True,
-        "set-up": lambda: partial.exists() or (folder / "mlflow.db").exists(),
+        "set-up": lambda: any(folder.glob(".mlflow.db.*.partial")) or (folder / "mlflow.db").exists(),
         "training": lambda: _lines(outputs) >= lines,
         "saving": lambda: len(list(outputs.glob("*/checkpoints/*"))) >= saves,
         "closing": lambda: any(outputs.glob("*/best")) or any(outputs.glob("*/plots")),

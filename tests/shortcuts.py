@@ -6,7 +6,6 @@ things themselves import the originals before that, or start a process with ``su
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -19,7 +18,7 @@ from trainer.hardware import NATIVE, Hardware
 from trainer.precision import kernels
 from trainer.profiling import rates
 from trainer.tracking import plots
-from trainer.tracking.mlflow import serving, store
+from trainer.tracking.mlflow import store
 
 STORE = "MANTISSA_TEST_STORE"
 """The environment's name of the MLflow store that others are copied from; the first that needs it makes it."""
@@ -30,10 +29,9 @@ draw, set_up = plots.plot_run, store.set_up
 def take() -> None:
     """Take them all in this process."""
     kernels.times = made_up_times  # measuring takes time, and between equals chance decides
-    rates.remembered = lambda kind, of, work: RATES[of["format"]]
+    rates.cached = lambda kind, of, work: RATES[of["format"]]
     store.set_up = copied  # MLflow's migrations
     plots.plot_run = lambda *_: []
-    serving._imported = functools.cache(serving._imported)  # the project's files do not change
 
 
 def made_up_times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str, dict[str, float]]]:

@@ -59,7 +59,7 @@ def place(module: str) -> str:
 
 def test_the_imports_are_read() -> None:
     assert "trainer.config.step" in IMPORTS["trainer.trainer"]
-    assert "trainer.trainer" in IMPORTS["evidence.probes"]  # within a function
+    assert "trainer.config.explain" in IMPORTS["trainer.config.options"]  # within a function
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
 
 

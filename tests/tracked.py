@@ -10,6 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+
+from trainer.checkpoint.schema import FORMAT, KINDS, sha256
+from trainer.files import write_json
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
 
@@ -33,6 +37,18 @@ def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any
         tracker.log(step, {"loss": float(step)})
     tracker.close(status, {})
     return tracker
+
+
+def save(path: Path, step: int, score: float | None = None) -> Path:
+    """Make a checkpoint that is whole, without weights."""
+    folder = path / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(f'{{"step": {step}}}')
+    for kind in KINDS:
+        save_file({}, folder / f"{kind}.safetensors")
+    hashes = {file.name: sha256(file) for file in folder.iterdir()}
+    write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes})
+    return folder
 
 
 def record(path: Path) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from evidence.advice.candidates import Candidate
-from evidence.bench.jobs import steps_of
-from evidence.bench.turns import synchronise
 from evidence.runs import merged
+from evidence.turns import steps_of, stopwatch
 from trainer.config.compose import compose
 from trainer.errors import RunError, first_line, is_out_of_memory
 from trainer.hardware import held_bytes, peak_memory_bytes, reset_peak_memory
@@ -178,15 +177,7 @@ class Subject:
             torch.set_num_threads(config.threads)
         # No run is that long: the data and the schedule must not end while blocks are taken.
         self.trainer = Trainer.from_config(replace(config, steps=10**9, epochs=None))
-        self._take = steps_of(self.trainer)
-
-    def block(self, steps: int) -> float:
-        """Return the seconds of so many steps, the device's work included."""
-        synchronise(self.trainer.device)
-        began = time.perf_counter()
-        self._take(steps)
-        synchronise(self.trainer.device)
-        return time.perf_counter() - began
+        self.block = stopwatch(steps_of(self.trainer), self.trainer.device)
 
     def warm_up(self) -> list[float]:
         """Return the seconds of the first steps, at least two."""

@@ -51,7 +51,7 @@ class Claim:
     source: str
     """Where it was published."""
     setups: dict[str, str] = field(default_factory=dict)
-    """Overrides by name, which arms begin with. ``probe=gemm`` runs a probe of evidence/probes.py instead."""
+    """Overrides by name, which arms begin with. ``probe=gemm`` runs a probe of benchmarks/probe.py instead."""
     arms: dict[str, str] = field(default_factory=dict)
     """By name: a setup, then overrides of the arm's own."""
     criteria: list[Criterion] = field(default_factory=list)
@@ -168,7 +168,7 @@ class Claim:
             sizes = self.on_cuda.get(setup, "") if device == "cuda" else ""
             words = [*self.setups[setup].split(), *sizes.split(), *own, f"device={device}"]
             if words[0].startswith(PROBE):
-                arms.append(Arm(name, (words[0].removeprefix(PROBE), *words[1:]), script="probe.py"))
+                arms.append(Arm(name, (words[0].removeprefix(PROBE), *words[1:]), script="benchmarks/probe.py"))
             else:
                 arms.append(Arm(name, (*quiet, *words, *asked)))
         if self.null_arm in names:

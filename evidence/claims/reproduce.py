@@ -279,7 +279,7 @@ def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
     names = [*MEASURES, *{name for outcome in mine for name in outcome.summary.get("measures", {})}]
     values = {name: [measured(outcome, name) for outcome in mine] for name in names}
     return {
-        "script": arm.script,
+        "script": Path(arm.script).name,
         "overrides": overrides,
         "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
         "measures": {

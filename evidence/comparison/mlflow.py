@@ -11,9 +11,9 @@ from evidence.runs import Outcome
 from trainer.errors import first_line
 from trainer.tracking.mlflow.addresses import lasting_uri
 from trainer.tracking.mlflow.record import TRACKING_FILE, read_record
-from trainer.tracking.mlflow.store import connect, publish, valid_key
+from trainer.tracking.mlflow.store import connect, publish
 from trainer.tracking.sync import SyncStatus, send
-from trainer.tracking.ui import COMPARISON, comparison_address, curves_address, page_of, share_views, shown_at
+from trainer.tracking.ui import curves_address, page_of, shown_at
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,13 +45,10 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"upload of the comparison failed ({first_line(error)}); run the same command again to retry"]
     (base, _), experiment = page_of(uri), delivered[0][1]["experiment_id"]
-    # A view of its own: scripts/ui.py changes the one of the newest runs.
-    key = valid_key(f"{COMPARISON}-{result.comparison.name}")
-    shared = share_views(client, experiment, shown, key)
     return [
         shown_at(uri, experiment, parent),
         "its runs side by side:",
-        f"  {curves_address(base, experiment, key) if shared else comparison_address(base, experiment, shown)}",
+        f"  {curves_address(base, experiment, shown)}",
     ]
 
 

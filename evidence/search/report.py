@@ -1,54 +1,59 @@
-"""What a search prints at its end: its trials, which options mattered, and what to paste."""
+"""What a search prints at its end, and its parent run in MLflow, which the trials' runs are below."""
 
 from __future__ import annotations
 
 import shlex
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from evidence.search.search import AT_STEP
 from evidence.search.space import overrides_of, shown
-from evidence.search.study import Search, run_of
 from mantissa.display import columns, loss
+from trainer.config.schema import Config
+from trainer.errors import first_line
+from trainer.tracking.mlflow.addresses import tracking_uri
+from trainer.tracking.mlflow.store import connect, publish
 
+if TYPE_CHECKING:
+    from evidence.search.search import Search
+
+AT_STEP, WHY = "at_step", "why"
+"""Attributes of Optuna's trials: of the best score; why a trial was pruned or has failed."""
 FEWEST = 8
 """Complete trials from which the importance of options is estimated."""
-_ORDER = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
-_NAMES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+_NAMES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.RUNNING: "running",
+    TrialState.FAIL: "failed",
+}
+"""In the order of the table."""
 
 
 def lines(search: Search, metric: str, overrides: list[str]) -> list[str]:
     """Return the table of the trials, best first, and what follows from it."""
     trials = search.counted()
     sign = -1 if search.study.direction == StudyDirection.MAXIMIZE else 1
-    trials.sort(key=lambda trial: (_ORDER.index(trial.state), sign * (trial.value or 0.0), trial.number))
+    order = list(_NAMES)
+    trials.sort(key=lambda trial: (order.index(trial.state), sign * (trial.value or 0.0), trial.number))
     headings = ["trial", *search.space, metric, "at step", "state", "run"]
-    said = [columns([headings, *(_cells(trial, list(search.space)) for trial in trials)])]
-    running = sum(trial.state == TrialState.RUNNING for trial in trials)
-    if running:
+    said = [columns([headings, *([*_cells(trial, list(search.space)), search.run_of(trial)] for trial in trials)])]
+    if running := sum(trial.state == TrialState.RUNNING for trial in trials):
         said.append(f"\n{running} of {len(trials)} trials are still running in another process")
-    if weights := importances(search, trials):
+    values = [trial.value for trial in trials if trial.state == TrialState.COMPLETE]
+    if len(values) >= FEWEST and len(set(values)) > 1 and len(search.space) > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # scikit-learn's, about its own versions
+            weights = optuna.importance.get_param_importances(search.study)
         said.append("\nimportance: " + ", ".join(f"{key} {weight:.2f}" for key, weight in weights.items()))
-    if trials and trials[0].state == TrialState.COMPLETE:
+    if values:
         best = overrides_of(trials[0].params)
         said.append(f"\nbest: trial {trials[0].number}; paste:\n{shlex.join(best)}")
         said.append(f"\n{shlex.join(['python', 'scripts/train.py', *overrides, *best])}")
     return said
-
-
-def importances(search: Search, trials: list[FrozenTrial]) -> dict[str, float]:
-    """Return how much each option explains of the metric (they sum to 1), the largest first; empty for few trials."""
-    values = [trial.value for trial in trials if trial.state == TrialState.COMPLETE]
-    if len(values) < FEWEST or len(set(values)) < 2 or len(search.space) < 2:
-        return {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scikit-learn's, about its own versions
-        found: dict[str, float] = optuna.importance.get_param_importances(search.study)
-    return found
 
 
 def _cells(trial: FrozenTrial, keys: list[str]) -> list[str]:
@@ -61,6 +66,50 @@ def _cells(trial: FrozenTrial, keys: list[str]) -> list[str]:
         *(shown(params[key]) if key in params else "" for key in keys),
         "" if value is None else loss(value),
         "" if step is None else str(step),
-        _NAMES.get(trial.state, "running"),
-        run_of(trial),
+        _NAMES[trial.state],
     ]
+
+
+def publish_search(
+    config: Config, search: Search, metric: str, status: str, params: dict[str, str] | None = None
+) -> tuple[str | None, str]:
+    """Create the run of the whole search in MLflow, or bring it up to date. Several processes share it.
+
+    Args:
+        config: of a run of the search: where it is tracked.
+        search: the study.
+        metric: what is searched for.
+        status: RUNNING, or how this process ended: FINISHED or KILLED.
+        params: of the run.
+
+    Returns:
+        MLflow's id of it, or None; and why MLflow could not take it, in which case the search continues.
+    """
+    if not config.tracking.mlflow:
+        return None, ""
+    trials, known = search.counted(), search.study.user_attrs
+    uri, experiment = tracking_uri(config.tracking.uri), config.tracking.experiment or config.recipe.name
+    found: dict[str, Any] = {}
+    if any(trial.state == TrialState.COMPLETE for trial in trials):
+        best = search.study.best_trial
+        found["metrics"] = {f"best/{metric}": best.value}
+        found["tags"] = {f"best.{key}": shown(value) for key, value in best.params.items()}
+    others_work = any(trial.state == TrialState.RUNNING for trial in trials) and status == "FINISHED"
+    try:
+        client = connect(uri)
+        with search.alone():  # else two processes would create two
+            run = publish(
+                client,
+                uri,
+                experiment,
+                f"search-{search.name}",
+                known["mlflow_key"],
+                started_s=known["began_s"],
+                params=params,
+                step=len(trials),
+                status="RUNNING" if others_work else status,
+                **found,
+            )
+    except Exception as error:  # of many kinds, by MLflow and what lies below it
+        return None, first_line(error)
+    return str(run.info.run_id), ""

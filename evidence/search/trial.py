@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
+
+import optuna
 
 from mantissa.display import loss
 from trainer.errors import RunError
@@ -19,20 +21,10 @@ class Pruned(RunError):
     status = "KILLED"
 
 
-class Judge(Protocol):
-    """What a run needs of the study; Optuna's trial has these methods."""
-
-    def report(self, value: float, step: int) -> None:
-        """Take the metric of an evaluation. What was reported of this step before stays."""
-
-    def should_prune(self) -> bool:
-        """Return whether the trial is to end after its last report."""
-
-
 class TrialRun(Run):
     """A run whose evaluations a study follows."""
 
-    judge: ClassVar[Judge]
+    trial: ClassVar[optuna.Trial]
 
     def __init__(self, *arguments: Any) -> None:
         """See ``Run``. One that is resumed repeats its reports, for the study knows them by another trial."""
@@ -40,13 +32,13 @@ class TrialRun(Run):
         self._pruned = ""
         for line in read_json_lines(self.folder.path / METRICS_FILE):
             if line["step"] <= self.trainer.step and line.get(self.scores.metric) is not None:
-                self.judge.report(line[self.scores.metric], line["step"])
+                self.trial.report(line[self.scores.metric], line["step"])
 
     def _evaluate(self, step: int) -> Score:
         score = super()._evaluate(step)
         if score.value is not None:
-            self.judge.report(score.value, step)
-            if self.judge.should_prune():
+            self.trial.report(score.value, step)
+            if self.trial.should_prune():
                 self._pruned = f"pruned: earlier trials had a better {self.scores.metric} than {loss(score.value)}"
         return score
 
@@ -62,6 +54,6 @@ class TrialRun(Run):
         return replace(summary, stopped_early=self._pruned) if self._pruned and status == Pruned.status else summary
 
 
-def reporting_to(judge: Judge) -> type[TrialRun]:
-    """Return the class of runs that report to ``judge``."""
-    return type("ReportingRun", (TrialRun,), {"judge": judge})
+def reporting_to(trial: optuna.Trial) -> type[TrialRun]:
+    """Return the class of runs that report to a trial."""
+    return type("ReportingRun", (TrialRun,), {"trial": trial})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evidence import probes
+from benchmarks import probe
 from evidence.claims.claims import load, names
 from evidence.claims.reproduce import Reproduction
 from evidence.measures import TIMED
@@ -36,7 +36,7 @@ def launch(train: Callable[..., Any], trained: Trained) -> Launch:
     def run(command: list[str], log: Path, limit_s: float | None) -> int:
         script, *arguments = command[1:]
         if script.endswith("probe.py"):
-            probes.measure(arguments)
+            probe.measure(arguments)
             return 0
         given = dict(argument.partition("=")[::2] for argument in arguments)
         folder = Path(given.pop("output_dir").strip("'")) / given.pop("run_name")

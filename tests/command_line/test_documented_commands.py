@@ -21,7 +21,8 @@ FILES = [
     PROJECT / "trainer/run/command.py",
 ]
 COMMAND = re.compile(
-    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*(?:(?:python|bash) scripts/|torchrun |make |sbatch |pip |docker |source )[^`]*)"
+    r"(?:#|\$|``)?\s*((?:[A-Z_]+=\S+ )*"
+    r"(?:python (?:scripts/|benchmarks/[bg])|torchrun |make |sbatch |pip |docker |source )[^`]*)"
 )
 QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.")
 KEY_VALUE = re.compile(r"^[\w./+~-]+=\[")
@@ -33,7 +34,7 @@ def commands(path: Path) -> list[str]:
     text = re.sub(r"#!/bin/bash(\n    .*)*", "", text)  # a script, where comments are comments
     lines = text.splitlines()
     if path.suffix == ".md":  # and within the text, where no part of them is left open
-        spans = re.findall(r"`((?:python scripts/|torchrun )[^`\n…<]+)`", text)
+        spans = re.findall(r"`((?:python (?:scripts/|benchmarks/[bg])|torchrun )[^`\n…<]+)`", text)
         lines = [*(line for line in lines if line.startswith("    ")), *spans]
     return [found[1].strip() for line in lines if (found := COMMAND.match(line.strip()))]
 

@@ -30,6 +30,7 @@ OWN = (f"{HERE}/training/test_own_recipe.py::test_runs_and_learns_as_documented"
 HOSTS = "tests/parallel/test_command.py::test_two_hosts_connect_and_train_together"
 RANKS = "tests/parallel/test_command.py::test_a_run_goes_from_two_processes_to_one_and_back"
 COMPARISON = f"{HERE}/test_compare_command.py::test_it_continues_where_it_was_interrupted_and_keeps_what_failed"
+GPU = "tests/benchmarks/test_gpu.py::test_every_command_has_options_that_exist"
 TRAIN = "python scripts/train.py"
 
 # What is not run here, by how it begins: the test that runs such a command whole, and why this one does not.
@@ -37,7 +38,7 @@ ELSEWHERE = {
     "make train": (".ci/run", "installs packages"),
     "make test": (".ci/run", "runs this test"),
     "make bench-peers": (
-        "tests/evidence/test_peers.py::test_loops_of_the_same_job_are_side_by_side", "installs packages",
+        "tests/benchmarks/test_peers.py::test_loops_of_the_same_job_are_side_by_side", "installs packages",
     ),
     "source .venv/bin/activate": ("Makefile", "the environment that make train makes"),
     "sbatch ": ("tests/parallel/test_slurm.py::test_the_job_starts_torchrun_with_its_arguments", "needs SLURM"),
@@ -46,24 +47,17 @@ ELSEWHERE = {
     "python scripts/advise.py": (
         "tests/evidence/advice/test_advise.py::test_the_command_answers_writes_and_repeats_its_answer", "takes minutes",
     ),
-    "python scripts/bench.py": ("tests/evidence/test_bench.py::test_speedups_are_measured", "takes half an hour"),
+    "python benchmarks/bench.py": ("tests/benchmarks/test_ratios.py::test_speedups_are_measured", "takes half an hour"),
     "python scripts/certify.py": (f"{HERE}/test_certify.py::test_a_healthy_job_is_bitwise", "kills many processes"),
     "python scripts/compare.py": (COMPARISON, "starts many processes"),
     "python scripts/doctor.py": (
         f"{HERE}/test_doctor_stories.py::test_an_overflow_in_t5", "examines runs that fail",
     ),
-    "WHEELS=": (
-        "tests/evidence/claims/test_programme.py::test_wheels_are_installed_once_without_a_network", "needs a GPU",
-    ),
-    "pip download": (
-        "tests/evidence/claims/test_programme.py::test_wheels_are_installed_once_without_a_network", "downloads",
-    ),
-    "pip wheel": (
-        "tests/evidence/claims/test_programme.py::test_wheels_are_installed_once_without_a_network", "downloads",
-    ),
-    "python scripts/gpu.py reduced=true": (
-        f"{HERE}/training/test_rehearsal.py::test_the_programme_is_rehearsed", "takes some minutes",
-    ),
+    "pip install --no-index": (GPU, "is for a machine without a network"),
+    "PYTHONPATH=": (GPU, "needs a GPU"),
+    "pip download": (GPU, "downloads"),
+    "pip wheel": (GPU, "downloads"),
+    "python benchmarks/gpu.py reduced=true": (GPU, "takes some minutes"),
     "python scripts/lr_range.py": (
         "tests/evidence/search/test_lr_range.py::test_the_command_suggests_a_rate_and_leaves_no_run", "takes a minute",
     ),
@@ -188,7 +182,7 @@ def test_the_commands_of_a_page_run(
             if run in command and not (folder / run).exists():
                 assert train(*first, *small(first), "steps=2", "tracking=local").code == 0
         if script != "scripts/train.py":
-            given = small(arguments) if script in ("scripts/memory.py", "scripts/scale.py") else []
+            given = small(arguments) if script == "scripts/memory.py" else []
             monkeypatch.setattr(sys, "argv", [script, *arguments, *given])
             with pytest.raises(SystemExit) as ended:
                 runpy.run_path(str(PROJECT / script), run_name="__main__")
@@ -274,7 +268,12 @@ def spans(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda path: path.name)
 def test_keys_and_choices_within_the_text_exist(page: Path) -> None:
-    scripts = set().union(*(own_options(f"scripts/{path.name}") for path in (PROJECT / "scripts").glob("*.py")))
+    files = [
+        *(PROJECT / "scripts").glob("*.py"),
+        PROJECT / "benchmarks" / "bench.py",
+        PROJECT / "benchmarks" / "gpu.py",
+    ]
+    scripts = set().union(*(own_options(str(path.relative_to(PROJECT))) for path in files))
     fields = {entry.name for entry in dataclasses.fields(Config)} | {"experiment", "arms"}
     for word in (word for words in spans(page.read_text(encoding="utf-8")) for word in words):
         key, _, value = word.partition("=")

@@ -10,7 +10,7 @@ import pytest
 
 from evidence.comparison.command import planned
 from evidence.comparison.compare import check_arms, compare
-from evidence.runs import Arm, Outcome, Runner, interleaved, merged
+from evidence.runs import Arm, Outcome, Runner, merged
 from trainer.errors import UserError
 from trainer.files import in_use
 
@@ -130,12 +130,6 @@ def test_an_arm_may_change_what_all_arms_have() -> None:
     assert (configs["bf16"].clip.kind, configs["free"].clip.kind) == ("norm", "none")
     assert (configs["bf16"].batch_size, configs["free"].batch_size) == (4, 8)
     assert merged(["a=1", "+b=2"], ["b=3"], ["c=4", "a=5"]) == ["a=5", "b=3", "c=4"]
-
-
-def test_arms_alternate_in_an_order_that_reverses() -> None:
-    arms = [Arm(label, ()) for label in "abc"]
-    found = [(arm.label, seed) for arm, seed in interleaved(arms, [0, 7, 9])]
-    assert found == [(label, seed) for order, seed in (("abc", 0), ("cba", 7), ("abc", 9)) for label in order]
 
 
 def test_a_run_is_train_py_with_overrides_in_a_fresh_process(tmp_path: Path) -> None:

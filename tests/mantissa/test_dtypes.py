@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mantissa.manifest import LOSS, DtypeRecorder
 from tests.helpers import copied, fit, same_bits, trainer_of
 from trainer.determinism import random_state
-from trainer.precision.attention import KernelsTaken
+from trainer.profiling.attention import KernelsTaken
 from trainer.profiling.flops import ModelFlops
 from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer

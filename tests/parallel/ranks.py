@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import struct
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,20 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import NoData, compose, fit, same_bits
 from tests.parallel import training
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.state import AVERAGE, MASTER
 from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
 from trainer.files import flush
 from trainer.hardware import detect
+from trainer.optim.state import AVERAGE, MASTER
 from trainer.optim.update import ClipNorm
 from trainer.parallel import wrap as parallel
 from trainer.parallel.activation import ActivationCheckpointing
@@ -320,82 +317,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 TWO_STEPS = ("batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=3", "device=cpu")
 
 
-class Collectives(TorchDispatchMode):
-    """Adds up the bytes of the collectives that torch.distributed is asked for, by kind."""
-
-    NAMES: ClassVar = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather"}
-    NAMES |= {"_reduce_scatter_base_": "reduce_scatter"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = {}
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func.name().partition("::")
-        if namespace == "c10d":
-            largest = max(each.nbytes for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
-            if largest > SMALL:  # not the loss, the norm and the numbers of targets
-                kind = self.NAMES.get(name, name)
-                self.bytes[kind] = self.bytes.get(kind, 0) + largest
-                self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-SMALL = 64
-
-
-def received_bytes() -> int:
-    """What has arrived at this process's TCP sockets, as Linux counts it."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6):
-                    information = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-                    total += struct.unpack_from("=Q", information, 128)[0]
-        except OSError:  # closed meanwhile, or it only listens
-            continue
-    return total
-
-
-TRAFFIC: dict[str, tuple[str, Callable[[], Parallel]]] = {
-    "ddp": ("fp32", lambda: DDP(bucket_mb=1)),
-    "ddp 16-bit weights": ("bf16_master", DDP),
-    "fsdp": ("fp32", FSDP),
-    "fsdp kept, 16-bit weights": ("bf16_master", lambda: FSDP(reshard_after_forward=False)),
-    "fsdp param_dtype": ("bf16", lambda: FSDP(param_dtype="bf16")),
-}
-"""Precision and parallel mode; the first word is that of ``MODES``."""
-TRAFFIC_OPTIONS = (*GPT2, "device=cpu", "micro_batch_size=1", "clip=norm", "activation_checkpointing=blocks", "steps=3")
-MICROBATCHES = 2
-
-
-def traffic(mode: str) -> dict[str, Any]:
-    """What the third step exchanges: as asked for, and as it arrives at the sockets."""
-    found = {}
-    for name, (precision, make) in TRAFFIC.items():
-        if name.split()[0] != mode:
-            continue
-        world = MODES[mode]().world(DEVICE)
-        config = compose(*TRAFFIC_OPTIONS, f"precision={precision}", f"batch_size={MICROBATCHES * world.size}")
-        trainer = trainer_of(replace(config, parallel=make()))
-        batches = trainer.batches()
-        for _ in range(2):  # after the first one, DDP's ranks agree on the order of its buckets
-            trainer.train_step(next(batches))
-        microbatches = next(batches)
-        dist.barrier()
-        before = received_bytes() if LINUX else 0
-        with Collectives() as collectives:
-            trainer.train_step(microbatches)
-        dist.barrier()
-        arrived = received_bytes() - before if LINUX else None
-        found[name] = {"asked": collectives.bytes, "count": collectives.count, "arrived": arrived}
-    return found
-
-
 def composition(modes: list[str]) -> dict[str, str]:
     """Two steps and an evaluation of every combination: the loss of the second, or why it is refused.
 
@@ -452,7 +373,6 @@ def main() -> None:
         "overflow": overflow,
         "flag": flag,
         "communication": communication,
-        "traffic": traffic,
         "halves": halves,
         "averages": averages,
         "accumulation": accumulation,
@@ -460,7 +380,7 @@ def main() -> None:
     chosen = [
         name
         for name in cases
-        if (case in ("all", name) or (case == "four" and name in ("gradient", "traffic")))
+        if (case in ("all", name) or (case == "four" and name == "gradient"))
         and (several or name in ("gradient", "halves", "averages", "accumulation"))
     ]
     found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}

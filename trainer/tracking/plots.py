@@ -73,7 +73,6 @@ def _figure(title: str, y_label: str) -> tuple[Any, Any]:
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.set_ylabel(y_label, color=QUIET)
     axes.grid(axis="y", color="#e8eaed", linewidth=0.8)
-    axes.margins(x=0.02)
     axes.locator_params(axis="x", integer=True, nbins=8)
     return figure, axes
 
@@ -83,18 +82,14 @@ def _loss_figure(series: dict[str, Series], title: str) -> Any:
     if "loss" in series:
         steps, values = series["loss"]
         _curve(axes, steps, values, "training")
-        broken, bottom = steps[~np.isfinite(values)], axes.get_xaxis_transform()
+        broken = steps[~np.isfinite(values)]
         if broken.size:
-            marks, label = np.full(broken.size, 0.02), f"not finite ({broken.size})"
-            axes.plot(broken, marks, "|", color=ALARM, markersize=9, transform=bottom, label=label)
+            place, label = axes.get_xaxis_transform(), f"not finite ({broken.size})"
+            axes.plot(broken, np.full(broken.size, 0.02), "|", color=ALARM, markersize=9, transform=place, label=label)
     if "valid/loss" in series:
         steps, values = series["valid/loss"]
-        axes.plot(steps, values, "o-", color=VALID, linewidth=1.8, markersize=4, label="validation")
-        if np.isfinite(values).any():
-            best = int(np.nanargmin(values))
-            place = {"xytext": (0, 9), "textcoords": "offset points", "color": VALID}
-            place["ha"] = "right" if steps[best] > sum(axes.get_xlim()) / 2 else "left"
-            axes.annotate(f"best {values[best]:.4g}", (steps[best], values[best]), **place)
+        best = f", best {np.nanmin(values):.4g}" if np.isfinite(values).any() else ""
+        axes.plot(steps, values, "o-", color=VALID, linewidth=1.8, markersize=4, label=f"validation{best}")
     axes.legend(frameon=False, labelcolor=INK)
     return figure
 
@@ -103,15 +98,13 @@ def _rate_figure(series: Series, unit: str, title: str) -> Any:
     from matplotlib.ticker import EngFormatter
 
     figure, axes = _figure(f"{title}: throughput", f"{unit} per second")
-    steps, values = series
-    _curve(axes, steps, values, unit)
+    _curve(axes, *series, unit)
     axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-    finite = values[np.isfinite(values)]
-    if finite.size:
-        median = float(np.median(finite))
+    if np.isfinite(series[1]).any():
+        median = float(np.nanmedian(series[1]))
         label = f"median {EngFormatter(places=1)(median)}"
         axes.axhline(median, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), label=label)
-        axes.set_ylim(0, max(float(finite.max()) * 1.12, 1e-9))
+        axes.set_ylim(bottom=0)
         axes.legend(frameon=False, labelcolor=INK, loc="lower right")
     return figure
 

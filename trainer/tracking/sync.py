@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -63,7 +62,12 @@ def sync(options: SyncOptions, named: Sequence[str]) -> int:
     logging.getLogger("mantissa").setLevel(logging.INFO)
     uri = options.uri or None
     explicit_uri(uri, "uri")
-    folders = [_checked(Path(folder)) for folder in named] or _runs_in(options.output_dir)
+    if not options.output_dir.is_dir() and not named:
+        raise UserError(f"output_dir={options.output_dir}: no such folder; name the one that holds the run folders")
+    files = sorted(options.output_dir.glob(f"*/{TRACKING_FILE}"), key=lambda path: path.stat().st_mtime)
+    folders = [Path(folder) for folder in named] or [path.parent for path in files]
+    for folder in folders if named else ():
+        RunInfo.read(folder)
     if not folders:
         print(f"no runs in {options.output_dir}")
     incomplete = False
@@ -82,48 +86,35 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
         uri: of the store; None: the one of the run's config.
         named: whether the user named this run; a run with ``tracking=local`` is sent only then.
     """
-    with ExitStack() as stack:
-        try:
-            info = RunInfo.read(folder)
-            if info.uri is None and not named:
-                return SyncResult(SyncStatus.SKIPPED, "tracking=local; skipped")
-            if is_delivered(folder, uri):
-                return SyncResult(SyncStatus.COMPLETE, "already complete")
-            store = whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
-        except UserError as error:
-            return SyncResult(SyncStatus.INCOMPLETE, str(error))
-        try:
-            stack.enter_context(in_use(folder))
-        except UserError:
-            return SyncResult(SyncStatus.SKIPPED, "in use by another process; skipped")
-        if is_delivered(folder, store):
+    try:
+        info = RunInfo.read(folder)
+        if info.uri is None and not named:
+            return SyncResult(SyncStatus.SKIPPED, "tracking=local; skipped")
+        if is_delivered(folder, uri):
             return SyncResult(SyncStatus.COMPLETE, "already complete")
-        delivery = Delivery(folder, store, info, training=False, progress=lambda allowance_s: None)
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                delivery.complete(final_status(folder) or "KILLED")
-                break
-            except Exception as error:  # of many kinds, by MLflow and what lies below it
-                delivery.ask_again()
-                if attempt == ATTEMPTS:
-                    missing = f"upload incomplete: {redacted(store)} lacks {delivery.missing()} ({first_line(error)})"
-                    return SyncResult(SyncStatus.INCOMPLETE, missing)
-        if delivery.elsewhere is not None:
-            why = f"continued elsewhere (MLflow has step {delivery.elsewhere}); skipped to keep that run"
-            return SyncResult(SyncStatus.SKIPPED, why)
-        return SyncResult(SyncStatus.SENT, f"sent to {redacted(store)}")
+        store = whole_uri(info.uri) if info.uri and not uri else tracking_uri(uri, "uri")
+    except UserError as error:
+        return SyncResult(SyncStatus.INCOMPLETE, str(error))
+    try:
+        with in_use(folder):
+            if is_delivered(folder, store):
+                return SyncResult(SyncStatus.COMPLETE, "already complete")
+            return _send(Delivery(folder, store, info, training=False), folder, store)
+    except UserError:
+        return SyncResult(SyncStatus.SKIPPED, "in use by another process; skipped")
 
 
-def _runs_in(output_dir: Path) -> list[Path]:
-    """Return the run folders in an output folder, the oldest first."""
-    if not output_dir.is_dir():
-        raise UserError(f"output_dir={output_dir}: no such folder; name the one that holds the run folders")
-    files = sorted(output_dir.glob(f"*/{TRACKING_FILE}"), key=lambda path: path.stat().st_mtime)
-    return [path.parent for path in files]
-
-
-def _checked(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give a run folder such as outputs/gpt2-bf16-s0")
-    RunInfo.read(folder)
-    return folder
+def _send(delivery: Delivery, folder: Path, store: str) -> SyncResult:
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            delivery.complete(final_status(folder) or "KILLED")
+            break
+        except Exception as error:  # of many kinds, by MLflow and what lies below it
+            delivery.ask_again()
+            if attempt == ATTEMPTS:
+                missing = f"upload incomplete: {redacted(store)} lacks {delivery.missing()} ({first_line(error)})"
+                return SyncResult(SyncStatus.INCOMPLETE, missing)
+    if delivery.elsewhere is not None:
+        why = f"continued elsewhere (MLflow has step {delivery.elsewhere}); skipped to keep that run"
+        return SyncResult(SyncStatus.SKIPPED, why)
+    return SyncResult(SyncStatus.SENT, f"sent to {redacted(store)}")

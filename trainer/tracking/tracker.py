@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,10 @@ class Tracker:
         self.folder = folder
         self._config = config
         self._run_name = run_name
-        path = folder / METRICS_FILE
-        try:
-            before = None if resume_step is None else RunInfo.read(folder)
-        except UserError:  # lost to a full disk
-            before = None
+        path, before = folder / METRICS_FILE, None
+        if resume_step is not None:
+            with suppress(UserError):  # lost to a full disk
+                before = RunInfo.read(folder)
         uri = _store_of(config, before) if config.mlflow else None
         if resume_step is not None:
             truncate(path, resume_step)
@@ -112,24 +112,21 @@ class Tracker:
 
         self._log.close()
         content = countable({"status": status, **summary})
-        metrics, plots = self.folder / METRICS_FILE, self.folder / "plots"
+        metrics, plots, path = self.folder / METRICS_FILE, self.folder / "plots", self.folder / SUMMARY_FILE
         try:
             try:
                 _tolerate(lambda: plot_run(metrics, plots, self._run_name), plots)
             finally:  # last: a run whose summary has the status FINISHED is not trained further when it is resumed
-                path = self.folder / SUMMARY_FILE
                 written = _tolerate(lambda: write_json(path, content), path)
         finally:
-            missing = self._feed.conclude(status, self._config.patience_s) if self._feed else None
-            if missing:
+            if self._feed and (missing := self._feed.conclude(status, self._config.patience_s)):
                 log.warning("%s", missing)
         return written
 
     def abandon(self) -> None:
         """Stop at once. What MLflow lacks stays in the folder, and a warning has the command that sends it."""
         self._log.close()
-        missing = self._feed.abandon() if self._feed else None
-        if missing:
+        if self._feed and (missing := self._feed.abandon()):
             log.warning("%s", missing)
 
 

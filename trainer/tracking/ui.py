@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from trainer.errors import RunError, UserError, first_line, redacted
 from trainer.tracking.mlflow.addresses import database_file, tracking_uri
@@ -21,22 +21,12 @@ from trainer.tracking.mlflow.store import connect
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-log = logging.getLogger("mantissa")
-
 HOST = "127.0.0.1"
 PORT = 5000
-FIRST_RUN = "python scripts/train.py recipe=gpt2 precision=bf16"
+FIRST_RUN = "train something first: python scripts/train.py recipe=gpt2 precision=bf16"
 TRAINING = "workflowType=machine_learning"
 """Without it MLflow's page opens in its view for language-model applications."""
 STOP_TIMEOUT_S = 10
-VIEW = "mantissa"
-"""The key of the view of all runs."""
-COMPARISON = "mantissa-compare"
-"""The key of the view of the newest runs."""
-_COLUMNS = (
-    *("tags.`precision`", "metrics.`best/valid_loss`", "metrics.`final/throughput`"),
-    *("metrics.`final/peak_memory_mib`", "attributes.`Duration`"),
-)
 
 
 @dataclass
@@ -56,8 +46,6 @@ class Newest(NamedTuple):
     experiment_id: str
     run_ids: list[str]
     run_names: list[str]
-    views: bool
-    """Whether the store has the views of ``share_views``."""
 
 
 def ui(options: UiOptions) -> int:
@@ -94,44 +82,10 @@ def newest_runs(uri: str, experiment: str | None, count: int) -> Newest:
     order = ["attributes.start_time DESC"]
     latest = client.search_runs(wanted, order_by=order, max_results=1)
     if not latest:
-        raise UserError(f"no runs yet in {redacted(uri)}; train something first: {FIRST_RUN}")
+        raise UserError(f"no runs yet in {redacted(uri)}; {FIRST_RUN}")
     chosen = latest[0].info.experiment_id
-    runs = client.search_runs([chosen], order_by=order, max_results=count)
-    run_ids = [run.info.run_id for run in runs]
-    views = share_views(client, chosen, run_ids)
-    return Newest(names[chosen], chosen, run_ids, [run.info.run_name for run in runs], views)
-
-
-def share_views(client: MlflowClient, experiment_id: str, run_ids: list[str], comparison: str = COMPARISON) -> bool:
-    """Store the views of an experiment, unless they are there: the columns and runs with which MLflow's page opens.
-
-    MLflow's page keeps what a user has arranged in the browser. A view that is to be shared is stored as a tag, by its
-    "Share" button, and opened by an address with the tag's key; the same tags are written here. The form is that of
-    MLflow 3.5 to 3.17; a version that does not know it shows its default view.
-
-    Args:
-        client: of the store.
-        experiment_id: the experiment's.
-        run_ids: the runs that the view ``comparison`` is to show.
-        comparison: the key of that view.
-
-    Returns:
-        Whether the store has the views; if it cannot be written, there is a warning.
-    """
-    runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
-    # In the order of time, MLflow hides the runs of a comparison below their parent, and draws nothing of them.
-    order = {"orderByKey": "tags.`mlflow.runName`", "orderByAsc": True}
-    chosen = {"searchFilter": f"attributes.run_id IN ({runs})", **order}
-    try:
-        known = client.get_experiment(experiment_id).tags
-        for key, state in ((VIEW, {}), (comparison, chosen)):
-            tag, value = f"mlflow.sharedViewState.{key}", json.dumps({"selectedColumns": _COLUMNS, **state})
-            if known.get(tag) != value:
-                client.set_experiment_tag(experiment_id, tag, value)
-    except Exception as error:  # of many kinds: a store that may only be read is shown as it is
-        log.warning("The columns of this project cannot be stored in MLflow (%s).", first_line(error))
-        return False
-    return True
+    runs = [run.info for run in client.search_runs([chosen], order_by=order, max_results=count)]
+    return Newest(names[chosen], chosen, [run.run_id for run in runs], [run.run_name for run in runs])
 
 
 def server_address(port: int = PORT) -> str:
@@ -139,15 +93,20 @@ def server_address(port: int = PORT) -> str:
     return f"http://{HOST}:{port}"
 
 
-def experiment_address(base: str, experiment_id: str, view: str | None = None) -> str:
-    """Return the address of an experiment's table of runs, with the columns of a view (``share_views``)."""
-    shared = f"&viewStateShareKey={quote(view)}" if view else ""
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{TRAINING}{shared}"
+def experiment_address(base: str, experiment_id: str) -> str:
+    """Return the address of an experiment's table of runs."""
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{TRAINING}"
 
 
-def curves_address(base: str, experiment_id: str, view: str | None = None) -> str:
-    """Return the address of the page that draws each metric of an experiment's runs in one chart."""
-    return f"{experiment_address(base, experiment_id, view)}&compareRunsMode=CHART"
+def curves_address(base: str, experiment_id: str, run_ids: Sequence[str] = ()) -> str:
+    """Return the address of the page that draws each metric of an experiment's runs, or of some, in one chart."""
+    address = f"{experiment_address(base, experiment_id)}&compareRunsMode=CHART"
+    if not run_ids:
+        return address
+    runs = ", ".join(f"'{run_id}'" for run_id in run_ids)
+    # In the order of time, MLflow hides the runs of a comparison below their parent, and draws nothing of them.
+    chosen = {"searchFilter": f"attributes.run_id IN ({runs})", "orderByKey": "tags.`mlflow.runName`"}
+    return f"{address}&{urlencode(chosen, quote_via=quote)}&orderByAsc=true"
 
 
 def run_address(base: str, experiment_id: str, run_id: str) -> str:
@@ -196,7 +155,7 @@ def _open(uri: str) -> MlflowClient:
         raise UserError(f"the runs are in {uri}, which has its own page: open it in your workspace")
     database = database_file(uri)
     if database and not database.exists():
-        raise UserError(f"no runs yet in {database}; train something first: {FIRST_RUN}")
+        raise UserError(f"no runs yet in {database}; {FIRST_RUN}")
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -208,12 +167,11 @@ def _open(uri: str) -> MlflowClient:
 
 def _show(base: str, newest: Newest) -> None:
     """Print what to open."""
-    table, compared = (VIEW, COMPARISON) if newest.views else (None, None)
-    print(f"experiment {newest.experiment}: {experiment_address(base, newest.experiment_id, table)}")
-    print(f"its curves: {curves_address(base, newest.experiment_id, table)}")
+    print(f"experiment {newest.experiment}: {experiment_address(base, newest.experiment_id)}")
+    print(f"its curves: {curves_address(base, newest.experiment_id)}")
     if len(newest.run_ids) > 1:
         print(f"compare {', '.join(newest.run_names)}:")
-        print(f"  {curves_address(base, newest.experiment_id, compared)}")
+        print(f"  {curves_address(base, newest.experiment_id, newest.run_ids)}")
         print("all params and metrics of these runs, side by side:")
         print(f"  {comparison_address(base, newest.experiment_id, newest.run_ids)}")
 

@@ -88,30 +88,10 @@ def database(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch)
     return Path(shutil.copy(empty_store, tmp_path / "mlflow.db"))
 
 
-OLDER = "update alembic_version set version_num = '451aebb31d03'"
-
-
 def test_a_database_without_tables_is_no_database_yet(database: Path) -> None:
     database.write_bytes(b"")
     connect(f"sqlite:///{database}")
     assert integrity(database) == "ok"
-
-
-@pytest.mark.parametrize(
-    ("statements", "message"),
-    [
-        ([OLDER, "drop table logged_models"], "an older MLflow .*: mlflow db upgrade sqlite:////.*/mlflow.db$"),
-        ([OLDER, "delete from experiments"], "an older MLflow .* mlflow db upgrade"),
-        (["drop table alembic_version"], "an older MLflow .* mlflow db upgrade"),
-        (["update alembic_version set version_num = 'ffff'"], "a newer MLflow .*; upgrade mlflow"),
-    ],
-)
-def test_what_another_mlflow_has_filled_is_not_touched(database: Path, statements: list[str], message: str) -> None:
-    before = change(database, *statements)
-    with pytest.raises(UserError, match=message):
-        connect(f"sqlite:///{database}")
-    assert database.read_bytes() == before
-    assert {path.name for path in database.parent.iterdir()} == {"mlflow.db", "mlflow.db-init.lock"}
 
 
 def test_a_database_of_another_program_is_not_touched(tmp_path: Path) -> None:

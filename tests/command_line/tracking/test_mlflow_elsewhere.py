@@ -10,29 +10,18 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tests.tracked import open_tracker, record, tracked
-from trainer.checkpoint.schema import sha256
+from tests.tracked import open_tracker, record, save, tracked
 from trainer.files import write_json
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.sync import SyncStatus, send
-
-
-def checkpoint_of(path: Path, step: int) -> Path:
-    """A folder that is as good as one to what sends it."""
-    folder = path / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text(f'{{"step": {step}}}')
-    manifest = {"format": 2, "step": step, "score": None, "sha256": {"state.json": sha256(folder / "state.json")}}
-    write_json(folder / "manifest.json", manifest)
-    write_json(path / "config.json", {"steps": step})
-    return folder
 
 
 def trained(path: Path, first: int, last: int, resume_step: int | None = None) -> None:
     tracker = open_tracker(path, resume_step=resume_step)
     for step in range(first, last + 1):
         tracker.log(step, {"loss": 1.0 / step})
-    checkpoint_of(path, last)
+    save(path, last)
+    write_json(path / "config.json", {"steps": last})
     tracker.close("FINISHED" if last == 20 else "KILLED", {})
 
 

@@ -80,8 +80,8 @@ def test_it_serves_the_newest_runs_until_it_is_stopped(tmp_path: Path, environme
             assert listens(address[1])
             assert f"runs=%5B%22{run_ids[1]}%22%2C%22{run_ids[0]}%22%5D&experiments=%5B%221%22%5D" in printed
             assert "compare bignet-bf16-s0, bignet-fp32-s0:" in printed
-            assert "viewStateShareKey=mantissa\n" in printed
-            assert "viewStateShareKey=mantissa-compare&compareRunsMode=CHART\n" in printed
+            both = f"attributes.run_id%20IN%20%28%27{run_ids[1]}%27%2C%20%27{run_ids[0]}%27%29"
+            assert f"&compareRunsMode=CHART&searchFilter={both}&orderByKey=" in printed
             assert children
         finally:
             process.send_signal(signal.SIGINT)

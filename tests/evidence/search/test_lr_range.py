@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from evidence.search.command import lr_range
+from evidence.search.lr_command import main as lr_range
 from evidence.search.lr_range import SMOOTHING, Curve, Exponential, range_test
 from tests.helpers import CPU, compose
 from trainer.errors import RunError, UserError
@@ -123,9 +123,9 @@ def test_a_range_in_which_nothing_is_learnt_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("min=0", r"min=0 must be a learning rate above 0, such as min=1e-07"),
-        ("max=nan", r"max=nan must be a learning rate above 0"),
-        ("max=1e-8", r"min=1e-07 must be below max=1e-08"),
+        ("min=0", r"min=0 and max=10 must be learning rates above 0, .*such as min=1e-07"),
+        ("max=nan", r"max=nan must be learning rates above 0"),
+        ("max=1e-8", r"min=1e-07 and max=1e-08 must be .* min the lower one"),
         ("steps=5", r"steps=5 are too few"),
         ("max=much", r"max=much must be a number"),
         ("optimizer.lr=1", r"optimizer.lr=1 has no effect"),

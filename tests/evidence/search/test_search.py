@@ -15,9 +15,9 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from evidence.search.command import search
+from evidence.search.search import Search, open_search, pruner_of
+from evidence.search.search import main as search
 from evidence.search.space import parse_space
-from evidence.search.study import ByNumber, Search, open_search, pruner_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
@@ -93,20 +93,25 @@ def test_a_search_trains_its_trials_and_ends_with_what_to_paste(
 
 
 def test_the_proposals_depend_on_the_seed_and_the_trials_number_only(outputs: Path) -> None:
-    def proposals(seed: int, fresh: bool) -> list[float]:
-        found = []
-        made = optuna.create_study(sampler=ByNumber(seed))
+    def proposals(name: str, seed: int, fresh: bool) -> list[float]:
+        def opened() -> Search:
+            space, _ = parse_space(["space.x=uniform(0,1)"])
+            pruner = pruner_of("none", 1, 1)
+            return open_search(name, outputs, space, {}, maximise=False, trials=13, seed=seed, pruner=pruner)
+
+        found, made = [], opened()
         for _ in range(13):  # more than the ten of TPE that are random
             if fresh:
-                made.sampler = ByNumber(seed)
-            trial = made.ask()
-            found.append(trial.suggest_float("x", 0, 1))
-            made.tell(trial, (found[-1] - 0.3) ** 2)
+                made = opened()
+            with made.next() as trial:
+                assert trial is not None
+                found.append(trial.params["x"])
+                made.study.tell(trial, (found[-1] - 0.3) ** 2)
         return found
 
-    whole = proposals(1, fresh=False)
-    assert whole == proposals(1, fresh=True)
-    assert whole != proposals(2, fresh=False)
+    whole = proposals("a", 1, fresh=False)
+    assert whole == proposals("b", 1, fresh=True)
+    assert whole != proposals("c", 2, fresh=False)
     assert len(set(whole)) == 13
 
 
@@ -210,7 +215,7 @@ def test_two_processes_share_the_trials(outputs: Path) -> None:
     # The second one was killed: its trial is still running, and nobody has its lock.
     with one.next() as again:
         assert again.params == second.params
-        assert again.user_attrs["run"] == "x-t1"
+        assert one.run_of(again) == "x-t1"
         one.study.tell(again, 3.0)
     with other.next() as left:
         assert left is None

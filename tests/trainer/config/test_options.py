@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import signal
 import sys
@@ -11,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from evidence.bench.bench import MEASUREMENTS
-from evidence.bench.command import main as main_of_bench
-from evidence.probes import PROBES
-from scripts import bench, probe
 from tests.helpers import PROJECT
 from trainer.config.options import parse, run
 from trainer.errors import RunError, UserError
@@ -130,36 +125,3 @@ def test_every_script_has_help_and_refuses_a_mistake(
         out, err = capsys.readouterr()
         assert (f"python scripts/{name}.py" in out, "Exit code: 0" in out) == 2 * (not mistake,)
         assert err.startswith("error: --mistake") == bool(mistake)
-
-
-def test_the_help_names_every_measurement_and_probe() -> None:
-    assert ", ".join(MEASUREMENTS) in " ".join(str(bench.__doc__).split())
-    assert re.findall(r"^  (\w+) ", str(probe.__doc__), re.MULTILINE) == list(PROBES)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "memory"], "--only: write only=…, without dashes"),
-        (["only=memroy"], "only=memroy is not a measurement; did you mean 'memory'"),
-        (["repeats=0"], "repeats=0 must be a whole number of at least 1"),
-        (["memory"], "'memory' is not an option; write key=value"),
-        (["text=nowhere.txt"], "text=nowhere.txt: there is no such file"),
-    ],
-)
-def test_bench_refuses_mistakes_before_it_measures(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(main_of_bench, None, arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_bench_takes_some_measurements(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    done: list[str] = []
-    for name in MEASUREMENTS:
-        monkeypatch.setitem(MEASUREMENTS, name, lambda *_, name=name: done.append(name) or [])
-    for only in ("memory,precision", "[memory,precision]"):
-        assert run(main_of_bench, None, [f"only={only}", "device=cpu"]) == 0
-    assert done == 2 * ["memory", "precision"]
-    assert run(main_of_bench, None, ["device=cpu"]) == 0
-    assert done[4:] == list(MEASUREMENTS)

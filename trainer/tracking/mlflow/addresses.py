@@ -21,20 +21,17 @@ def explicit_uri(uri: str | None, key: str = "tracking.uri") -> str | None:
     Raises:
         UserError: it is not a URI that MLflow supports.
     """
-    value = uri
-    if not value:
-        key, value = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
-    if not value:
+    if not uri:
+        key, uri = "MLFLOW_TRACKING_URI", os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
         return None
-    scheme, found, rest = value.partition("://")
+    scheme, found, rest = uri.partition("://")
     kind = scheme.partition("+")[0]
-    known = value in ("databricks", "databricks-uc", "uc") or (rest and kind in _SCHEMES)
-    if known or (rest and kind in entry_points(group="mlflow.tracking_store").names):
-        return value
-    shown = f"{key}={redacted(value)}"
-    if found:
-        raise UserError(f"{shown} is not a URI that MLflow supports; use sqlite:///file.db or http://host:port")
-    raise UserError(f"{shown} is not a URI; use sqlite:///{value} or http://host:port")
+    plugins = entry_points(group="mlflow.tracking_store").names
+    if uri in ("databricks", "databricks-uc", "uc") or (rest and (kind in _SCHEMES or kind in plugins)):
+        return uri
+    remedy = "sqlite:///file.db" if found else f"sqlite:///{uri}"
+    raise UserError(f"{key}={redacted(uri)} is not a URI that MLflow supports; use {remedy} or http://host:port")
 
 
 def tracking_uri(uri: str | None = None, key: str = "tracking.uri") -> str:

@@ -6,17 +6,16 @@ are. ``config.json`` and ``metrics.jsonl``, which are also needed to resume, are
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, sha256
+from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, damage
 from trainer.errors import first_line
 from trainer.files import METRICS_FILE, link_or_copy
 
@@ -40,8 +39,8 @@ class CheckpointSender:
     which a resumed run exports its best weights; ``none``."""
     _settled: dict[str, str] = field(default_factory=dict)
     """The manifests of those that were sent, or are damaged, by name."""
-    _stay: set[str] = field(default_factory=set)
-    """What MLflow has refused to remove."""
+    _may_remove: bool = True
+    """False: MLflow has refused to remove one."""
 
     def unsent(self) -> list[str]:
         """Return the names of the checkpoints that MLflow is not known to have."""
@@ -67,9 +66,13 @@ class CheckpointSender:
         for name in self.unsent():
             with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self.folder) as scratch:
                 copy = Path(scratch, name)
-                if name not in wanted or not _linked(wanted[name], copy):
-                    continue  # the run has removed it meanwhile
-                if found := _damage(copy):
+                copy.mkdir()
+                try:  # links, so that the files stay if the run removes the checkpoint
+                    for file in wanted[name].iterdir():
+                        link_or_copy(file, copy / file.name)
+                except (KeyError, FileNotFoundError):  # saved or removed meanwhile
+                    continue
+                if found := damage(copy, int(name[5:])):
                     log.warning("The checkpoint %s is damaged (%s) and is not sent to MLflow.", name, found)
                 else:
                     self._send(client, run, copy, between)
@@ -90,61 +93,32 @@ class CheckpointSender:
 
     def _send(self, client: MlflowClient, run: Any, copy: Path, between: Callable[[int], None]) -> None:
         place, run_id = f"{CHECKPOINTS}/{copy.name}", run.info.run_id
-        files = sorted((path for path in copy.iterdir() if path.is_file()), key=lambda path: path.name == MANIFEST_FILE)
-        there = _sizes(client, run_id, place)
-        if there.get(MANIFEST_FILE, 0) != 0:
-            if _have_arrived(there, files) and _stored_manifest(client, run_id, place) == _manifest(copy):
-                return
+        if f"{place}/{MANIFEST_FILE}" in [item.path for item in client.list_artifacts(run_id, place)]:
+            with tempfile.TemporaryDirectory() as scratch:
+                stored = Path(client.download_artifacts(run_id, f"{place}/{MANIFEST_FILE}", scratch))
+                if stored.read_text(encoding="utf-8") == _manifest(copy):
+                    return
             with suppress(NotImplementedError):
                 _remove(client, run, copy.name)  # of the same step, but not the same weights
+        files = sorted(copy.iterdir(), key=lambda path: path.name == MANIFEST_FILE)
         for path, target in [*((self.folder / name, None) for name in COMPANIONS), *((path, place) for path in files)]:
             between(path.stat().st_size)
             client.log_artifact(run_id, str(path), target)
             between(0)
-        if not _have_arrived(_sizes(client, run_id, place), files):
-            with suppress(NotImplementedError):
-                _remove(client, run, copy.name)
-            raise OSError(f"the upload of {place} is incomplete")
 
     def _prune(self, client: MlflowClient, run: Any, between: Callable[[int], None]) -> None:
         keep = self._wanted().keys()
         newest = max(keep, default="")  # later ones are of a folder in which the run has continued
-        for item in client.list_artifacts(run.info.run_id, CHECKPOINTS):
+        for item in client.list_artifacts(run.info.run_id, CHECKPOINTS) if self._may_remove else ():
             name = item.path.rpartition("/")[2]
             if item.is_dir and STEP_NAME.fullmatch(name) and name not in keep and name < newest:
                 try:
                     _remove(client, run, name)
                 except Exception as error:  # of many kinds; a checkpoint that stays too long is no failure
-                    if name not in self._stay:
-                        why = first_line(error)
-                        log.warning("MLflow does not remove the checkpoint %s (%s); it stays there.", name, why)
-                    self._stay.add(name)
+                    log.warning("MLflow does not remove old checkpoints (%s); they stay there.", first_line(error))
+                    self._may_remove = False
+                    return
                 between(0)
-
-
-def _linked(path: Path, copy: Path) -> bool:
-    """Link a checkpoint's files, so that they stay if the run removes it; False: it has removed some already."""
-    copy.mkdir()
-    try:
-        for file in path.iterdir():
-            link_or_copy(file, copy / file.name)
-    except FileNotFoundError:
-        return False
-    return (copy / MANIFEST_FILE).exists() and all((copy / name).exists() for name in _hashes(copy))
-
-
-def _damage(copy: Path) -> str | None:
-    """Return the name of a damaged file, which must not be sent; None: there is none."""
-    hashes = _hashes(copy)
-    return next((name for name in hashes if sha256(copy / name) != hashes[name]), None) if hashes else MANIFEST_FILE
-
-
-def _hashes(copy: Path) -> dict[str, str]:
-    """Return the hashes of the files by their names; none from a damaged manifest."""
-    try:
-        return dict(json.loads(_manifest(copy))["sha256"])
-    except (ValueError, KeyError, TypeError):
-        return {}
 
 
 def _manifest(path: Path) -> str:
@@ -152,19 +126,6 @@ def _manifest(path: Path) -> str:
         return (path / MANIFEST_FILE).read_text(encoding="utf-8")
     except OSError:  # removed meanwhile
         return ""
-
-
-def _sizes(client: MlflowClient, run_id: str, place: str) -> dict[str, int | None]:
-    return {Path(item.path).name: item.file_size for item in client.list_artifacts(run_id, place) if not item.is_dir}
-
-
-def _have_arrived(there: dict[str, int | None], files: Iterable[Path]) -> bool:
-    return all(there.get(path.name, -1) in (None, path.stat().st_size) for path in files)  # None: it lists no sizes
-
-
-def _stored_manifest(client: MlflowClient, run_id: str, place: str) -> str:
-    with tempfile.TemporaryDirectory() as scratch:
-        return Path(client.download_artifacts(run_id, f"{place}/{MANIFEST_FILE}", scratch)).read_text(encoding="utf-8")
 
 
 def _remove(client: MlflowClient, run: Any, name: str) -> None:

@@ -23,14 +23,22 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
     from trainer.data.contract import Datasets
     from trainer.data.loader import fingerprint  # with torch, which sending a run to MLflow does not need
 
-    kind, location = _location(source)
+    place: dict[str, Any]
+    options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
+    if isinstance(options.get("path"), str) and options["path"]:
+        kind, place = "local", {"uri": str(Path(options["path"]).expanduser().absolute())}
+    elif source.kind == "hub":
+        kind, place = "hugging_face", {"path": options["name"], "config_name": options.get("subset")}
+    else:
+        plain = {key: value for key, value in options.items() if isinstance(value, (str, int, float))}
+        kind, place = "code", {"tags": {"mlflow.source.name": "scripts/train.py", "data": source.kind, **plain}}
     return [
         {
             "context": context,
             "name": source.kind or type(source).__name__.lower(),
             "digest": fingerprint(Datasets(part, part, ""))[:DIGEST_LENGTH],
             "source_type": kind,
-            "source": location,
+            "source": place,
             "samples": len(part),
             "description": datasets.description,
         }
@@ -49,15 +57,3 @@ def log_datasets(client: MlflowClient, run_id: str, facts: list[dict[str, Any]])
         inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", entry["context"])]))
     if inputs:
         client.log_inputs(run_id, inputs)
-
-
-def _location(source: DataSource) -> tuple[str, dict[str, Any]]:
-    """Return MLflow's source type and source of a dataset: a file, the Hub, or this project's code."""
-    options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
-    path = options.get("path")
-    if isinstance(path, str) and path:
-        return "local", {"uri": str(Path(path).expanduser().absolute())}
-    if source.kind == "hub":
-        return "hugging_face", {"path": options["name"], "config_name": options.get("subset")}
-    plain = {key: value for key, value in options.items() if isinstance(value, (str, int, float))}
-    return "code", {"tags": {"mlflow.source.name": "scripts/train.py", "data": source.kind, **plain}}

@@ -27,11 +27,11 @@ from trainer.files import (
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import log_datasets
-from trainer.tracking.mlflow.description import NOTE_TAG, closing_description, may_replace, opening_description
-from trainer.tracking.mlflow.models import Progress, is_servable, log_best
+from trainer.tracking.mlflow.description import NOTE_TAG, description, may_replace
+from trainer.tracking.mlflow.models import Progress, log_best
 from trainer.tracking.mlflow.record import RunInfo, log_size, read_record
-from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, import_mlflow, valid_key
-from trainer.tracking.mlflow.summary_metrics import summary_metrics
+from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
+from trainer.tracking.mlflow.summary_metrics import Point, points, summary_metrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -59,7 +59,9 @@ class Delivery:
     asking it and reading the log. Any method may fail; then ``ask_again`` must be called before the next attempt.
     """
 
-    def __init__(self, folder: Path, uri: str, info: RunInfo, *, training: bool, progress: Progress) -> None:
+    def __init__(
+        self, folder: Path, uri: str, info: RunInfo, *, training: bool, progress: Progress = lambda allowance_s: None
+    ) -> None:
         """Prepare; nothing is opened yet.
 
         Args:
@@ -94,20 +96,19 @@ class Delivery:
     def begin(self) -> None:
         """Connect, and find or create the run; once that has succeeded, do nothing until something fails."""
         if self._client is None:
-            import_mlflow(self._uri)
             database = database_file(self._uri)
             self._progress(SET_UP_S if database and not database.exists() else 0)
             self._client = connect(self._uri)
             self._progress(0)
         if self._certain:
             return
-        client, known = self._client, self.run_id or self._record.get("run_id")
-        run = find_run(client, known) if known else None
+        known = self.run_id or self._record.get("run_id")
+        run = find_run(self._client, known) if known else None
         if run is None:
             if known:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
             info = self._info
-            run = create_run(client, self._uri, info.experiment, info.name, info.key, info.started_s)
+            run = create_run(self._client, self._uri, info.experiment, info.name, info.key, info.started_s)
             self._offset = 0
             self._uploaded.clear()
             self._checkpoints.forget()
@@ -116,11 +117,11 @@ class Delivery:
         self._stored = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         sessions = self._record.get("sessions", [])
         if self.elsewhere is None and (known or not self._training):
-            self.elsewhere = self._step_elsewhere(run, sessions)
+            self._look_elsewhere(run, sessions)
         if self._training and self.elsewhere is None and self._session not in sessions:
             sessions = [*sessions, self._session]
         self._record = {
-            "run_id": run.info.run_id,
+            "run_id": self.run_id,
             "experiment_id": run.info.experiment_id,
             "tracking_uri": lasting_uri(self._uri),
             "sessions": sessions,
@@ -128,19 +129,12 @@ class Delivery:
         self._write_record()  # before MLflow has the session, which is then never mistaken for another folder's
         self._progress(0)
         if self._described != self.run_id and self.elsewhere is None:
-            self._describe(client, run)
+            self._describe(self._client, run)
             self._described = self.run_id
-            self._progress(0)
         self._certain = True
 
     def send_metrics(self) -> None:
         """Send the points of the log that the store lacks."""
-        from mlflow.entities import Metric
-        from mlflow.utils.validation import MAX_METRICS_PER_BATCH
-
-        assert self._client is not None
-        if self.elsewhere is not None:
-            return
         with (self._folder / METRICS_FILE).open("rb") as file:
             while True:
                 file.seek(self._offset)
@@ -148,22 +142,26 @@ class Delivery:
                 lines = [line for line in file.readlines(READ_BYTES) if line.endswith(b"\n")]
                 if not lines:
                     return
-                points = []
-                for line in lines:
-                    values = json.loads(line)
-                    step, stamp = values.pop("step"), int(values.pop("time") * 1000)
-                    points += [
-                        Metric(key, float(value), stamp, step)
-                        for name, value in values.items()
-                        if value is not None and step > self._stored.get(key := valid_key(name), -1)
-                    ]
-                for start in range(0, len(points), MAX_METRICS_PER_BATCH):
-                    batch = points[start : start + MAX_METRICS_PER_BATCH]
-                    self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
-                    self._progress(0)
+                self._send_points([point for line in lines for point in points(json.loads(line))])
                 self._offset += sum(map(len, lines))
 
-    def send_checkpoints(self, pause: Callable[[], None]) -> None:
+    def _send_points(self, known: list[Point]) -> None:
+        """Send those of which the store has no step as late; names become ones that MLflow takes."""
+        from mlflow.entities import Metric
+        from mlflow.utils.validation import MAX_METRICS_PER_BATCH
+
+        assert self._client is not None
+        new = [
+            Metric(key, float(point.value), int(point.time_s * 1000), point.step)
+            for point in known
+            if point.step > self._stored.get(key := valid_key(point.name), -1)
+        ]
+        for start in range(0, len(new), MAX_METRICS_PER_BATCH):
+            batch = new[start : start + MAX_METRICS_PER_BATCH]
+            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
+            self._progress(0)
+
+    def send_checkpoints(self, pause: Callable[[], None] = lambda: None) -> None:
         """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called between two calls."""
         assert self._client is not None
 
@@ -177,7 +175,7 @@ class Delivery:
 
     def has_new_checkpoints(self) -> bool:
         """Return whether there are checkpoints to send while the run is training."""
-        return self._info.checkpoints == "all" and self.elsewhere is None and bool(self._checkpoints.unsent())
+        return self._info.checkpoints == "all" and bool(self._checkpoints.unsent())
 
     def complete(self, status: str) -> None:
         """Send all of a run that has ended, and record that in ``mlflow.json``.
@@ -205,20 +203,30 @@ class Delivery:
         unsent = ", ".join(self._checkpoints.unsent())
         parts = ["the last metrics" if self._offset < log_size(self._folder) else ""]
         parts += [f"the artifacts {names}" if names else "", f"the checkpoints {unsent}" if unsent else ""]
-        return " and ".join(part for part in parts if part) or "the run's final status"
+        return " and ".join(filter(None, parts)) or "the run's final status"
 
-    def _step_elsewhere(self, run: Any, sessions: list[str]) -> int | None:
-        """Return the step that a run has reached in another folder, if that is later than here; else None.
+    def _look_elsewhere(self, run: Any, sessions: list[str]) -> None:
+        """Find out whether a run has reached a later step in another folder.
 
         A later step in the store is not enough: a run that is resumed from an earlier checkpoint removes the later
         lines of its log, and a power failure may too. So each process that trains a run writes its session into a tag.
         """
         if run.data.tags.get(SESSION_TAG) in sessions:
-            return None
+            return
         # MLflow's monitor of the machine counts its own samples.
         newest = max((step for key, step in self._stored.items() if not key.startswith("system/")), default=-1)
         here = max((int(line["step"]) for line in read_json_lines(self._folder / METRICS_FILE)), default=0)
-        return newest if newest > here else None
+        if newest > here:
+            self.elsewhere = newest
+            if self._training:
+                log.warning(
+                    "MLflow has step %d of this run, which was continued elsewhere. The metrics of this continuation "
+                    "are not sent; they are in %s. To continue the other one, use resume=mlflow:%s and another "
+                    "output_dir.",
+                    newest,
+                    self._folder,
+                    self.run_id,
+                )
 
     def _describe(self, client: MlflowClient, run: Any) -> None:
         """Log what is known of a run when it begins.
@@ -229,12 +237,11 @@ class Delivery:
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_TAG_VAL_LENGTH
 
         run_id, known = run.info.run_id, run.data.params
-        params = {
-            valid_key(key): cut(
-                value if isinstance(value, str) else json.dumps(value, default=str), MAX_PARAM_VAL_LENGTH
-            )
+        texts = {
+            valid_key(key): value if isinstance(value, str) else json.dumps(value, default=str)
             for key, value in self._info.params.items()
         }
+        params = {key: cut(text, MAX_PARAM_VAL_LENGTH) for key, text in texts.items()}
         tags = dict(self._info.tags)
         if self._training:
             tags[SESSION_TAG] = self._session
@@ -242,8 +249,6 @@ class Delivery:
                 client.update_run(run_id, status="RUNNING")
         if changed := [f"{key}={value}" for key, value in params.items() if known.get(key, value) != value]:
             tags["changed_on_resume"] = " ".join(changed)
-        if may_replace(run.data.tags.get(NOTE_TAG)):
-            tags[NOTE_TAG] = opening_description(self._info.tags, self._info.datasets)
         new = [Param(key, value) for key, value in params.items() if key not in known]
         marks = [RunTag(valid_key(key), cut(str(value), MAX_TAG_VAL_LENGTH)) for key, value in tags.items()]
         client.log_batch(run_id, params=new, synchronous=True)  # the client divides what is too long
@@ -251,50 +256,41 @@ class Delivery:
         log_datasets(client, run_id, self._info.datasets)
 
     def _send_all(self, status: str) -> None:
+        """Send the rest; what is refused, such as a model, keeps nothing else back, and the run ends all the same."""
         assert self._client is not None
-        client, problem = self._client, None
+        problem = None
         self.send_metrics()
-        self._send_summary_metrics(client)
-        parts = (self._upload, self._sum_up, lambda _: self.send_checkpoints(lambda: None))
+        summary = read_object(self._folder / SUMMARY_FILE)
+        self._send_points(summary_metrics(self._folder / METRICS_FILE, summary))
         try:
-            for send in parts:
+            for send in (self._upload, self._sum_up, self.send_checkpoints):
                 self._progress(0)  # outside of the try: it raises if nobody waits any more
                 try:
-                    send(client)
-                except Exception as error:  # a model that is refused must not keep the checkpoints back
+                    send()
+                except Exception as error:
                     problem = problem or error
             if problem:
                 raise problem
-        finally:  # a run whose artifacts are refused has ended too
-            ended_s = [(self._folder / name).stat().st_mtime for name in (METRICS_FILE, SUMMARY_FILE)
-                       if (self._folder / name).exists()]  # fmt: skip
-            client.set_terminated(self.run_id, status, int(max(ended_s, default=time.time()) * 1000))
+        finally:
+            files = [self._folder / name for name in (METRICS_FILE, SUMMARY_FILE)]
+            ended_s = max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+            self._client.set_terminated(self.run_id, status, int(ended_s * 1000))
 
-    def _send_summary_metrics(self, client: MlflowClient) -> None:
-        """Send ``best/…`` and ``final/…``, each where the store has none of that step or a later one."""
-        from mlflow.entities import Metric
-
-        points = [
-            Metric(key, float(metric.value), int(metric.time_s * 1000), metric.step)
-            for metric in summary_metrics(self._folder / METRICS_FILE, read_object(self._folder / SUMMARY_FILE))
-            if metric.step > self._stored.get(key := valid_key(metric.name), -1)
-        ]
-        if points:
-            client.log_batch(self.run_id, metrics=points, synchronous=True)
-            self._stored |= {point.key: point.step for point in points}
-            self._progress(0)
-
-    def _upload(self, client: MlflowClient) -> None:
+    def _upload(self) -> None:
+        client, run_id = self._client, self.run_id
+        assert client is not None
         for path in self._artifacts():
-            self._progress(_bytes(path) / UPLOAD_BYTES_PER_S)
-            if path.name == BEST and is_servable(self._folder):
-                self._model_id = self._log_model(client)
-            if path.name == BEST and self._model_id:
-                pass
-            elif path.is_dir():
-                client.log_artifacts(self.run_id, str(path), path.name)
-            else:
-                client.log_artifact(self.run_id, str(path))
+            upload_s = _bytes(path) / UPLOAD_BYTES_PER_S
+            self._progress(upload_s)
+            if path.name == BEST:
+                run = client.get_run(run_id)
+                self._model_id = log_best(
+                    client, run, self._folder, self._info, progress=self._progress, upload_s=upload_s
+                )
+            if path.is_dir() and not (path.name == BEST and self._model_id):
+                client.log_artifacts(run_id, str(path), path.name)
+            elif path.is_file():
+                client.log_artifact(run_id, str(path))
             if path.name == PRECISION_FILE:
                 self._log_modules(client, path)
             self._uploaded.add(path.name)
@@ -304,16 +300,6 @@ class Delivery:
         paths = [self._folder / name for name in ARTIFACTS if name not in self._uploaded]
         return [path for path in paths if path.exists()]
 
-    def _log_model(self, client: MlflowClient) -> str | None:
-        return log_best(
-            client,
-            client.get_run(self.run_id),
-            self._folder,
-            self._info,
-            progress=self._progress,
-            upload_s=_bytes(self._folder / BEST) / UPLOAD_BYTES_PER_S,
-        )
-
     def _log_modules(self, client: MlflowClient, precision: Path) -> None:
         """Log each module's dtypes as ``MlflowClient.log_table`` does, which would append to them when repeated."""
         if rows := read_object(precision).get("modules"):
@@ -322,12 +308,13 @@ class Delivery:
             # MLflow's page shows these files as tables.
             client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps([{"path": name, "type": "table"}]))
 
-    def _sum_up(self, client: MlflowClient) -> None:
+    def _sum_up(self) -> None:
+        assert self._client is not None
         assert self.run_id
         resumable = self._info.checkpoints != "none"
-        note = closing_description(self._folder, self.run_id, self._model_id, resumable=resumable)
-        if note and may_replace(client.get_run(self.run_id).data.tags.get(NOTE_TAG)):
-            client.set_tag(self.run_id, NOTE_TAG, note)
+        note = description(self._folder, self.run_id, self._model_id, resumable=resumable)
+        if note and may_replace(self._client.get_run(self.run_id).data.tags.get(NOTE_TAG)):
+            self._client.set_tag(self.run_id, NOTE_TAG, note)
 
     def _write_record(self) -> None:
         with suppress(OSError):  # a full disk must not stop the delivery; the run's key finds it again

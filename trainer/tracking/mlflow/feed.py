@@ -18,7 +18,7 @@ log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
 MAX_SHARE = 0.1
-"""The largest share of time that the thread uses while a run trains, because only one thread runs at a time."""
+"""The largest share of time that an upload of checkpoints takes while a run trains: one thread runs at a time."""
 LONGEST_PAUSE_S = 5.0
 LAST_ATTEMPTS = 3
 """Number of attempts to complete a run if MLflow returns errors."""
@@ -50,7 +50,6 @@ class Feed(threading.Thread):
         self._monitor: Any = None
         self._ending = threading.Event()
         self._abandoned = False
-        self._warned_of_elsewhere = False
         self._since = self._deadline = self._patience_s = 0.0
         self._status = ""
         self._problem: Exception | None = None
@@ -97,20 +96,17 @@ class Feed(threading.Thread):
         self._ending.set()
         return self._incomplete("stopped immediately")
 
-    def _incomplete(self, reason: str) -> str:
-        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
-        return (
-            f"MLflow upload incomplete ({redacted(self._uri)} lacks {self._delivery.missing()}: {reason}). "
-            f"Data is safe in {self._folder}; retry with: {command}"
-        )
-
     def run(self) -> None:
         """Send until everything is delivered or the caller no longer waits."""
         failures = last_failures = 0
-        while not self._abandoned:
+        while not self._abandoned and last_failures < LAST_ATTEMPTS:
             ending = self._ending.is_set()
             try:
-                self._advance(ending)
+                if ending:
+                    self._stop_monitor()
+                    self._delivery.complete(self._status)
+                else:
+                    self._advance()
                 if failures >= 2:
                     log.info("MLflow at %s is available again.", redacted(self._uri))
                 failures, self._problem = 0, None
@@ -130,40 +126,22 @@ class Feed(threading.Thread):
                         first_line(error),
                         self._folder / METRICS_FILE,
                     )
-                if last_failures >= LAST_ATTEMPTS:
-                    return
             if self._ending.is_set():
                 time.sleep(min(last_failures, 2))
             else:
                 self._ending.wait(min(self._flush_every_s * 2**failures, MAX_BACKOFF_S))
 
-    def _advance(self, ending: bool) -> None:
-        """Send what is new."""
-        if ending:
-            self._stop_monitor()
-            self._delivery.complete(self._status)
-        else:
-            self._delivery.begin()
+    def _advance(self) -> None:
+        """Send what is new while the run trains."""
+        self._delivery.begin()
         if self._delivery.elsewhere is not None:
-            self._warn_of_elsewhere()
-        elif not ending:
-            self._delivery.send_metrics()
-            if self._delivery.has_new_checkpoints():
-                self._since = time.monotonic()
-                self._delivery.send_checkpoints(self._pause)
-            if self._system_metrics:
-                self._watch_system()
-
-    def _warn_of_elsewhere(self) -> None:
-        if not self._warned_of_elsewhere:
-            log.warning(
-                "MLflow has step %d of this run, which was continued elsewhere. The metrics of this continuation are "
-                "not sent; they are in %s. To continue the other one, use resume=mlflow:%s and another output_dir.",
-                self._delivery.elsewhere,
-                self._folder,
-                self.run_id,
-            )
-        self._warned_of_elsewhere = True
+            return
+        self._delivery.send_metrics()
+        if self._delivery.has_new_checkpoints():
+            self._since = time.monotonic()
+            self._delivery.send_checkpoints(self._pause)
+        if self._system_metrics:
+            self._watch_system()
 
     def _watch_system(self) -> None:
         """Let MLflow sample the machine."""
@@ -192,3 +170,10 @@ class Feed(threading.Thread):
         if self._abandoned:
             raise DeliveryAbandoned
         self._deadline = max(self._deadline, time.monotonic() + self._patience_s + allowance_s)
+
+    def _incomplete(self, reason: str) -> str:
+        command = shlex.join(["python", "scripts/sync.py", str(self._folder)])
+        return (
+            f"MLflow upload incomplete ({redacted(self._uri)} lacks {self._delivery.missing()}: {reason}). "
+            f"Data is safe in {self._folder}; retry with: {command}"
+        )

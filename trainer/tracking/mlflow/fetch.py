@@ -8,8 +8,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.schema import MANIFEST_FILE, STEP_NAME, InvalidCheckpoint, damage, read_manifest
@@ -22,7 +23,6 @@ from trainer.files import (
     TOKENIZER,
     check_output_dir,
     flush,
-    in_use,
     locked,
     read_object,
     write_json,
@@ -72,9 +72,7 @@ def fetched_run(
     except UserError:
         raise
     except Exception as error:  # of many kinds, by MLflow and what lies below it
-        own = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-        # MLflow reports errors of a download as text only.
-        if (isinstance(error, OSError) and error.errno in own) or os.strerror(errno.ENOSPC) in str(error):
+        if os.strerror(errno.ENOSPC) in str(error):  # MLflow reports errors of a download as text only
             raise UserError(f"{given}: output_dir={output_dir} cannot be written ({first_line(error)})") from error
         raise UserError(
             f"{given}: the run cannot be fetched from MLflow at {redacted(store)} ({first_line(error)}); "
@@ -114,161 +112,121 @@ def fetch(resume: str, uri: str | None, output_dir: str) -> Path:
     match = _ADDRESS.fullmatch(resume)
     if not match:
         raise UserError(f"{given} is not a valid run; use resume=mlflow:RUN_ID, with the id from MLflow's page")
-    with fetched_run(given, match[1], uri, "tracking.uri", output_dir) as (client, run):
+    run_id, requested = match[1], int(match[2]) if match[2] else None
+    with fetched_run(given, run_id, uri, "tracking.uri", output_dir) as (client, run):
         name = run.info.run_name
         if name != Path(name).name or name.startswith("."):
             raise UserError(
                 f"{given}: the run's name {name!r} is not valid as the name of a folder; rename it on MLflow's page"
             )
-        root = Path(output_dir).expanduser()
-        partial = root / f".{name}.{match[1]}.partial"
+        saved = _saved_steps(client, run_id)
+        step = requested or max(saved, default=0)
+        if step not in saved:
+            missing = "complete checkpoint" if requested is None else f"complete checkpoint of step {step}"
+            raise UserError(
+                f"{given}: MLflow has no {missing} of this run (trained with tracking.checkpoints=none, or not "
+                "sent yet: scripts/sync.py sends it from where it was trained); choose another run"
+            )
+        target = Path(output_dir).expanduser() / name
+        partial = target.with_name(f".{name}.{run_id}.partial")
+        origin = {"run_id": run_id, "step": requested}
+        # Another run in MLflow, whose points of later steps cannot be removed.
+        is_new_run = step != saved[-1]
         with downloading(partial):
-            wanted = _choose(client, given, match[1], int(match[2]) if match[2] else None, partial)
-            if not _is_here(root / name, wanted):
-                where = redacted(str(client.tracking_uri))
-                print(f"fetching {name}, step {wanted.step}, from MLflow at {where}", flush=True)
-                _download(client, run, wanted, partial)
-                _describe(client, run, wanted, partial)
-                flush(partial)
-                partial.rename(root / name)
-        return root / name
+            if target.exists():
+                _check(given, target, step, origin, is_new_run)
+                return target
+            where = redacted(str(client.tracking_uri))
+            print(f"fetching {name}, step {step}, from MLflow at {where}", flush=True)
+            if is_new_run:
+                print(f"MLflow has this run up to step {saved[-1]}; from step {step} on it is a new run there")
+            _download(given, client, run, [each for each in saved if each <= step], partial)
+            if run.info.status == "FINISHED" and not is_new_run:
+                client.download_artifacts(run_id, SUMMARY_FILE, str(partial))
+            write_json(partial / ORIGIN_FILE, origin)
+            _describe(client, run, is_new_run, partial)
+            for path in (*partial.rglob("*"), partial):
+                flush(path)
+            partial.rename(target)
+        return target
 
 
-class _Wanted(NamedTuple):
-    """The checkpoint to continue from."""
-
-    given: str
-    run_id: str
-    requested: int | None
-    """The step that ``resume`` names, if any."""
-    saved: list[int]
-    """The steps of the complete checkpoints in MLflow, oldest first."""
-
-    @property
-    def step(self) -> int:
-        return self.saved[-1] if self.requested is None else self.requested
-
-    @property
-    def is_new_run(self) -> bool:
-        """Whether it must be another run in MLflow, because MLflow's points of later steps cannot be removed."""
-        return self.step != self.saved[-1]
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "step": self.requested}
-
-
-def _choose(client: MlflowClient, given: str, run_id: str, step: int | None, partial: Path) -> _Wanted:
-    """Find the checkpoint, and download its manifest and that of the best one."""
-    saved = []
-    for item in client.list_artifacts(run_id, CHECKPOINTS):
-        name = item.path.rpartition("/")[2]
-        if item.is_dir and STEP_NAME.fullmatch(name):
-            files = [file.path for file in client.list_artifacts(run_id, item.path)]
-            saved += [int(name[5:])] if f"{item.path}/{MANIFEST_FILE}" in files else []
-    wanted = _Wanted(given, run_id, step, sorted(saved))
-    if not saved or wanted.step not in saved:
-        missing = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
-        raise UserError(
-            f"{given}: MLflow has no {missing} of this run (trained with tracking.checkpoints=none, or not "
-            "sent yet: scripts/sync.py sends it from where it was trained); choose another run"
-        )
-    root = partial / CHECKPOINTS
-    for each in wanted.saved:
-        if each <= wanted.step:
-            folder = checkpoint.path_of(root, each)
-            _get(client, run_id, f"{CHECKPOINTS}/{folder.name}/{MANIFEST_FILE}", folder)
-    for other in set(checkpoint.steps(root)) - {wanted.step, checkpoint.best_step(root)}:
-        shutil.rmtree(checkpoint.path_of(root, other))
-    return wanted
-
-
-def _is_here(target: Path, wanted: _Wanted) -> bool:
-    """Return whether this folder already has the run, at this step or later; then it is resumed from there.
-
-    Raises:
-        UserError: the folder is of another run, or of another state of this one, or in use.
-    """
-    if not target.exists():
-        return False
-    given, newest = wanted.given, wanted.step
-    # Fetched by the same command: a job that is started again.
-    again = read_object(target / ORIGIN_FILE) == wanted.origin
-    if not again and read_record(target).get("run_id") != wanted.run_id:
-        raise UserError(f"{given}: {target} is another run; choose another folder with output_dir=…")
-    if not again and wanted.is_new_run:
-        raise UserError(
-            f"{given}: {target} has the complete run, and from step {newest} on it would be a new run; "
-            "choose another folder with output_dir=…"
-        )
-    here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
-    if here == newest:
-        return True
-    if here > newest and (again or wanted.requested is None):
-        print(f"using {target}: it has this run at step {here}, MLflow has step {newest}", flush=True)
-        return True
-    with in_use(target):  # refused if a process works on it
-        here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
-    if here > newest:
-        raise UserError(
-            f"{given}: {target} is this run at a later step: {here}, not {newest}; "
-            f"use resume={target}, or choose another folder with output_dir=…"
-        )
-    raise UserError(
-        f"{given}: {target} is this run at an earlier step than MLflow's {newest}; "
-        "rename or remove that folder, or choose another with output_dir=…"
+def _saved_steps(client: MlflowClient, run_id: str) -> list[int]:
+    """Return the steps of the complete checkpoints in MLflow, oldest first."""
+    names = [item.path.rpartition("/")[2] for item in client.list_artifacts(run_id, CHECKPOINTS) if item.is_dir]
+    return sorted(
+        int(name[5:])
+        for name in names
+        if STEP_NAME.fullmatch(name)
+        and any(file.path.endswith(MANIFEST_FILE) for file in client.list_artifacts(run_id, f"{CHECKPOINTS}/{name}"))
     )
 
 
-def _download(client: MlflowClient, run: Any, wanted: _Wanted, partial: Path) -> None:
-    present = {item.path for item in client.list_artifacts(wanted.run_id)}
-    names = [*COMPANIONS, *({SOURCE_FILE, IMAGES_FILE} & present)]
-    if run.info.status == "FINISHED" and not wanted.is_new_run:
-        names.append(SUMMARY_FILE)
-    for name in names:
-        _get(client, wanted.run_id, name, partial)
-    for item in client.list_artifacts(wanted.run_id, TOKENIZER) if TOKENIZER in present else ():
-        _get(client, wanted.run_id, item.path, partial / TOKENIZER)
-    root = partial / CHECKPOINTS
+def _check(given: str, target: Path, step: int, origin: dict[str, Any], is_new_run: bool) -> None:
+    """Refuse a folder that has not this run, at this step or later.
+
+    Raises:
+        UserError: the folder is of another run, or of another state of this one.
+    """
+    again = read_object(target / ORIGIN_FILE) == origin  # fetched by the same command: a job that is started again
+    if not again and read_record(target).get("run_id") != origin["run_id"]:
+        raise UserError(f"{given}: {target} is another run; choose another folder with output_dir=…")
+    if not again and is_new_run:
+        raise UserError(
+            f"{given}: {target} has the complete run, and from step {step} on it would be a new run; "
+            "choose another folder with output_dir=…"
+        )
+    here = max(checkpoint.steps(target / CHECKPOINTS), default=-1)
+    if here > step and (again or origin["step"] is None):
+        print(f"using {target}: it has this run at step {here}, MLflow has step {step}", flush=True)
+    elif here != step:
+        raise UserError(
+            f"{given}: {target} is this run at step {here}, not {step}; "
+            f"use resume={target}, or choose another folder with output_dir=…"
+        )
+
+
+def _download(given: str, client: MlflowClient, run: Any, saved: list[int], partial: Path) -> None:
+    """Download what resuming needs: of the checkpoints ``saved`` the last and the best.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    run_id, root = run.info.run_id, partial / CHECKPOINTS
+
+    def get(path: str) -> None:
+        client.download_artifacts(run_id, path, str((partial / path).parent))
+
+    present = {item.path for item in client.list_artifacts(run_id)}
+    for name in (*COMPANIONS, *({SOURCE_FILE, IMAGES_FILE, TOKENIZER} & present)):
+        get(name)
+    for step in saved:
+        get(f"{CHECKPOINTS}/step-{step:08d}/{MANIFEST_FILE}")
+    for other in {*saved} - {saved[-1], checkpoint.best_step(root)}:
+        shutil.rmtree(checkpoint.path_of(root, other))
     for step in checkpoint.steps(root):
         folder = checkpoint.path_of(root, step)
         try:
             for name in read_manifest(folder).sha256:  # only the files of a checkpoint
-                _get(client, wanted.run_id, f"{CHECKPOINTS}/{folder.name}/{name}", folder)
+                get(f"{CHECKPOINTS}/{folder.name}/{name}")
             found = damage(folder, step)
         except InvalidCheckpoint as refused:
             found = str(refused)
         if found:
-            place = f"runs:/{wanted.run_id}/{CHECKPOINTS}/step-"
-            older = [other for other in wanted.saved if other < step]
-            remedy = "MLflow has no earlier one: start again without resume="
-            if older:
-                remedy = f"use resume={place}{older[-1]:08d}, an earlier one"
-            raise UserError(f"{wanted.given}: {place}{step:08d} is damaged or incomplete: {found}; {remedy}")
-    for path in partial.rglob("*"):
-        flush(path)
+            place = f"runs:/{run_id}/{CHECKPOINTS}/step-"
+            older = [f"use resume={place}{other:08d}, an earlier one" for other in saved if other < step]
+            remedy = older[-1] if older else "MLflow has no earlier one: start again without resume="
+            raise UserError(f"{given}: {place}{step:08d} is damaged or incomplete: {found}; {remedy}")
 
 
-def _get(client: MlflowClient, run_id: str, path: str, folder: Path) -> None:
-    """Download one file into ``folder`` itself (MLflow would make subfolders)."""
-    scratch = folder / ".download"
-    scratch.mkdir(parents=True, exist_ok=True)
-    got = Path(client.download_artifacts(run_id, path, str(scratch)))
-    got.replace(folder / path.rpartition("/")[2])
-    shutil.rmtree(scratch)
-
-
-def _describe(client: MlflowClient, run: Any, wanted: _Wanted, partial: Path) -> None:
+def _describe(client: MlflowClient, run: Any, is_new_run: bool, partial: Path) -> None:
     """Write the files about MLflow of the run's own folder, so that the same run continues there."""
     uri, tags = lasting_uri(str(client.tracking_uri)), run.data.tags
-    experiment = client.get_experiment(run.info.experiment_id).name
-    write_json(partial / ORIGIN_FILE, wanted.origin)
-    if wanted.is_new_run:
-        print(f"MLflow has this run up to step {wanted.saved[-1]}; from step {wanted.step} on it is a new run there")
-        RunInfo(experiment, run.info.run_name, {}, {}, uri).write(partial)
+    info = RunInfo(client.get_experiment(run.info.experiment_id).name, run.info.run_name, {}, {}, uri)
+    if is_new_run:
+        info.write(partial)
         return
-    info = RunInfo(experiment, run.info.run_name, {}, {}, uri, tags[KEY_TAG], run.info.start_time / 1000)
-    info.write(partial)
+    replace(info, key=tags[KEY_TAG], started_s=run.info.start_time / 1000).write(partial)
     record: dict[str, Any] = {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "tracking_uri": uri}
     record["sessions"] = [tags[SESSION_TAG]] if SESSION_TAG in tags else []
     if run.info.status == "FINISHED":  # until it is continued there is nothing to send

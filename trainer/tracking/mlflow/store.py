@@ -10,9 +10,9 @@ import re
 import sqlite3
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,6 @@ def import_mlflow(uri: str) -> None:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import_module("mlflow.system_metrics.system_metrics_monitor")
     if uri.startswith("sqlite:"):
-        import_module("alembic.command")
         import_module("mlflow.store.tracking.sqlalchemy_store")
     for name in ("mlflow", "alembic"):  # only now, because the import sets levels of its own
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -57,7 +56,7 @@ def connect(uri: str) -> MlflowClient:
     """Open a tracking store, creating an SQLite file that does not exist yet (some seconds).
 
     Raises:
-        UserError: the file is not an SQLite database, or of another program or version of MLflow. It is not touched.
+        UserError: the file is not an SQLite database, or of another program. It is not touched.
         Exception: of many kinds, when the store does not answer.
     """
     import_mlflow(uri)
@@ -66,7 +65,7 @@ def connect(uri: str) -> MlflowClient:
     if database := database_file(uri):
         database.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{database}-init.lock"), LOCK_TIMEOUT_S):
-            if not (database.exists() and _is_set_up(database)):
+            if not (database.exists() and _has_tables(database)):
                 set_up(database)
     client = MlflowClient(tracking_uri=uri)
     client.search_experiments(max_results=1)
@@ -79,22 +78,20 @@ def set_up(database: Path) -> None:
     MLflow does it in dozens of migrations, each committed by itself: one that is killed leaves a file that MLflow
     refuses from then on. So it is done to a file of another name, which is then renamed.
     """
-    from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from mlflow import MlflowClient
 
-    partial = database.with_name(f".{database.name}.partial")
-    for stale in partial.parent.glob(f"{partial.name}*"):  # of a set-up that was killed, with its journal
+    for stale in database.parent.glob(f".{database.name}.*.partial*"):  # of one that was killed, with its journal
         stale.unlink()
-    SqlAlchemyStore(f"sqlite:///{partial.as_posix()}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
-    with closing(sqlite3.connect(partial)) as connection:  # a write-ahead log would stay behind under the old name
-        connection.execute("pragma journal_mode = delete")
+    # Never the same name twice, because MLflow keeps its connection to the file.
+    partial = database.with_name(f".{database.name}.{uuid.uuid4().hex}.partial")
+    MlflowClient(tracking_uri=f"sqlite:///{partial.as_posix()}").search_experiments(max_results=1)
     flush(partial)
     partial.rename(database)
     flush(database.parent)
 
 
-def _is_set_up(database: Path) -> bool:
-    """Return whether a file has the tables of this MLflow, which would add them to a file that has others only."""
+def _has_tables(database: Path) -> bool:
+    """Return whether a file has MLflow's tables, which MLflow would add to a file that has others only."""
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         try:
             tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
@@ -102,32 +99,9 @@ def _is_set_up(database: Path) -> bool:
             raise
         except sqlite3.DatabaseError:
             raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
-        version = "alembic_version" in tables and connection.execute("select version_num from alembic_version")
-        (revision,) = (version and version.fetchone()) or (None,)
-    if not tables:
-        return False
-    if "experiments" not in tables:
+    if tables and "experiments" not in tables:
         raise UserError(f"{database} belongs to another program; set tracking.uri=sqlite:///another.db")
-    newest, *older = _revisions()
-    if revision in (None, *older):
-        raise UserError(
-            f"{database} was made by an older MLflow (schema {revision}). Copy it, then upgrade it with: "
-            f"mlflow db upgrade sqlite:///{database.as_posix()}"
-        )
-    if revision != newest:
-        raise UserError(
-            f"{database} was made by a newer MLflow (schema {revision}); upgrade mlflow, or set tracking.uri=…"
-        )
-    return True
-
-
-@cache
-def _revisions() -> tuple[str, ...]:
-    """Return the revisions of MLflow's tables that this MLflow knows, newest first."""
-    from alembic.script import ScriptDirectory
-
-    folder = Path(str(import_module("mlflow").__file__)).parent / "store" / "db_migrations"
-    return tuple(script.revision for script in ScriptDirectory(str(folder)).walk_revisions())
+    return bool(tables)
 
 
 def find_run(client: MlflowClient, run_id: str) -> Any:
@@ -170,27 +144,14 @@ def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: 
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    from mlflow.exceptions import MlflowException
-
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        database = database_file(uri)
-        folder = re.sub(r"[^\w.-]", "_", name)
-        location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
-        try:
-            # If the kind is set, MLflow's page does not ask the user for it.
-            tags = {"mlflow.experimentKind": "custom_model_development"}
-            return str(client.create_experiment(name, artifact_location=location, tags=tags))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run was faster
-                raise
-        experiment = client.get_experiment_by_name(name)
-    if experiment.lifecycle_stage != "active":
-        raise RuntimeError(
-            f"the experiment {name} was deleted; restore it with `mlflow experiments restore "
-            f"--experiment-id {experiment.experiment_id}`, or choose another with tracking.experiment=<name>"
-        )
-    return str(experiment.experiment_id)
+    if experiment := client.get_experiment_by_name(name):
+        return str(experiment.experiment_id)
+    database = database_file(uri)
+    folder = re.sub(r"[^\w.-]", "_", name)
+    location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
+    # If the kind is set, MLflow's page does not ask the user for it.
+    tags = {"mlflow.experimentKind": "custom_model_development"}
+    return str(client.create_experiment(name, artifact_location=location, tags=tags))
 
 
 def publish(
@@ -226,7 +187,7 @@ def publish(
         files: artifacts.
         children: by MLflow's id of each run below this one, the tags that it gets.
         status: RUNNING, or how it ended.
-        ended_s: seconds since the epoch; None: now.
+        ended_s: seconds since the epoch; None: now, if the run has not had this status yet.
     """
     from mlflow.entities import Metric, Param, RunTag
 
@@ -247,10 +208,10 @@ def publish(
     for child, own in (children or {}).items():
         for each, text in {"mlflow.parentRunId": run_id, **own}.items():
             client.set_tag(child, each, text)
-    if status != "RUNNING":
+    if status != "RUNNING" and (ended_s or status != run.info.status):
         client.set_terminated(run_id, status, int((ended_s or now_s) * 1000))
-    elif run.info.status != "RUNNING":
-        client.update_run(run_id, status="RUNNING")
+    elif status != run.info.status:
+        client.update_run(run_id, status=status)
     return run
 
 

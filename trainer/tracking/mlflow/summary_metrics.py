@@ -23,8 +23,8 @@ from trainer.files import read_json_lines
 VALID = "valid/"
 
 
-class SummaryMetric(NamedTuple):
-    """One metric of a run as a whole."""
+class Point(NamedTuple):
+    """One value of a metric."""
 
     name: str
     value: float
@@ -33,8 +33,14 @@ class SummaryMetric(NamedTuple):
     """Seconds since the epoch."""
 
 
-def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
-    """Return the summary metrics of a run.
+def points(line: dict[str, Any]) -> list[Point]:
+    """Return what a line of a metric log has, without the values that were not finite."""
+    names = [name for name, value in line.items() if value is not None and name not in ("step", "time")]
+    return [Point(name, line[name], line["step"], line["time"]) for name in names]
+
+
+def summary_metrics(log: Path, summary: dict[str, Any]) -> list[Point]:
+    """Return the metrics of a run as a whole.
 
     Args:
         log: its ``metrics.jsonl``; an incomplete last line (after a kill) is skipped.
@@ -46,7 +52,7 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
     last = {key: line for line in lines for key in line}
     """The last line that has a metric."""
     result = [
-        SummaryMetric(f"final/{_name(key)}", line[key], line["step"], line["time"])
+        Point(f"final/{_name(key)}", line[key], line["step"], line["time"])
         for key, line in last.items()
         if key.startswith(VALID) and not key.endswith("_nonfinite") and line[key] is not None
     ]
@@ -62,13 +68,10 @@ def summary_metrics(log: Path, summary: dict[str, Any]) -> list[SummaryMetric]:
         "final/skipped_steps": last.get("skipped_steps", {}).get("skipped_steps"),
     }
     numbers |= {f"test/{name}": value for name, value in summary.get("test", {}).items()}
-    end = lines[-1]
-    return result + [
-        SummaryMetric(key, value, end["step"], end["time"]) for key, value in numbers.items() if value is not None
-    ]
+    return result + points({"step": lines[-1]["step"], "time": lines[-1]["time"], **numbers})
 
 
-def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[SummaryMetric]:
+def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[Point]:
     """Return the best evaluation: the one that the run has chosen, else the lowest loss."""
     best, key = summary.get("best"), summary.get("best_metric", f"{VALID}loss")
     chosen = [line for line in lines if best and line["step"] == best["step"] and line.get(key) == best["value"]]
@@ -76,7 +79,7 @@ def _best(lines: list[dict[str, Any]], summary: dict[str, Any]) -> list[SummaryM
         key = f"{VALID}loss"
         chosen = [line for line in lines if line.get(key) is not None]
     line = min(chosen, key=lambda line: (line[key], line["step"]), default=None)
-    return [SummaryMetric(f"best/{_name(key)}", line[key], line["step"], line["time"])] if line else []
+    return [Point(f"best/{_name(key)}", line[key], line["step"], line["time"])] if line else []
 
 
 def _name(key: str) -> str:

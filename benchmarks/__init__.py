@@ -1,0 +1,1 @@
+"""What is measured about Mantissa: scripts beside the product, which nothing of it imports."""

@@ -1,0 +1,411 @@
+"""The language model beside nanoGPT's recipe for a CPU: the time of a step, and the time to a validation loss.
+
+The baseline is written from the description of that project's model (GPT-2's blocks without biases, exact GELU, tied
+tables, a smaller start of what is added to the residual) and of its loop (random windows of one array, AdamW, a cosine
+after a warm-up, the loss read in every iteration). No code is shared with it.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
+from benchmarks.rows import Bench, Row
+from evidence.turns import Block, Times, in_turns, ratios, steps_of, stopwatch
+from recipes.data.text.source import TextDatasets
+from trainer.data.contract import Batch
+from trainer.data.evaluation import evaluation_samples
+from trainer.data.loader import to_device
+from trainer.hardware import NATIVE, Hardware
+from trainer.trainer import Trainer
+
+CLIP = 1.0
+BETAS = (0.9, 0.99)
+WEIGHT_DECAY = 0.1
+EVAL_BATCHES = 20
+"""Of the training text, and as many of the validation text, in each evaluation."""
+GOAL = 1.89
+"""Validation loss in nats per character: what the recipe reaches with the text of tinyshakespeare."""
+EVERY = 250
+"""Steps from one evaluation to the next, as the recipe has it."""
+RACES = 3
+PLAIN, BARE, DEFAULT = "nanoGPT's loop", "a bare loop", "ours"
+_MUON = ("optimizer=muon", "optimizer.lr=6e-3", "schedule.final=0", "recipe.vocabulary_multiple=1")
+SETTINGS = {
+    DEFAULT: (),
+    "ours with Muon": (*_MUON, "recipe.gelu=erf", "steps=550"),
+    "ours with Muon and recipe=llama": (*_MUON, "recipe=llama", "steps=450"),
+}
+"""What races: the recipe as published, with an optimizer that needs fewer steps, and with another model, too."""
+STEP_TARGET, RACE_TARGET, AMX_TARGET = 1.0, 0.7, 0.5
+"""Targets of times over nanoGPT's: of a step; to the loss; to the loss with AMX."""
+
+
+@dataclass(frozen=True)
+class PlainShape:
+    """The numbers of the model and of its run. The defaults are shakespeare-char's for a CPU."""
+
+    vocabulary: int = 65
+    context: int = 64
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    batch_size: int = 12
+    steps: int = 2000
+    warmup: int = 100
+    lr: float = 1e-3
+    final_lr: float = 1e-4
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of step ``step`` (from 0): a linear warm-up, then half a cosine."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / (self.warmup + 1)
+        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.final_lr + (self.lr - self.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class PlainBlock(nn.Module):
+    """Attention and an MLP, each after a norm and inside a residual sum."""
+
+    def __init__(self, shape: PlainShape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads = shape.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attended = nn.Linear(width, width, bias=False)
+        self.wide = nn.Linear(width, 4 * width, bias=False)
+        self.gelu = nn.GELU()
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` (B × T × width) and what the block adds."""
+        split = (*x.shape[:2], self.heads, -1)
+        query, key, value = (part.view(split).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attended(mixed.transpose(1, 2).reshape(x.shape))
+        added: Tensor = self.narrow(self.gelu(self.wide(self.norm2(x))))
+        return x + added
+
+
+class PlainGPT(nn.Module):
+    """GPT-2 without biases, the output layer tied to the embedding of tokens."""
+
+    def __init__(self, shape: PlainShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                before_sum = name.endswith(("attended.weight", "narrow.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers) if before_sum else 0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of predicting ``targets`` from ``tokens``, both int64 B × T."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class PlainLoop:
+    """The loop of that project: a fixed learning-rate schedule, one batch a step, the loss read in every step.
+
+    Args:
+        shape: of model and run.
+        train, valid: token ids.
+        seed: of the weights and of the batches.
+        compiled: with torch.compile.
+        autocast: opens the context of a forward pass; None: fp32. (The project itself has none on a CPU.)
+        device: where it trains; with fused AdamW only where the project has it, on CUDA.
+    """
+
+    def __init__(
+        self,
+        shape: PlainShape,
+        train: np.ndarray,
+        valid: np.ndarray,
+        seed: int = 0,
+        compiled: bool = False,
+        autocast: Callable[[], AbstractContextManager[None]] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.shape, self.train, self.valid = shape, train.astype(np.uint16), valid.astype(np.uint16)
+        self.device = device or torch.device("cpu")
+        torch.manual_seed(seed)
+        self.model = PlainGPT(shape).to(self.device)
+        if compiled:
+            self.model.compile()
+        self.autocast = autocast or nullcontext
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
+        others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        fused = {"fused": True} if self.device.type == "cuda" else {}
+        self.optimizer = torch.optim.AdamW(groups, lr=shape.lr, betas=BETAS, **fused)
+        self._windows = torch.Generator().manual_seed(seed)
+        self._batch = self._next(self.train)
+        self.step = 0
+        self.loss = math.nan
+        """Of the last step."""
+
+    def run(self, steps: int) -> None:
+        """Take optimizer steps."""
+        for _ in range(steps):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.shape.lr_at(self.step)
+            with self.autocast():
+                loss = self.model(*self._batch)
+            self._batch = self._next(self.train)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self.loss = loss.item()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean losses of random batches of both texts."""
+        self.model.eval()
+        means = {}
+        for part, array in (("train", self.train), ("valid", self.valid)):
+            losses = torch.zeros(EVAL_BATCHES)
+            for number in range(EVAL_BATCHES):
+                with self.autocast():
+                    losses[number] = self.model(*self._next(array)).item()
+            means[part] = losses.mean().item()
+        self.model.train()
+        return means
+
+    def _next(self, array: np.ndarray) -> tuple[Tensor, Tensor]:
+        context = self.shape.context
+        starts = torch.randint(len(array) - context, (self.shape.batch_size,), generator=self._windows).tolist()
+        rows = torch.stack([torch.from_numpy(array[start : start + context + 1].astype(np.int64)) for start in starts])
+        rows = rows.to(self.device)
+        return rows[:, :-1], rows[:, 1:]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is measured; tests make it smaller."""
+
+    job: Job
+    shape: PlainShape = field(default_factory=PlainShape)
+    """Of the baseline; the vocabulary is the text's."""
+    ours: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SETTINGS)
+    """Further options of the recipe by the name of what races with them."""
+    rounds: int = 40
+    """Blocks of each contestant on the way to the loss, in turns; each takes its share of its steps."""
+    windows: int = 1000
+    """Of the validation text, on which all are judged."""
+    judged_from: float = 0.4
+    """The share of the rounds after which losses are looked at."""
+    modes: tuple[str, ...] = ("fp32", "bf16")
+    compiled: tuple[bool, ...] = (False, True)
+
+
+class Point(NamedTuple):
+    """Where a contestant is after a round."""
+
+    seconds: float
+    """Of training alone."""
+    step: int
+    loss: float
+
+
+@dataclass
+class Contestant:
+    """One that trains to the loss."""
+
+    steps: int
+    """Of its whole run."""
+    block: Block
+    judge: Callable[[], float]
+    """Returns the validation loss on the common windows."""
+    evaluation: Callable[[], float]
+    """Takes its own evaluation, as every ``EVERY`` steps, and returns the seconds."""
+    seconds: float = 0.0
+    done: int = 0
+    curve: list[Point] = field(default_factory=list)
+    evaluation_s: float = 0.0
+    """Seconds of one of its own evaluations."""
+
+    def reached(self, goal: float) -> Point | None:
+        """Return where it first had a loss of ``goal`` or less; None: nowhere."""
+        return next((point for point in self.curve if point.loss <= goal), None)
+
+    def to(self, goal: float, evaluated: bool) -> float:
+        """Return the seconds to a loss of ``goal``, with its own evaluations or without.
+
+        Where it was not reached, they are those of the whole run: a lower bound.
+        """
+        point = self.reached(goal) or self.curve[-1]
+        return point.seconds + (point.step // EVERY * self.evaluation_s if evaluated else 0.0)
+
+
+def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
+    """Measure a step beside nanoGPT's and beside a bare loop's, and the time to the same validation loss."""
+    contest = contest or Contest(shakespeare(bench.text))
+    yield from step_rows(bench, contest)
+    yield from race_rows(bench, contest)
+
+
+def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
+    """Measure the time of a step, in each format and with and without torch.compile."""
+    job, hardware = contest.job, bench.hardware
+    forms = [(mode, compiled) for mode in contest.modes for compiled in contest.compiled]
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))) and hardware.device.type == "cpu":
+        forms = [(mode, compiled) for mode, compiled in forms if not compiled]
+    for mode in contest.modes:
+        if why := bench.left_out(mode):
+            forms = [form for form in forms if form[0] != mode]
+            yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], why)
+    blocks: dict[str, Callable[[], float]] = {}
+    for mode, compiled in forms:
+        bench.report(f"{job.name}: building {_form(mode, compiled)}")
+        for name, block in _step_blocks(contest, mode, compiled, hardware).items():
+            blocks[f"{name} {_form(mode, compiled)}"] = partial(block, job.steps)
+    times = bench.interleave(job.name, blocks)
+    for mode, compiled in forms:
+        form = _form(mode, compiled)
+        command = job.line(f"precision={mode}", *(["compile=default"] if compiled else []))
+        for other, target in ((PLAIN, STEP_TARGET), (BARE, None)):
+            yield _step_row(times, f"ours {form}", f"{other} {form}", job, command, target)
+        if form != _form("fp32", False) and "fp32" in contest.modes:
+            yield _step_row(times, f"ours {form}", f"{PLAIN} fp32", job, command, None)
+
+
+def _step_row(times: Times, ours: str, other: str, job: Job, command: str, target: float | None) -> Row:
+    each = [1e3 * min(times[name]) / job.steps for name in (ours, other)]
+    how = f"{command}; a step takes at least {each[0]:.1f} and {each[1]:.1f} ms; {job.steps} steps a repeat"
+    return Row(f"{job.name}, step, {ours} / {other}", "x", ratios(times, ours, other), how, target)
+
+
+def _form(mode: str, compiled: bool) -> str:
+    return f"{mode} compiled" if compiled else mode
+
+
+def _step_blocks(contest: Contest, mode: str, compiled: bool, hardware: Hardware) -> dict[str, Block]:
+    options: tuple[str, ...] = (f"precision={mode}", "steps=1000000", f"device={hardware.device}")
+    options += ("compile=default",) if compiled else ()
+    trainer = Trainer.from_config(contest.job.config(*options), hardware)
+    bare = BareLoop(Workload(trainer))
+    if compiled:
+        bare.model.compile()
+    loops = {"ours": steps_of(trainer), PLAIN: _plain(contest, trainer, 0, compiled).run}
+    loops[BARE] = bare.run
+    return {name: stopwatch(loop, hardware.device) for name, loop in loops.items()}
+
+
+def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False) -> PlainLoop:
+    """Return the baseline on a trainer's text and in its format."""
+    assert isinstance(trainer.datasets, TextDatasets)
+    tokens, precision, device = trainer.datasets.tokens, trainer.config.precision, trainer.device
+    shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
+    autocast = None if precision.mode == "fp32" else partial(precision.autocast, device)
+    return PlainLoop(shape, tokens.train, tokens.valid, seed, compiled, autocast, device)
+
+
+def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
+    """Measure the time to a loss of ``GOAL``, or to the best that nanoGPT's loop reaches where that is higher.
+
+    One repeat is a whole run of each, with a seed of its own; more than ``RACES`` are not worth their time. A run
+    that does not reach the loss counts with its whole time; the figure is then a lower bound.
+    """
+    job, hardware = contest.job, bench.hardware
+    amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags
+    fastest = ("precision=bf16",) if hardware.support("bf16") == NATIVE else ()
+    options = {name: (*given, *fastest) if given else () for name, given in contest.ours.items()}
+    found: dict[tuple[str, bool], list[float]] = {(name, full): [] for name in options for full in (False, True)}
+    said: dict[str, list[str]] = {name: [] for name in options}
+    failed: set[str] = set()
+    for seed in range(min(bench.repeats, RACES)):
+        racers = {name: _ours(contest, given, seed, hardware) for name, given in options.items()}
+        racers[PLAIN] = plain = _baseline(contest, seed, hardware)
+        race(racers, contest, lambda doing: bench.report(f"{job.name}: {doing}"))
+        goal = max(GOAL, min(point.loss for point in plain.curve))
+        for name in options:
+            said[name].append(f"{_end(racers[name], goal)} against {_end(plain, goal)}")
+            if racers[name].reached(goal) is None:
+                failed.add(name)
+            for full in (False, True):
+                found[name, full].append(racers[name].to(goal, full) / plain.to(goal, full))
+    for (name, full), values in found.items():
+        title = f"{job.name}, time to the loss, {name} / {PLAIN}{', evaluations included' if full else ''}"
+        target = None if name == DEFAULT else AMX_TARGET if amx else RACE_TARGET
+        how = f"{job.line(*options[name])}; {'; '.join(said[name])}"
+        yield Row(title, "x", values, how, target, lower_bound=name in failed)
+
+
+def _end(one: Contestant, goal: float) -> str:
+    reached = one.reached(goal)
+    point = reached or one.curve[-1]
+    return f"{point.loss:.3f}{'' if reached else ' (not reached)'} after {point.step} steps and {point.seconds:.1f} s"
+
+
+def race(racers: Mapping[str, Contestant], contest: Contest, report: Callable[[str], object]) -> None:
+    """Let all take their steps in turns, so that each round is under the same load, and note their losses."""
+    for (name, racer), number in in_turns(list(racers.items()), range(1, contest.rounds + 1)):
+        report(f"{name}, round {number} of {contest.rounds}")
+        steps = racer.steps * number // contest.rounds - racer.done
+        racer.seconds += racer.block(steps)
+        racer.done += steps
+        if number >= contest.judged_from * contest.rounds:
+            racer.curve.append(Point(racer.seconds, racer.done, racer.judge()))
+    for racer in racers.values():
+        racer.evaluation_s = racer.evaluation()
+
+
+def _ours(contest: Contest, options: tuple[str, ...], seed: int, hardware: Hardware) -> Contestant:
+    config = contest.job.config(*options, f"seed={seed}", f"device={hardware.device}")
+    trainer = Trainer.from_config(config, hardware)
+    batches = _windows(trainer, contest.windows)
+
+    @torch.no_grad()
+    def judge() -> float:
+        trainer.model.eval()
+        losses = []
+        for batch in batches:
+            with trainer.config.precision.autocast(trainer.device):
+                losses.append(trainer.recipe.loss(trainer.model, batch).loss_sum.item())
+        trainer.model.train()
+        return sum(losses) / sum(map(trainer.recipe.count_targets, batches))
+
+    block, evaluate = (stopwatch(work, trainer.device) for work in (steps_of(trainer), lambda _: trainer.evaluate()))
+    return Contestant(trainer.plan.steps, block, judge, partial(evaluate, 1))
+
+
+def _baseline(contest: Contest, seed: int, hardware: Hardware) -> Contestant:
+    trainer = Trainer.from_config(contest.job.config("precision=fp32", f"device={hardware.device}"), hardware)
+    loop, batches = _plain(contest, trainer, seed), _windows(trainer, contest.windows)
+
+    @torch.no_grad()
+    def judge() -> float:
+        windows = [batch["tokens"] for batch in batches]
+        losses = [loop.model(tokens[:, :-1], tokens[:, 1:]).item() * len(tokens) for tokens in windows]
+        return sum(losses) / sum(map(len, windows))
+
+    block, evaluate = (stopwatch(work, loop.device) for work in (loop.run, lambda _: loop.evaluate()))
+    return Contestant(contest.shape.steps, block, judge, partial(evaluate, 1))
+
+
+def _windows(trainer: Trainer, count: int) -> list[Batch]:
+    """Return the common windows of the validation text, spread evenly over it."""
+    valid = trainer.datasets.valid
+    size = trainer.plan.batching.micro_batch_size
+    return [to_device(valid.batch(samples), trainer.device) for samples in evaluation_samples(len(valid), count, size)]

@@ -1,0 +1,565 @@
+"""Other frameworks beside the trainer: the same model, weights, batches, precision and optimizer, side by side.
+
+Each trains the workload by its own loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.jobs import LOG_EVERY, MAX_NORM, TINY_MLP, BareLoop, Job, Workload, endless, gpt2_job, resnet_job
+from benchmarks.overhead import PEAK_STEP, PeakWatch, Watch, alternate, trainer_peak, watched
+from benchmarks.rows import Bench
+from evidence.turns import Block, stopwatch, synchronise
+from mantissa.display import columns, size
+from mantissa.formats import BASIC
+from trainer.data.contract import Batch
+from trainer.data.loader import to_device
+from trainer.hardware import NATIVE, Hardware
+from trainer.run.provenance import git_facts
+
+FIT_WARM_UP = 3
+"""Optimizer steps of a framework's fit that are not timed; every repeat is a new fit."""
+ALIKE = 0.01
+"""Loops train alike where their weights differ by less than this share of the distance that they went."""
+BARE, MANTISSA = "bare loop", "Mantissa, everything on"
+HEADING = ("loop", "version", "step, ms", "over bare, ms", "{unit}/s", "of bare's", "peak memory", "of bare's")
+Fit = Callable[[int, Watch], None]
+"""Takes a number of optimizer steps in one call of the framework's own fit, and calls the watch around each."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A framework's loop over a workload, ready to be measured."""
+
+    model: nn.Module
+    """The recipe's own model."""
+    block: Block
+    first_steps: Callable[[Watch], None]
+    """Takes ``PEAK_STEP`` steps, watched."""
+    whole_fit: bool = False
+    """Whether a block is one whole call of the framework's fit, made once for each repeat."""
+
+
+def stepwise(run: Callable[[int], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
+    """Return a loop that can be called step by step."""
+    device = next(model.parameters()).device
+    return Loop(model, stopwatch(run, device), partial(watched, run, model, optimizer))
+
+
+def fitted(fit: Fit, model: nn.Module) -> Loop:
+    """Return a loop of which every block is one whole fit."""
+    device = next(model.parameters()).device
+
+    def block(steps: int) -> float:
+        clock = _FitClock(device)
+        fit(FIT_WARM_UP + steps, clock)
+        return clock.seconds
+
+    return Loop(model, block, partial(fit, PEAK_STEP), whole_fit=True)
+
+
+class _FitClock:
+    """Times the steps of a fit after its first ``FIT_WARM_UP``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = 0.0
+
+    def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def after(self, step: int, last: int) -> None:
+        if step in (FIT_WARM_UP, last):
+            synchronise(self.device)
+            now = time.perf_counter()
+            if step == FIT_WARM_UP:
+                self._began = now
+            else:
+                self.seconds = now - self._began
+
+
+def bare(workload: Workload, folder: Path) -> Loop:
+    """Return the loop written by hand."""
+    loop = BareLoop(workload)
+    return stepwise(loop.run, loop.model, loop.optimizer)
+
+
+def accelerate(workload: Workload, folder: Path) -> Loop:
+    """Return the loop of accelerate's quick tour."""
+    from accelerate import Accelerator
+
+    mode = workload.precision.mode
+    precision = mode if mode in ("bf16", "fp16") else "no"
+    accelerator = Accelerator(mixed_precision=precision, cpu=workload.device.type == "cpu")
+    plain = workload.model()
+    plain_optimizer = workload.optimizer(plain)
+    model, optimizer, loader = accelerator.prepare(plain, plain_optimizer, workload.loader())
+    batches = endless(loader)
+    log: list[float] = []
+    taken = 0
+
+    def run(steps: int) -> None:
+        nonlocal taken
+        for _ in range(steps):
+            with accelerator.autocast():
+                loss = workload.mean_loss(model, next(batches))
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            taken += 1
+            if taken % LOG_EVERY == 0:
+                log.append(loss.item())
+
+    return stepwise(run, plain, plain_optimizer)
+
+
+class _WithLoss(nn.Module):
+    """Model and loss in one forward, as transformers' Trainer expects."""
+
+    def __init__(self, workload: Workload, model: nn.Module) -> None:
+        super().__init__()
+        self.workload = workload
+        self.model = model
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": self.workload.mean_loss(self.model, batch)}
+
+
+def transformers_trainer(workload: Workload, folder: Path) -> Loop:
+    """Return fits of transformers' Trainer."""
+    from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+    from transformers import Trainer as TransformersTrainer
+
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    mode = workload.precision.mode
+
+    class WithLoader(TransformersTrainer):
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(workload.loader(lambda batch: {"batch": batch}))
+
+    def fit(steps: int, watch: Watch) -> None:
+        class Watched(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                watch.before(state.global_step + 1, model, optimizer)
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+                watch.after(state.global_step, state.max_steps)
+
+        arguments = TrainingArguments(
+            output_dir=str(folder / "transformers"),
+            max_steps=steps,
+            per_device_train_batch_size=workload.batch_size,
+            learning_rate=workload.lr,
+            lr_scheduler_type="constant",
+            max_grad_norm=MAX_NORM,
+            logging_steps=LOG_EVERY,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            use_cpu=workload.device.type == "cpu",
+            bf16=mode == "bf16",
+            fp16=mode == "fp16",
+        )
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # it would split the batch among all GPUs
+        # A new wrapper for each fit: accelerate wraps the forward of what it is given, and would do so again and again.
+        trainer = WithLoader(
+            _WithLoss(workload, model), arguments, train_dataset=workload.dataset(),
+            optimizers=(optimizer, None), callbacks=[Watched()],
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+    return fitted(fit, model)
+
+
+def lightning_trainer(workload: Workload, folder: Path) -> Loop:
+    """Return fits of Lightning's Trainer."""
+    import lightning
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    model = workload.model()
+    precision: Any = {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(workload.precision.mode, "32-true")
+    optimizer = workload.optimizer(model, fused=precision == "32-true")
+
+    class Module(lightning.LightningModule):
+        watch: Watch
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Batch, index: int) -> Tensor:
+            loss = workload.mean_loss(self.model, batch)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer
+
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            self.watch.before(self.trainer.global_step + 1, model, optimizer)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            self.watch.after(self.trainer.global_step, self.trainer.max_steps)
+
+    module = Module()
+
+    def fit(steps: int, watch: Watch) -> None:
+        module.watch = watch
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it advises to use loader workers; no loop here has any
+            trainer = lightning.Trainer(
+                accelerator=workload.device.type,
+                devices=1,
+                precision=precision,
+                max_steps=steps,
+                gradient_clip_val=MAX_NORM,
+                log_every_n_steps=LOG_EVERY,
+                default_root_dir=folder / "lightning",
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                logger=False,
+            )
+            interrupted = signal.getsignal(signal.SIGINT)
+            try:
+                trainer.fit(module, workload.loader())
+            except SystemExit:  # what it makes of Ctrl-C, after which it ignores further ones
+                signal.signal(signal.SIGINT, interrupted)
+                raise KeyboardInterrupt from None
+
+    return fitted(fit, model)
+
+
+def timm_parts(workload: Workload, folder: Path) -> Loop:
+    """Return a loop of timm's optimizer, schedule, clipping, scaler and meters.
+
+    timm's train script is no part of its package. As in it, gradients are cleared before the backward pass, and the
+    loss is read in every step.
+    """
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import StepLRScheduler
+    from timm.utils import AverageMeter, NativeScaler, dispatch_clip_grad
+
+    device = workload.device
+    model = workload.model()
+    optimizer = create_optimizer_v2(
+        model, "adamw", lr=workload.lr, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
+    schedule = StepLRScheduler(optimizer, decay_t=10**9, t_in_epochs=False)  # constant
+    scaler = NativeScaler(device.type) if workload.precision.mode == "fp16" else None
+    losses = AverageMeter()
+    batches = endless(workload.loader())
+    taken = 0
+
+    def run(steps: int) -> None:
+        nonlocal taken
+        for _ in range(steps):
+            batch = to_device(next(batches), device)
+            with workload.precision.autocast(device):
+                loss = workload.mean_loss(model, batch)
+            losses.update(loss.item(), workload.batch_size)
+            optimizer.zero_grad()
+            if scaler is not None:
+                scaler(loss, optimizer, MAX_NORM, parameters=model.parameters())
+            else:
+                loss.backward()
+                dispatch_clip_grad(model.parameters(), MAX_NORM)
+                optimizer.step()
+            taken += 1
+            schedule.step_update(taken, losses.avg)
+
+    return stepwise(run, model, optimizer)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework to measure beside the trainer."""
+
+    name: str
+    make: Callable[[Workload, Path], Loop]
+    needs: tuple[str, ...]
+    """Packages; the first is the one whose version is shown."""
+    vision_only: bool = False
+    note: str = ""
+    """In what it differs from the loop written by hand."""
+    note_under_autocast: str = ""
+
+    def installed(self) -> tuple[str, str]:
+        """Return its version and, without importing it, why it cannot be measured (empty: it can)."""
+        try:
+            first, *_ = [version(package) for package in self.needs]
+        except PackageNotFoundError as error:
+            return "", f"{error.name} is not installed; make bench-peers installs it"
+        # The uploads 2.6.2 and 2.6.3 were malicious and act when imported (GHSA-w37p-236h-pfx3).
+        unsafe = self.needs[0] == "lightning" and not first.startswith("2.5.")
+        return first, f"lightning {first} is installed; only 2.5 is measured" if unsafe else ""
+
+
+FRAMEWORKS = (
+    Framework("accelerate", accelerate, ("accelerate",)),
+    Framework("transformers.Trainer", transformers_trainer, ("transformers", "accelerate")),
+    Framework(
+        "Lightning",
+        lightning_trainer,
+        ("lightning",),
+        note_under_autocast="AdamW is not fused, because under autocast Lightning does not clip gradients for a "
+        "fused one",
+    ),
+    Framework(
+        "timm's parts",
+        timm_parts,
+        ("timm",),
+        vision_only=True,
+        note="a loop of its optimizer, schedule, clipping and meters; its train script is no part of the package",
+    ),
+)
+
+
+@dataclass
+class Peer:
+    """One loop's figures; those that are missing were not measured."""
+
+    name: str
+    version: str
+    seconds: list[float] = field(default_factory=list)
+    """Of a repeat."""
+    peak_bytes: int = 0
+    drift: float | None = None
+    """How far its weights are from the bare loop's after three steps, as a share of the distance that those went."""
+    note: str = ""
+    """What differs."""
+    error: str = ""
+    """Why it was not measured."""
+
+
+@dataclass
+class SideBySide:
+    """The table of one job; the first peer is the loop written by hand."""
+
+    job: str
+    command: str
+    unit: str
+    units: int
+    """Of one optimizer step: tokens, images or samples."""
+    steps: int
+    """In a repeat."""
+    memory: str
+    """How the peak was measured."""
+    peers: list[Peer]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the heading and one row of text for each peer."""
+        return [tuple(cell.format(unit=self.unit) for cell in HEADING), *map(self._row, self.peers)]
+
+    def _row(self, peer: Peer) -> tuple[str, ...]:
+        bare = self.peers[0]
+        peak = (size(peer.peak_bytes), f"{peer.peak_bytes / bare.peak_bytes:.3f}x") if peer.peak_bytes else ("–", "–")
+        if not peer.seconds:
+            return (peer.name, peer.version or "–", "–", "–", "–", "–", *peak)
+        extra, share = self.overhead_ms(peer), self.throughput(peer)
+        step_s = statistics.median(peer.seconds) / self.steps
+        rate = self.units / step_s
+        digits = 3 if step_s < 0.01 else 1
+        time = (
+            f"{1e3 * step_s:.{digits}f}",
+            _range(extra, f"+.{digits}f"),
+            f"{rate:,.{0 if rate >= 100 else 1}f}",
+            _range(share, ".3f"),
+        )
+        return (peer.name, peer.version, *(time if peer is not bare else (time[0], "", time[2], "")), *peak)
+
+    def overhead_ms(self, peer: Peer) -> list[float]:
+        """Return what a step takes longer than the bare loop's, for each repeat."""
+        pairs = zip(peer.seconds, self.peers[0].seconds, strict=True)
+        return [1e3 * (own - bare) / self.steps for own, bare in pairs]
+
+    def throughput(self, peer: Peer) -> list[float]:
+        """Return the throughput as a multiple of the bare loop's, for each repeat."""
+        return [bare / own for own, bare in zip(peer.seconds, self.peers[0].seconds, strict=True)]
+
+    def notes(self) -> list[str]:
+        """Return what the rows do not say."""
+        drifts = {peer.name: peer.drift for peer in self.peers[1:] if peer.drift is not None}
+        alike = {name: drift for name, drift in drifts.items() if drift < ALIKE}
+        notes = []
+        if alike:
+            names, most = ", ".join(alike), max(alike.values())
+            same = f"after {PEAK_STEP} steps they differ by at most {most:.2%} of the distance that the weights moved"
+            notes.append(f"the same weights as the bare loop's ({same}): {names}")
+        for peer in self.peers[1:]:
+            if (drift := drifts.get(peer.name, 0.0)) >= ALIKE:
+                apart = f"its weights differ from the bare loop's by {drift:.0%} of the distance that those moved"
+                notes.append(f"{peer.name}: NOT the same training; after {PEAK_STEP} steps {apart}")
+            notes += [f"{peer.name}: {each}" for each in (peer.error, peer.note if not peer.error else "") if each]
+        return notes
+
+    @property
+    def how(self) -> str:
+        """What was measured."""
+        return f"{self.command}; {self.steps} steps a repeat; peak memory of the third step by {self.memory}"
+
+    def text(self) -> str:
+        """Return the table, and below it what was measured."""
+        lines = [f"{self.job}", *columns(self.rows()).splitlines(), self.how, *self.notes()]
+        return "\n".join(f"  {line}" for line in lines) + "\n"
+
+    def markdown(self) -> str:
+        """Return the table for a page."""
+        heading, *rows = self.rows()
+        table = [heading, ["---"] * len(heading), *rows]
+        lines = ["| " + " | ".join(row) + " |" for row in table]
+        notes = [f"- {note}" for note in (f"`{self.command}`{self.how.removeprefix(self.command)}", *self.notes())]
+        return "\n".join([f"### {self.job}", "", *lines, "", *notes]) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, with the seconds of each repeat."""
+        return asdict(self)
+
+
+def _range(values: list[float], form: str) -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
+    """Return a language, a vision and a tiny model; on a CPU small enough for minutes."""
+    tiny = Job(**{**vars(TINY_MLP), "rounds": 5})
+    if hardware.is_gpu:
+        return gpt2_job(hardware), resnet_job(hardware), tiny
+    language = ("recipe=gpt2", "recipe.size=mini", "data=synthetic", "data.vocab_size=4096", "batch_size=4")
+    vision = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=64", "data=synthetic", "data.classes=10")
+    return Job("gpt2 mini", language, 1, 5), Job("resnet18", (*vision, "batch_size=32"), 2, 5), tiny
+
+
+def peers_mode(bench: Bench) -> str:
+    """Return the precision of the comparison: bf16 where the device has instructions for it, else fp32."""
+    asked = [mode for mode in BASIC if mode in bench.modes]
+    return asked[-1] if asked else "bf16" if bench.hardware.support("bf16") == NATIVE else "fp32"
+
+
+def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework] = FRAMEWORKS) -> Iterator[SideBySide]:
+    """Measure a step's overhead, throughput and peak memory in each framework, beside a loop written by hand."""
+    for job in jobs or peers_jobs(bench.hardware):
+        vision = "recipe=resnet" in job.overrides
+        yield _side_by_side(bench, job, [each for each in frameworks if vision or not each.vision_only])
+
+
+class FirstSteps(PeakWatch):
+    """Measures the peak memory of the third step, and keeps the weights after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.weights: dict[str, Tensor] = {}
+
+    def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Note whose step begins."""
+        super().before(step, model, optimizer)
+        self._model = model
+
+    def after(self, step: int, last: int) -> None:
+        """Read the peak, copy the weights to the CPU."""
+        super().after(step, last)
+        if step == PEAK_STEP:
+            self.weights = {name: each.detach().cpu().clone() for name, each in self._model.named_parameters()}
+
+    def distance(self, weights: dict[str, Tensor]) -> float:
+        """Return the Euclidean distance of its weights from others."""
+        return math.sqrt(
+            sum(float((own - weights[name]).double().square().sum()) for name, own in self.weights.items())
+        )
+
+
+def _commit() -> str:
+    """Return the commit of this project: releases are rarer than changes of the step."""
+    facts = git_facts()
+    return f"commit {facts['commit'][:7]}" if facts else ""
+
+
+def _side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> SideBySide:
+    mode, device = peers_mode(bench), bench.hardware.device
+    options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
+    options += [f"log_every={LOG_EVERY}", "checkpoint=none"]
+    bench.report(f"{job.name}: {MANTISSA}, first steps")
+    ours = FirstSteps(device)
+    workload = trainer_peak(bench, job, options, ours)
+    baseline = FirstSteps(device)
+    bare(workload, bench.folder).first_steps(baseline)
+    way = baseline.distance(workload.weights)
+    rows = [
+        Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.bytes, drift=0.0),
+        Peer(MANTISSA, _commit(), peak_bytes=ours.bytes, drift=ours.distance(baseline.weights) / way),
+    ]
+    tried: list[tuple[Peer, Framework]] = []
+    for framework in frameworks:
+        known, why = framework.installed()
+        note = framework.note or framework.note_under_autocast * (mode in ("bf16", "fp16"))
+        peer = Peer(framework.name, known, note=note, error=why)
+        rows.append(peer)
+        if not peer.error:
+            tried.append((peer, framework))
+            bench.report(f"{job.name}: {peer.name}, first steps")
+            watch = FirstSteps(device)
+            with _named(bench, job, peer):
+                framework.make(workload, bench.folder).first_steps(watch)
+                peer.peak_bytes, peer.drift = watch.bytes, watch.distance(baseline.weights) / way
+    unit, units = workload.units()
+    steps = _time(bench, job, options, rows, tried)
+    return SideBySide(f"{job.name} {mode}", job.line(*options), unit, units, steps, baseline.how, rows)
+
+
+def _time(bench: Bench, job: Job, options: Sequence[str], rows: list[Peer], tried: list[tuple[Peer, Framework]]) -> int:
+    """Time the loops of all rows in turn; return the optimizer steps of a repeat."""
+
+    def others(workload: Workload) -> tuple[dict[str, Block], dict[str, Block]]:
+        blocks: dict[str, Block] = {}
+        fits: dict[str, Block] = {}
+        for peer, framework in tried:
+            if peer.error:
+                continue
+            bench.report(f"{job.name}: building {peer.name}")
+            with _named(bench, job, peer):
+                loop = framework.make(workload, bench.folder)
+                (fits if loop.whole_fit else blocks)[peer.name] = partial(_attempt, bench, job, peer, loop.block)
+        return blocks, fits
+
+    found = alternate(bench, job, options, others)
+    for peer in rows:
+        if not peer.error:
+            peer.seconds = found.times[{BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name)]
+    return found.steps
+
+
+def _attempt(bench: Bench, job: Job, peer: Peer, block: Block, steps: int) -> float:
+    """Return the seconds of a block; 0 once it has failed."""
+    if not peer.error:
+        with _named(bench, job, peer):
+            return block(steps)
+    return 0.0
+
+
+@contextmanager
+def _named(bench: Bench, job: Job, peer: Peer) -> Iterator[None]:
+    """Name a framework that fails; the others go on without it."""
+    try:
+        yield
+    except Exception as error:
+        peer.error = bench.failed(f"{job.name}, {peer.name}", error)

@@ -1,1 +1,0 @@
-"""What is worth measuring first on a GPU machine, in order, within a budget of time."""

@@ -1,1 +1,0 @@
-"""The arithmetic of training on many GPUs: bytes, times, and where the bottleneck is."""

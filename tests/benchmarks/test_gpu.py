@@ -1,0 +1,184 @@
+"""The programme for a GPU machine, on a machine and with a clock that are made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.bench import BenchOptions
+from evidence.claims.command import ReproduceOptions
+from trainer.config.compose import compose
+from trainer.config.options import parse, run
+from trainer.files import write_json
+from trainer.hardware import Hardware, detect
+
+H200 = Hardware(torch.device("cuda", 0), "NVIDIA H200", 139 * 2**30, 16, (9, 0))
+NAMES = [stage.name for stage in gpu.STAGES]
+ORDER = ["rates", "gate", "gpt2_compiled", "gpt2_profile", "gpt2_master", "resnet50_compiled", "resnet50_profile"]
+ORDER += ["claims_first", "gpt2_eager", "resnet50_eager", "tests", "bench", "claims"]
+
+
+class Machine:
+    """Runs stages by writing what they would have left; each takes a minute."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.now = 0.0
+        self.started: list[str] = []
+        self.lines: dict[str, list[str]] = {}
+        self.takes: dict[str, float] = {}
+        self.codes: dict[str, int] = {}
+
+    def launch(self, line: list[str], log: Path, limit_s: float) -> int:
+        name = log.stem
+        self.started.append(name)
+        self.lines[name] = line
+        log.write_text(f"{name} said\n")
+        takes = self.takes.get(name, 60.0)
+        self.now += min(takes, limit_s)
+        if takes > limit_s:
+            raise subprocess.TimeoutExpired(line, limit_s)
+        if line[1].endswith("train.py"):
+            place = self.folder / "runs" / name / "run"
+            (place / "profile").mkdir(parents=True)
+            (place / "profile" / "operators.txt").write_text("sdpa_flash")
+            write_json(place / "summary.json", {"units_per_s": 520e3, "unit": "tokens", "utilisation": {"mfu": 0.43}})
+        return self.codes.get(name, 0)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[dict[str, str], gpu.Programme]]:
+    """One call of the command: its budget, the stages that it names, the commit. Returns how each stage ended."""
+    monkeypatch.delenv("OUT", raising=False)
+
+    def one(budget: str, only: tuple[str, ...] = (), commit: str = "a") -> tuple[dict[str, str], gpu.Programme]:
+        machine.started.clear()
+        options = gpu.GpuOptions(budget, list(only), output_dir=tmp_path / "runs")
+        place, git = tmp_path / "results", {"commit": commit}
+        programme = gpu.Programme(options, H200, ["data.path=text"], place, git, lambda: machine.now)
+        monkeypatch.setattr(programme, "launch", machine.launch)
+        programme.run()
+        return {name: record["status"] for name, record in programme.records().items()}, programme
+
+    return one
+
+
+def test_stages_come_in_order_and_the_claims_get_the_time_that_is_left(
+    call: Callable[..., Any], machine: Machine
+) -> None:
+    ended, programme = call("28min")
+    assert machine.started == ORDER == NAMES
+    assert ended.pop("claims") == "not finished"  # the next call has more time for them
+    assert set(ended.values()) == {"done"}
+    assert {"all=true", "device=auto", "data.path=text", f"budget={28 * 60 - 12 * 60 - 15}s"} <= set(
+        machine.lines["claims"]
+    )
+    report = programme.report().splitlines()
+    assert report[3].split() == ["gpt2_compiled", "done", "1:00", "520k", "tokens/s", "43%", "500k", "tokens/s,", "50%"]
+
+
+def test_one_that_fails_or_hangs_does_not_stop_the_others(call: Callable[..., Any], machine: Machine) -> None:
+    machine.codes, machine.takes = {"tests": 1}, {"gpt2_compiled": 1e6}
+    ended, _ = call("28min")
+    assert machine.started == NAMES
+    assert (ended["tests"], ended["gpt2_compiled"], ended["bench"]) == ("failed", "took too long", "done")
+
+
+def test_a_gate_that_fails_stops_the_others_but_those_that_are_named(
+    call: Callable[..., Any], machine: Machine
+) -> None:
+    machine.codes = {"gate": 1}
+    assert call("28min")[0] == {"rates": "done", "gate": "failed"}
+    call("28min", ("tests", "claims_first"))
+    assert machine.started == ["claims_first", "tests"]
+
+
+def test_the_next_call_continues_at_the_same_commit(call: Callable[..., Any], machine: Machine) -> None:
+    ended, _ = call("210s")
+    assert machine.started == NAMES[:4]  # half a minute is left for the fourth
+    assert ended["gpt2_profile"] == "not finished"
+    call("60min")
+    assert machine.started == NAMES[3:]
+    call("60min")
+    assert machine.started == ["claims"]
+    call("60min", ("rates",))
+    assert machine.started == ["rates"]
+    call("60min", commit="b")
+    assert machine.started == NAMES
+
+
+def test_what_is_worth_keeping_comes_back_packed(
+    call: Callable[..., Any], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, programme = call("4min")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    write_json(programme.file.parent / "two_x.json", {})
+    programme.keep()
+    with tarfile.open(tmp_path / "outcomes.tar.gz") as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"gpu.jsonl", "two_x.json", "gate.log", "operators.txt"} <= names
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_every_command_has_options_that_exist(reduced: bool, tmp_path: Path) -> None:
+    options = gpu.GpuOptions(reduced=reduced, device="cpu", output_dir=tmp_path)
+    for stage in gpu.STAGES:
+        _, script, *words = gpu.command(stage, options, [], 100.0)
+        assert script == "-m" or Path(script).is_file()
+        if script.endswith("train.py"):
+            resolved = compose(words).resolve(detect("cpu"))
+            assert resolved.plan.steps == (3 if reduced else 12 if "profile" in stage.name else 60)
+        if script.endswith("reproduce.py"):
+            parse(words, ReproduceOptions)
+        if script.endswith("bench.py"):
+            parse(words, BenchOptions)
+
+
+def test_a_process_ends_with_its_code_or_at_its_limit(tmp_path: Path) -> None:
+    programme = gpu.Programme(gpu.GpuOptions(reduced=True, output_dir=tmp_path), detect("cpu"))
+    log = tmp_path / "log"
+    assert programme.launch([sys.executable, "-c", "print('said'); raise SystemExit(3)"], log, 60.0) == 3
+    assert log.read_text() == "said\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        programme.launch([sys.executable, "-c", "input(); import time; time.sleep(600)"], log, 0.0)
+
+
+def test_the_rates_are_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "product_rates", lambda hardware: {"bf16": 790.0})
+    assert gpu.main(["rates", "device=cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["product_tflops"] == {"bf16": 790.0}
+    assert found["copy_gb_per_s"] > 0
+    assert found["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["budget=soon"], "budget=soon"),
+        (["only=test", "reduced=true"], "only=test is not a stage"),
+        (["device=cpu"], "there is no CUDA GPU here; set reduced=true to rehearse on a CPU"),
+        (["steps=3", "reduced=true"], "steps=3 is not an option; data.path=… of a claim is the only override"),
+    ],
+)
+def test_a_mistake_is_named(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(gpu.main, None, [*arguments, f"output_dir={tmp_path}"]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import nanogpt as module
+from benchmarks.jobs import Job, shakespeare
+from benchmarks.nanogpt import (
+    DEFAULT,
+    PLAIN,
+    Contest,
+    Contestant,
+    PlainLoop,
+    PlainShape,
+    Point,
+    _plain,
+    nanogpt,
+    race,
+    race_rows,
+)
+from benchmarks.rows import Bench, Row
+from recipes.gpt2_model import SHAPES
+from trainer.hardware import detect
+from trainer.trainer import Trainer
+
+SHAPE = PlainShape(context=8, layers=2, heads=2, width=16, batch_size=4, steps=8, warmup=2)
+COUNTS = {"layers", "heads", "width", "context"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def contest(text: Path) -> Contest:
+    small = ("recipe.context=8", "batch_size=4", "steps=8", "eval_samples=4")
+    job = replace(shakespeare(str(text)), steps=1)
+    job = replace(job, overrides=(*job.overrides, *small))
+    settings = {DEFAULT: (), "ours, other options": ("steps=4",)}
+    return Contest(job, SHAPE, settings, rounds=4, windows=6, judged_from=0.5, compiled=(False,))
+
+
+def test_the_recipes_are_the_same_run(shared_data: Path) -> None:
+    job = shakespeare(str(shared_data / "tinyshakespeare.txt"))
+    config = job.config().resolve(detect("cpu"))
+    shape, plan = PlainShape(), config.plan
+    own = SHAPES[config.config.recipe.size]  # type: ignore[attr-defined]
+    assert all(getattr(own, name) == getattr(shape, name) for name in COUNTS)
+    assert (plan.steps, plan.batching.batch_size, plan.batching.accumulation) == (shape.steps, shape.batch_size, 1)
+    optimizer, schedule = config.config.optimizer, config.config.schedule
+    for step in (0, 50, 99, 100, 1000, 1999):
+        assert optimizer.lr * schedule.factor(step, plan.steps) == pytest.approx(shape.lr_at(step), rel=0.02)
+    assert shape.lr_at(5000) == shape.final_lr
+
+
+def test_the_models_are_the_same_function(contest: Contest) -> None:
+    trainer = Trainer.from_config(contest.job.config("recipe.vocabulary_multiple=1", "recipe.context=64"))
+    plain = _plain(replace(contest, shape=PlainShape()), trainer, seed=0).model
+    ours = dict(trainer.model.named_parameters())
+    biases = sum(parameter.numel() for name, parameter in ours.items() if name.endswith("bias"))
+    assert sum(parameter.numel() for parameter in plain.parameters()) == sum(map(torch.numel, ours.values())) - biases
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # else all blocks add next to nothing
+        _copy(plain, ours)
+    for block in plain.blocks:
+        block.gelu = nn.GELU(approximate="tanh")
+    batch = next(trainer.batches())[0]
+    tokens = batch["tokens"]
+    ours_loss = trainer.recipe.loss(trainer.model, batch).loss_sum / trainer.recipe.count_targets(batch)
+    assert plain(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(ours_loss.item(), rel=1e-6)
+
+
+def _copy(plain: nn.Module, ours: dict[str, nn.Parameter]) -> None:
+    names = {"norm1": "ln_1", "norm2": "ln_2", "qkv": "attn.c_attn", "attended": "attn.c_proj"}
+    names |= {"wide": "mlp.c_fc", "narrow": "mlp.c_proj"}
+    outer = {"tokens.weight": "wte.weight", "positions.weight": "wpe.weight", "norm.weight": "ln_f.weight"}
+    for name, parameter in plain.named_parameters():
+        if name in outer:
+            own = ours[f"gpt2.transformer.{outer[name]}"]
+        else:
+            _, number, layer, _ = name.split(".")
+            own = ours[f"gpt2.transformer.h.{number}.{names[layer]}.weight"]
+        # transformers keeps weights of layers as inputs × outputs
+        own.copy_(parameter.T if parameter.ndim == 2 and name not in outer else parameter)
+
+
+def test_the_baseline_starts_at_chance_and_learns(contest: Contest) -> None:
+    trainer = Trainer.from_config(contest.job.config())
+    loop = _plain(replace(contest, shape=replace(SHAPE, lr=1e-2, steps=60)), trainer, seed=1)
+    chance = math.log(trainer.datasets.tokens.tokenizer.vocab_size)  # type: ignore[attr-defined]
+    assert loop.evaluate()["valid"] == pytest.approx(chance, rel=0.05)
+    loop.run(60)
+    assert loop.step == 60
+    assert loop.loss < 0.8 * chance
+    assert loop.evaluate()["train"] < 0.8 * chance
+
+
+def test_the_seed_decides_weights_and_batches(contest: Contest) -> None:
+    trainer = Trainer.from_config(contest.job.config())
+
+    def after_two_steps(seed: int) -> float:
+        loop: PlainLoop = _plain(contest, trainer, seed)
+        loop.run(2)
+        return loop.loss
+
+    assert after_two_steps(1) == after_two_steps(1) != after_two_steps(2)
+
+
+def _row(steps: int, losses: list[float], seconds_a_step: float) -> Contestant:
+    left = iter(losses)
+    return Contestant(steps, lambda count: count * seconds_a_step, lambda: next(left), lambda: 10.0)
+
+
+def test_each_takes_its_share_of_its_steps_in_every_round(contest: Contest) -> None:
+    racers = {"a": _row(1000, [3.0, 1.8, 1.7], 1.0), "b": _row(500, [2.0, 1.95, 1.89], 2.0)}
+    said: list[str] = []
+    race(racers, contest, said.append)
+    assert racers["a"].curve == [Point(500, 500, 3.0), Point(750, 750, 1.8), Point(1000, 1000, 1.7)]
+    assert racers["b"].curve == [Point(500, 250, 2.0), Point(750, 375, 1.95), Point(1000, 500, 1.89)]
+    assert (racers["a"].to(1.89, False), racers["b"].to(1.89, False)) == (750, 1000)
+    assert (racers["a"].to(1.89, True), racers["b"].to(1.89, True)) == (750 + 3 * 10, 1000 + 2 * 10)
+    assert racers["b"].reached(1.89) == Point(1000, 500, 1.89)
+    assert racers["b"].reached(1.5) is None
+    assert (racers["b"].to(1.5, False), racers["b"].to(1.5, True)) == (1000, 1000 + 2 * 10)  # its whole time
+    assert said[:3] == ["a, round 1 of 4", "b, round 1 of 4", "b, round 2 of 4"]
+
+
+def test_the_rows_of_a_small_contest(contest: Contest, tmp_path: Path) -> None:
+    rows = list(nanogpt(Bench(detect("cpu"), 1, tmp_path, modes=frozenset({"bf16"})), contest))
+    steps = [row for row in rows if ", step, " in row.name]
+    assert [row.name.partition(", step, ")[2] for row in steps] == [
+        f"ours fp32 / {PLAIN} fp32",
+        "ours fp32 / a bare loop fp32",
+        f"ours bf16 / {PLAIN} bf16",
+        "ours bf16 / a bare loop bf16",
+        f"ours bf16 / {PLAIN} fp32",
+    ]
+    races = rows[len(steps) :]
+    assert [row.name.partition("loss, ")[2] for row in races] == [
+        f"{name} / {PLAIN}{end}" for name in contest.ours for end in ("", ", evaluations included")
+    ]
+    assert all(row.values and min(row.values) > 0 for row in rows if row not in races)
+    assert races[0].target is None
+    assert races[2].target == 0.7
+    assert "steps=4" in races[2].measured
+    assert "steps and" in races[0].measured  # what nanoGPT's loop reached
+
+
+def test_a_format_in_fp32_arithmetic_is_left_out_unless_named(contest: Contest, tmp_path: Path) -> None:
+    hardware = replace(detect("cpu"), cpu_flags=frozenset())
+    rows = list(nanogpt(Bench(hardware, 1, tmp_path), replace(contest, ours={DEFAULT: ()})))
+    left_out = [row for row in rows if not row.values and "left out" in row.measured]
+    assert [row.measured for row in left_out] == [WHY]
+    assert not any("bf16" in row.name for row in rows if row not in left_out)
+
+
+WIDE = "bf16 matmuls, convolutions: fp32 arithmetic, this CPU has no bf16 instructions"
+WHY = f"left out: {WIDE}; measured with modes=bf16"
+
+
+def test_without_a_text_the_standard_library_is_read() -> None:
+    assert Job("shakespeare", shakespeare().overrides).config().data.kind == "python_docs"
+
+
+def raced(contest: Contest, folder: Path, monkeypatch: pytest.MonkeyPatch, *last: float) -> tuple[Row, Row]:
+    """The rows of a contestant whose loss at the end is one of ``last``, with each seed the next one."""
+    settings = {"ours with fewer steps": ("steps=400",)}
+    ends = list(last)
+    monkeypatch.setattr(module, "_ours", lambda *_: _row(400, [2.5, 2.0, ends.pop(0)], 1.0))
+    monkeypatch.setattr(module, "_baseline", lambda *_: _row(1000, [2.5, 1.8, 1.7], 1.0))
+    hardware = replace(detect("cpu"), cpu_flags=frozenset())
+    row, full = race_rows(Bench(hardware, len(last), folder), replace(contest, ours=settings))
+    return row, full
+
+
+def test_a_run_that_does_not_reach_the_loss_counts_with_its_whole_time(
+    contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, full = raced(contest, tmp_path, monkeypatch, 1.8, 1.95, 1.8)
+    assert row.values == [400 / 750] * 3
+    assert full.values == [(400 + 10) / (750 + 3 * 10)] * 3
+    assert (row.median <= 0.7, row.met, full.met) == (True, False, False)
+    assert "at least 0.533x" in row.text()
+    assert row.text().count("1.950 (not reached) after 400 steps and 400.0 s against 1.800 after 750 steps") == 1
+    assert "MISSED" in row.text()
+
+
+@pytest.mark.parametrize(("last", "met"), [((1.8, 1.8), True), ((1.95, 1.95), False)])
+def test_the_loss_is_met_where_all_seeds_reach_it(
+    last: tuple[float, ...], met: bool, contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for row in raced(contest, tmp_path, monkeypatch, *last):
+        assert len(row.values) == 2
+        assert row.met is met
+        assert ("at least" not in row.text()) is met
+
+
+def test_a_real_run_that_learns_nothing_is_a_lower_bound(contest: Contest, tmp_path: Path) -> None:
+    never = {DEFAULT: ("optimizer.lr=1e-12",)}
+    small = replace(contest, ours=never, shape=replace(SHAPE, lr=1e-2, steps=60))
+    row = next(iter(race_rows(Bench(detect("cpu"), 1, tmp_path), small)))
+    assert (len(row.values), row.lower_bound) == (1, True)
+    assert "(not reached)" in row.measured

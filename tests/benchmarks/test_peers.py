@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import peers as module
+from benchmarks.jobs import TINY_MLP, BareLoop, Workload
+from benchmarks.overhead import PEAK_STEP, Watch, trainer_peak
+from benchmarks.peers import (
+    BARE,
+    FIT_WARM_UP,
+    FRAMEWORKS,
+    MANTISSA,
+    FirstSteps,
+    Framework,
+    Loop,
+    Peer,
+    SideBySide,
+    bare,
+    fitted,
+    peers,
+    peers_mode,
+    stepwise,
+)
+from benchmarks.rows import Bench
+from trainer.hardware import EMULATED, NATIVE, Hardware, detect
+
+JOB = replace(TINY_MLP, overrides=(*TINY_MLP.overrides, "tracking=local"), steps=2, rounds=2)
+OPTIONS = ("precision=fp32", "clip=norm", "schedule=constant", "schedule.warmup_steps=0")
+
+
+def whole(workload: Workload, folder: Path) -> Loop:
+    """The loop written by hand as a framework with a fit of its own."""
+    loop = BareLoop(workload)
+
+    def fit(steps: int, watch: Watch) -> None:
+        for step in range(1, steps + 1):
+            watch.before(step, loop.model, loop.optimizer)
+            loop.run(1)
+            watch.after(step, steps)
+
+    return fitted(fit, loop.model)
+
+
+def other_rate(workload: Workload, folder: Path) -> Loop:
+    loop = BareLoop(workload)
+    for group in loop.optimizer.param_groups:
+        group["lr"] *= 3
+    return stepwise(loop.run, loop.model, loop.optimizer)
+
+
+def cannot_start(workload: Workload, folder: Path) -> Loop:
+    raise ImportError("a part of it is missing")
+
+
+def crashes_later(workload: Workload, folder: Path) -> Loop:
+    loop = bare(workload, folder)
+    blocks = iter([loop.block] * 2)
+
+    def block(steps: int) -> float:
+        for each in blocks:
+            return each(steps)
+        raise ValueError("crashed in its third block")
+
+    return replace(loop, block=block)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[SideBySide, dict[str, str], list[str]]:
+    made = (
+        Framework("whole", whole, ("torch",)),
+        Framework("other rate", other_rate, ("torch",), note="differs"),
+        Framework("cannot start", cannot_start, ("torch",)),
+        Framework("crashes later", crashes_later, ("torch",)),
+        Framework("absent", bare, ("a-package-that-nobody-has",)),
+        Framework("for images", bare, ("torch",), vision_only=True),
+    )
+    doing: list[str] = []
+    bench = Bench(detect("cpu"), 2, tmp_path_factory.mktemp("peers"), doing.append, frozenset({"fp32"}))
+    (table,) = peers(bench, [JOB], made)
+    return table, bench.failures, doing
+
+
+def test_loops_of_the_same_job_are_side_by_side(measured: tuple[SideBySide, dict[str, str], list[str]]) -> None:
+    table = measured[0]
+    found = {peer.name: peer for peer in table.peers}
+    assert list(found) == [BARE, MANTISSA, "whole", "other rate", "cannot start", "crashes later", "absent"]
+    assert (table.unit, table.units, table.steps) == ("samples", 32, 4)
+    for name in (BARE, MANTISSA, "whole", "other rate"):
+        assert len(found[name].seconds) == 2
+        assert min(found[name].seconds) > 0
+        assert 0.9 < found[name].peak_bytes / found[BARE].peak_bytes < 1.1
+    assert table.throughput(found[BARE]) == [1.0, 1.0]
+    assert table.overhead_ms(found[BARE]) == [0.0, 0.0]
+    assert max(found[name].drift or 0.0 for name in (MANTISSA, "whole")) < 1e-6
+
+
+def test_a_loop_that_trains_otherwise_is_found_out(measured: tuple[SideBySide, dict[str, str], list[str]]) -> None:
+    notes = "\n".join(measured[0].notes())
+    assert "other rate: NOT the same training; after 3 steps its weights differ from the bare loop's" in notes
+    assert "other rate: differs" in notes
+    assert "differ by at most 0.00% of the distance that the weights moved): Mantissa, everything on, whole" in notes
+
+
+def test_a_framework_that_fails_is_named_and_the_others_are_measured(
+    measured: tuple[SideBySide, dict[str, str], list[str]],
+) -> None:
+    table, failures, _ = measured
+    assert failures == {
+        "tiny MLP, cannot start": "ImportError: a part of it is missing",
+        "tiny MLP, crashes later": "ValueError: crashed in its third block",
+    }
+    rows = {row[0]: row for row in table.rows()}
+    assert rows["cannot start"][2:] == ("–",) * 6
+    assert rows["crashes later"][2:6] == ("–",) * 4
+    assert rows["crashes later"][6] == rows[BARE][6]  # its first steps were measured
+    assert "absent: a-package-that-nobody-has is not installed; make bench-peers installs it" in table.text()
+    assert "cannot start: failed: ImportError: a part of it is missing" in table.markdown()
+    json.dumps(table.to_dict(), allow_nan=False)
+
+
+def test_it_says_which_loop_and_which_repeat(measured: tuple[SideBySide, dict[str, str], list[str]]) -> None:
+    doing = measured[2]
+    assert "tiny MLP: whole, first steps" in doing
+    assert doing.index("tiny MLP: bare, warm-up") < doing.index("tiny MLP: bare, repeat 1 of 2")
+    assert doing[-1] == "tiny MLP: whole, repeat 2 of 2"  # what follows is not measured
+
+
+def test_the_figures_are_of_one_step() -> None:
+    table = SideBySide("job", "a command", "tokens", 100, 10, "a ledger", [])
+    table.peers = [
+        Peer(BARE, "1.0", [1.0, 2.0, 1.6], 2**20, 0.0),
+        Peer("other", "2.0", [2.0, 2.0, 3.2], 2**21, 0.0),
+    ]
+    heading, by_hand, other = table.rows()
+    assert heading[4] == "tokens/s"
+    assert by_hand == (BARE, "1.0", "160.0", "", "625", "", "1.0 MiB", "1.000x")
+    assert other[2] == "200.0"
+    assert other[3] == "+100.0 (+0.0 to +160.0)"
+    assert other[5] == "0.500 (0.500 to 1.000)"
+    assert other[7] == "2.000x"
+    assert table.markdown().splitlines()[2].count("|") == len(heading) + 1
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_an_installed_framework_trains_the_same(framework: Framework, tmp_path: Path) -> None:
+    if why := framework.installed()[1]:
+        pytest.skip(why)
+    bench = Bench(detect("cpu"), 1, tmp_path)
+    ours, by_hand, theirs = (FirstSteps(bench.hardware.device) for _ in range(3))
+    workload = trainer_peak(bench, JOB, OPTIONS, ours)
+    bare(workload, tmp_path).first_steps(by_hand)
+    framework.make(workload, tmp_path).first_steps(theirs)
+    assert by_hand.distance(workload.weights) > 0.01
+    assert theirs.distance(by_hand.weights) < 1e-4 * by_hand.distance(workload.weights)
+    assert theirs.bytes < 1.2 * by_hand.bytes
+
+
+def test_a_fit_is_timed_after_its_first_steps(tmp_path: Path) -> None:
+    taken: list[int] = []
+    model = torch.nn.Linear(1, 1)
+
+    def fit(steps: int, watch: Watch) -> None:
+        taken.append(steps)
+        for step in range(1, steps + 1):
+            watch.after(step, steps)
+
+    loop = fitted(fit, model)
+    assert loop.block(5) > 0
+    assert taken == [FIT_WARM_UP + 5]
+
+
+def test_the_first_batches_are_those_of_the_trainer(tmp_path: Path) -> None:
+    bench = Bench(detect("cpu"), 1, tmp_path)
+    workload = trainer_peak(bench, JOB, OPTIONS, FirstSteps(bench.hardware.device))
+    batches = iter(workload.loader())
+    samples = workload.order
+    for number in range(PEAK_STEP + 1):
+        own = workload.datasets.train.batch(samples[number * workload.batch_size : (number + 1) * workload.batch_size])
+        assert torch.equal(next(batches)["x"], own["x"])
+
+
+def test_the_comparison_is_in_bf16_where_it_is_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(detect("cpu"), 1, tmp_path)
+    for support, mode in ((NATIVE, "bf16"), (EMULATED, "fp32")):
+        monkeypatch.setattr(Hardware, "support", lambda self, mode, support=support: support)
+        assert peers_mode(bench) == mode
+    assert peers_mode(Bench(bench.hardware, 1, tmp_path, modes=frozenset({"bf16"}))) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.5.6", ""), ("2.6.2", "2.6.2 is installed"), ("2.6.3", "2.6.3 is installed"), (None, "is not installed")],
+)
+def test_only_lightning_2_5_is_ever_imported(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str
+) -> None:
+    def installed(package: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(module, "version", installed)
+    monkeypatch.delitem(sys.modules, "lightning", raising=False)
+    lightning = next(framework for framework in FRAMEWORKS if framework.name == "Lightning")
+    assert expected in lightning.installed()[1]
+    assert bool(expected) == bool(lightning.installed()[1])
+    assert "lightning" not in sys.modules
