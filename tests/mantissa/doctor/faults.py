@@ -473,11 +473,7 @@ FAULTS = [
         16, "log(0) in the loss", _expected(DOMAIN, "", "fp32"), lambda: around(nn.Identity()), FP16, loss=log_of_zero
     ),
     Fault(
-        18,
-        "division by a norm of 1e-6",
-        _expected(OVERFLOW, "1", "fp16_master"),
-        lambda: around(ByNorm()),
-        FP16_MASTER,
+        18, "division by a norm of 1e-6", _expected(OVERFLOW, "1", "fp16_master"), lambda: around(ByNorm()), FP16_MASTER
     ),
     Fault(
         9,
@@ -547,11 +543,7 @@ FAULTS = [
         scaler=StaticScaler(scale=1024),
     ),
     Fault(
-        12,
-        "a big and a tiny branch",
-        Expected(SCALE, BACKWARD, "tiny", "fp16"),
-        TwoBranches,
-        Precision(mode="fp16"),
+        12, "a big and a tiny branch", Expected(SCALE, BACKWARD, "tiny", "fp16"), TwoBranches, Precision(mode="fp16")
     ),
     Fault(
         20,
