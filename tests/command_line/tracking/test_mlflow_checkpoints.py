@@ -162,9 +162,7 @@ def test_all_checkpoints_are_sent_as_they_are_saved_and_pruned_with_the_folder(
         real(self, run_id, path, place)
 
     monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
-    monkeypatch.setattr(
-        "trainer.tracking.mlflow.feed.LONGEST_PAUSE_S", 0.0
-    )  # training, which it would leave the time to, waits
+    monkeypatch.setattr("trainer.tracking.mlflow.feed.PAUSE_S", 0.0)  # training, which it would leave time to, waits
     from trainer.run.run import Run
 
     seen: list[list[str]] = []

@@ -165,13 +165,13 @@ class Delivery:
             self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
             self._progress(0)
 
-    def send_checkpoints(self, pause: Callable[[], None] = lambda: None) -> None:
-        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called between two calls."""
+    def send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
+        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called after each file."""
         assert self._client is not None
 
         def between(size: int) -> None:
-            pause()
             if not size:
+                pause()
                 self.send_metrics()
             self._progress(size / UPLOAD_BYTES_PER_S)
 
