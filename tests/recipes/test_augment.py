@@ -141,13 +141,6 @@ def test_what_training_sees_is_a_function_of_the_samples_seed_alone(augment: Ima
     assert (before.shape, before.dtype) == ((3, 24, 24), np.uint8)
 
 
-def test_none_changes_nothing_in_training() -> None:
-    image = noise(32, 32)
-    assert np.array_equal(cut(image, 32, ImageAugment(), 7).transpose(1, 2, 0), np.asarray(image))
-    train = opened(Digits(), ImageAugment()).train
-    assert torch.equal(train.batch([SampleId(3, 5)])["image"], train.batch([SampleId(3, None)])["image"])
-
-
 def test_light_shifts_by_whole_pixels_up_to_its_limit_and_repeats_the_edge() -> None:
     image = noise(32, 32)
     padded = np.pad(np.asarray(image), ((4, 4), (4, 4), (0, 0)), mode="edge").transpose(2, 0, 1)
