@@ -227,6 +227,7 @@ def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> No
     assert datasets.train.augment == config.augment == Light(0.25)
     assert choices == []
     assert flatten(compose("recipe=resnet"))["augment"] == "auto"
+    assert compose("recipe=resnet", "augment=imagenet").augment == ImageNet()  # and no class made of it
     _, config, [(key, value, why)] = opened("recipe=resnet")
     assert (key, value, flatten(config)["augment"]) == ("augment", "none", "none")
     assert "augment=light" in why

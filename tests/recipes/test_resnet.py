@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.data.images.arrays import Digits
+from recipes.data.synthetic import Synthetic
 from recipes.resnet import Normalise, ResNet
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError
@@ -150,6 +151,13 @@ def test_loss_and_metrics_are_sums_that_metrics_turns_into_shares() -> None:
     assert sums == {"top1": 1.0, "top5": 3.0}
     assert recipe.count_targets(batch) == recipe.count_units(batch) == 4
     assert recipe.metrics(2.5, sums, 4) == {"loss": 2.5, "top1": 0.25, "top5": 0.75}
+
+
+def test_few_classes_have_no_top5() -> None:
+    recipe = ResNet(arch="resnet18", image_size=32)
+    datasets = recipe.datasets(Synthetic(classes=4), seed=0)
+    batch = datasets.train.batch([SampleId(index, 1) for index in range(2)])
+    assert set(recipe.loss(Stub(torch.zeros(2, 4)), batch).metric_sums) == {"top1"}
 
 
 def test_label_smoothing_is_for_training_only() -> None:
