@@ -38,7 +38,6 @@ import dataclasses, json, sys
 sys.argv = ["train.py", "recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=32", "batch_size=8",
             "steps=2", "tracking=local", "checkpoint=none", "profiler=none", "device=cpu"]
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 from trainer.trainer import Trainer
 stops, returns, root = set(), 0, sys.path[0]
 def is_config(value):
@@ -60,7 +59,7 @@ def follow(frame, event, argument):
         if code.co_qualname == "Trainer.train_step":
             sys.setprofile(None)
 sys.setprofile(follow)
-main(out_of_memory)
+main()
 print("\\n" + json.dumps({"stops": len(stops), "files": len({file for file, _ in stops}), "returns": returns}))
 """
 

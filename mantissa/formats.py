@@ -23,13 +23,21 @@ class Number:
     largest: float
     smallest: float
     """The smallest positive number, a subnormal one."""
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability from which an NVIDIA GPU multiplies it natively."""
+    only_nvidia: bool = False
+    """Whether nothing else can: elsewhere it is not emulated, but not available."""
+    instructions: frozenset[str] = frozenset()
+    """Of CPUs, each of which multiplies it natively, by the names of ``torch.cpu.get_capabilities``."""
 
 
+_BF16_CPU = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+_FP16_CPU = frozenset({"amx_fp16", "avx512_fp16", "fp16", "fp16_arith"})
 FP32 = Number("fp32", torch.float32, 2.0**-24, (2 - 2.0**-23) * 2.0**127, 2.0**-149)
-TF32 = Number("tf32", torch.float32, 2.0**-11, (2 - 2.0**-10) * 2.0**127, 2.0**-136)
-BF16 = Number("bf16", torch.bfloat16, 2.0**-8, (2 - 2.0**-7) * 2.0**127, 2.0**-133)
-FP16 = Number("fp16", torch.float16, 2.0**-11, 65504.0, 2.0**-24)
-FP8 = Number("fp8", torch.bfloat16, 2.0**-4, 448.0, 2.0**-9)
+TF32 = Number("tf32", torch.float32, 2.0**-11, (2 - 2.0**-10) * 2.0**127, 2.0**-136, (8, 0), only_nvidia=True)
+BF16 = Number("bf16", torch.bfloat16, 2.0**-8, (2 - 2.0**-7) * 2.0**127, 2.0**-133, (8, 0), instructions=_BF16_CPU)
+FP16 = Number("fp16", torch.float16, 2.0**-11, 65504.0, 2.0**-24, (7, 0), instructions=_FP16_CPU)
+FP8 = Number("fp8", torch.bfloat16, 2.0**-4, 448.0, 2.0**-9, (8, 9), only_nvidia=True)
 """e4m3fn, of weights and activations; what is not a linear layer computes in bf16."""
 NUMBERS = {number.name: number for number in (FP32, TF32, BF16, FP16, FP8)}
 

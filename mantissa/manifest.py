@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,13 @@ _HALF = {dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16)}
 _CAST = "aten._to_copy"
 _SENSITIVE = ("softmax", "log", "exp", "pow", "sum", "mean", "norm", "var", "std", "cumsum", "prod", "rsqrt")
 """Parts of the names of operators that are usually kept in fp32: sums over many numbers, and what has a wide range."""
+
+
+LOSS = "(loss)"
+"""Stands for what is computed outside of the model."""
+_MOVES = {"_to_copy", "clone", "contiguous", "copy_", "detach", "lift_fresh", "_unsafe_view"}
+_FILLS = {"fill_", "zero_", "empty_like", "full_like", "ones_like", "zeros_like"}
+_EXCHANGES = {"c10d", "_c10d_functional", "fsdp"}
 
 
 class Row(NamedTuple):
@@ -60,7 +67,8 @@ class DtypeRecorder(TorchDispatchMode):
         self._weights = weights or {}
         self._hooks: list[Any] = []
         self._calls: Counter[tuple[str, str, str, str, str]] = Counter()
-        self.outputs: dict[str, Counter[torch.dtype]] = {}
+        self._computed: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
+        self.outputs: defaultdict[str, Counter[torch.dtype]] = defaultdict(Counter)
         """By module: of the floating-point tensors that it returns."""
         self.casts: dict[tuple[str, str], str] = {}
         """Of weights to 16 bits in the forward pass: the weight's name, the module that casts, and the dtype."""
@@ -80,24 +88,52 @@ class DtypeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        results = "" if func.is_view else _names(tensors(output))
-        if results:
-            name = str(func).rpartition(".")[0]
-            module, direction = self._modules.place()
-            self._calls[module, direction, name, _names(tensors((args, kwargs))), results] += 1
-            if self._weights and name == _CAST and direction == FORWARD and _is_half(results):
-                weight = self._weights.get(args[0].data_ptr())
-                if weight is not None:
-                    self.casts[weight, module] = results
+        results = "" if getattr(func, "is_view", False) else _names(tensors(output))
+        if not results:
+            return output
+        name = str(func).rpartition(".")[0]
+        given = [tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()]
+        module, direction = self._modules.place()
+        self._calls[module, direction, name, _names(given), results] += 1
+        if given and direction == FORWARD and _computes(name):
+            # An operator in fp8 has a result in another dtype.
+            dtype = given[0].dtype if given[0].itemsize == 1 else tensors(output)[0].dtype
+            self._computed[module if self._modules.inside else LOSS][dtype] += 1
+        if self._weights and name == _CAST and direction == FORWARD and _is_half(results):
+            weight = self._weights.get(args[0].data_ptr())
+            if weight is not None:
+                self.casts[weight, module] = results
         return output
 
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        found = self.outputs.setdefault(name, Counter())
-        found.update(tensor.dtype for tensor in tensors(output) if tensor.is_floating_point())
+        self.outputs[name].update(tensor.dtype for tensor in tensors(output) if tensor.is_floating_point())
 
     def rows(self) -> list[Row]:
         """Return what ran, in order of the first calls."""
         return [Row(*key, calls) for key, calls in self._calls.items()]
+
+    def modules(self) -> list[dict[str, str]]:
+        """Return the modules that have weights or operators of their own (not through their children).
+
+        Each with its name, its type, and the dtypes of its own weights, of its own operators (most of them first; none
+        if it was not called), and of what it returns. An operator computes in the dtype of its result, or in fp8 where
+        its first input is. Views, copies, casts, fills and exchanges between ranks compute nothing; nor do operators
+        without a floating-point input and result.
+        """
+        rows = []
+        modules = [(name, type(module).__name__, module) for name, module in self._model.named_modules()]
+        for name, kind, module in [*modules, (LOSS, "", nn.Module())]:
+            weights = Counter(weight.dtype for weight in module.parameters(recurse=False))
+            if weights or self._computed[name]:
+                dtypes = {"weights": weights, "compute": self._computed[name], "output": self.outputs[name]}
+                named = {key: [dtype_name(dtype) for dtype, _ in found.most_common()] for key, found in dtypes.items()}
+                rows.append({"module": name, "type": kind} | {key: ", ".join(found) for key, found in named.items()})
+        return rows
+
+
+def _computes(operator: str) -> bool:
+    space, _, name = operator.partition(".")
+    return space not in _EXCHANGES and name not in _MOVES | _FILLS and not name.startswith("new_")
 
 
 def _names(found: list[Tensor]) -> str:

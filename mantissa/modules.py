@@ -52,8 +52,13 @@ class ModuleTracer:
             self._numbers.append(torch.autograd._get_sequence_nr())
             self._owners.append(self.module())
 
+    @property
+    def inside(self) -> bool:
+        """Whether a module's forward runs now."""
+        return bool(self._stack)
+
     def module(self) -> str:
-        """Return the name of the module whose forward runs now."""
+        """Return the name of the module whose forward runs now; an empty string: none, or the model itself."""
         return self._stack[-1] if self._stack else ""
 
     def place(self) -> tuple[str, str]:

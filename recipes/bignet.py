@@ -52,13 +52,11 @@ class BigNet(Recipe):
         assert self.pretrained
         about = read_object(Path(self.pretrained).expanduser() / "config.json")
         if about.get("recipe") != self.name:
-            kind = about.get("recipe") or about.get("model_type")
-            use = f"it is of recipe={kind}" if kind else "there is no such export"
-            raise UserError(f"recipe.pretrained={self.pretrained}: {use}; give the best/ of a run of recipe=bignet")
-        default, choices = type(self)(), []
+            raise UserError(f"recipe.pretrained={self.pretrained} is not the best/ of a run of recipe=bignet; give one")
+        choices = []
         for name in self.architecture:
             now, there = getattr(self, name), about["options"][name]
-            if now not in (there, getattr(default, name)):
+            if now not in (there, getattr(type(self), name)):
                 raise UserError(
                     f"recipe.{name}={now}, but recipe.pretrained={self.pretrained} has {there}; leave it out"
                 )
@@ -80,18 +78,14 @@ class BigNet(Recipe):
 
     def build_model(self, datasets: Datasets) -> nn.Module:
         """Build the stack with He's initialisation, without which the signal vanishes over 20 layers."""
-        blocks = []
         layers: list[nn.Module] = []
-        for index in range(self.layers):
+        for left in reversed(range(self.layers)):
             linear = nn.Linear(self.width, self.width)
-            last = index == self.layers - 1
-            nn.init.kaiming_normal_(linear.weight, nonlinearity="linear" if last else "relu")
+            nn.init.kaiming_normal_(linear.weight, nonlinearity="relu" if left else "linear")
             nn.init.zeros_(linear.bias)
-            layers += [linear] if last else [linear, nn.ReLU()]
-            if last or (index + 1) % _BLOCK == 0:
-                blocks.append(nn.Sequential(*layers))
-                layers = []
-        model = nn.Sequential(*blocks)
+            layers += [linear, nn.ReLU()] if left else [linear]
+        size = 2 * _BLOCK  # with the ReLUs
+        model = nn.Sequential(*(nn.Sequential(*layers[i : i + size]) for i in range(0, len(layers), size)))
         if self.pretrained and torch.get_default_device().type != "meta":
             fill(model, self.exported(Path(self.pretrained).expanduser()), f"recipe.pretrained={self.pretrained}")
         return model

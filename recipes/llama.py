@@ -73,10 +73,9 @@ class Llama(LanguageRecipe):
         """Choose the size, and refuse numbers that do not fit each other."""
         choices = super().choose_model(hardware)
         if self.pretrained:
-            typed = [key for key in NUMBERS if getattr(self, key) is not None]
-            if typed:
+            if self._changed:
                 raise UserError(
-                    f"recipe.{typed[0]} has no effect with recipe.pretrained, which sets the size; remove one of them"
+                    f"recipe.{next(iter(self._changed))} has no effect with recipe.pretrained; remove one of them"
                 )
             return choices
         shape = self.chosen(choices).shape
@@ -124,11 +123,13 @@ class Llama(LanguageRecipe):
         """Return the size, and what was changed of it."""
         if self.pretrained:
             return super().facts(model, datasets)
-        changed = [f"{key} {value}" for key in NUMBERS if (value := getattr(self, key)) is not None]
-        return {"size": ", ".join([self.size, *changed])}
+        return {"size": ", ".join([self.size, *(f"{key} {value}" for key, value in self._changed.items())])}
 
     @property
     def shape(self) -> Shape:
         """The numbers of the size, those that the user set in their place."""
-        chosen = {key: value for key in NUMBERS if (value := getattr(self, key)) is not None}
-        return SHAPES[self.size]._replace(**chosen)
+        return SHAPES[self.size]._replace(**self._changed)
+
+    @property
+    def _changed(self) -> dict[str, Any]:
+        return {key: value for key in NUMBERS if (value := getattr(self, key)) is not None}

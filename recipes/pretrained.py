@@ -96,12 +96,11 @@ def is_kept(source: str) -> bool:
 
 @contextmanager
 def _opening(source: str, kind: str) -> Iterator[None]:
-    title = {"gpt2": "GPT-2", "llama": "Llama", "bert": "BERT", "t5": "T5"}[kind]
     try:
         yield
     except (OSError, ValueError) as error:
         raise UserError(
-            f"recipe.pretrained={source} cannot be opened as a {title} ({first_line(error)}); {_REMEDY}"
+            f"recipe.pretrained={source} cannot be opened as a {kind} ({first_line(error)}); {_REMEDY}"
         ) from error
 
 

@@ -96,15 +96,16 @@ class ResNet(Recipe):
         """Choose the architecture, or check the requested one."""
         _image_source(data)
         found = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
+        why = "that of recipe.pretrained"
+        if not found and hardware.is_gpu:
+            found, why = {"arch": "resnet50"}, "GPU default; recipe.arch=resnet18 for a smaller one"
+        elif not found:
+            found, why = {"arch": "resnet18"}, "CPU default; recipe.arch=resnet50 for the published size"
         choices = [
-            Choice(f"recipe.{name}", found[name], "that of recipe.pretrained")
+            Choice(f"recipe.{name}", found[name], why)
             for name in ("arch", "image_size")
-            if found and getattr(self, name) == "auto"
+            if name in found and getattr(self, name) == "auto"
         ]
-        if self.arch == "auto" and not found and hardware.is_gpu:
-            choices = [Choice("recipe.arch", "resnet50", "GPU default; recipe.arch=resnet18 for a smaller one")]
-        elif self.arch == "auto" and not found:
-            choices = [Choice("recipe.arch", "resnet18", "CPU default; recipe.arch=resnet50 for the published size")]
         recipe = self.chosen(choices)
         architectures.check(recipe.arch)
         if recipe.pretrained is not None:
@@ -134,7 +135,7 @@ class ResNet(Recipe):
             self._set_train_size(datasets, outputs)
         if self.pretrained is not None:  # opened before the other ranks do, and normalised as the weights need it
             weights = pretrained.open_weights(self.arch, self.pretrained, datasets.image_size)
-            new_head = pretrained.new_head(weights, self.arch, datasets, outputs)
+            new_head = pretrained.new_head(weights.state, weights.classes, self.arch, datasets, outputs)
             datasets = replace(datasets, mean=weights.mean, std=weights.std, new_head=new_head)
         if self.mean is None or self.std is None:
             return datasets
@@ -211,9 +212,8 @@ class ResNet(Recipe):
     ) -> tuple[dict[str, Tensor], list[Choice]]:
         """Return the weights, but a new head where the classes are others."""
         outputs, own = self._outputs(datasets), model.state_dict()
-        head = architectures.head(self.arch, datasets.image_size, outputs)
-        fits = all(name in weights and weights[name].shape == own[name].shape for name in head)
-        if fits and about.get("classes", datasets.classes) == datasets.classes:
+        head = pretrained.new_head(weights, about.get("classes"), self.arch, datasets, outputs)
+        if not head:
             return weights, []
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
         return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why)]

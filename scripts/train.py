@@ -8,7 +8,6 @@ if __name__ == "__main__":
     open_the_program(sys.argv[1:])  # before the imports below, which take seconds
 
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 
 if __name__ == "__main__":
-    sys.exit(main(out_of_memory))
+    sys.exit(main())

@@ -29,7 +29,7 @@ draw, set_up = plots.plot_run, store.set_up
 def take() -> None:
     """Take them all in this process."""
     kernels.times = made_up_times  # measuring takes time, and between equals chance decides
-    rates.remembered = lambda kind, of, work: RATES[of["format"]]
+    rates.cached = lambda kind, of, work: RATES[of["format"]]
     store.set_up = copied  # MLflow's migrations
     plots.plot_run = lambda *_: []
 

@@ -39,7 +39,7 @@ def tracked(path: Path, steps: int = 1, status: str = "FINISHED", **options: Any
     return tracker
 
 
-def save(path: Path, step: int) -> Path:
+def save(path: Path, step: int, score: float | None = None) -> Path:
     """Make a checkpoint that is whole, without weights."""
     folder = path / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
@@ -47,7 +47,7 @@ def save(path: Path, step: int) -> Path:
     for kind in KINDS:
         save_file({}, folder / f"{kind}.safetensors")
     hashes = {file.name: sha256(file) for file in folder.iterdir()}
-    write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "score": None, "sha256": hashes})
+    write_json(folder / "manifest.json", {"format": FORMAT, "step": step, "score": score, "sha256": hashes})
     return folder
 
 

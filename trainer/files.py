@@ -1,22 +1,18 @@
-"""Atomic file writes, strict JSON reading, locks, caches, this repository's folder, and names in a run's."""
+"""Atomic file writes, strict JSON reading, locks, this repository's folder, and names in a run's."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from filelock import FileLock
 
 from trainer.errors import UserError
-
-T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parents[1]
 """The folder of the repository."""
@@ -35,9 +31,6 @@ TOKENIZER = "tokenizer"
 """The folder with the tokenizer of the run's text."""
 BEST = "best"
 """The folder with the exported best weights."""
-
-_LARGEST_JSON = 64 * 2**20
-"""Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,18 +52,9 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON, has a key twice, is nested too deeply, is larger than 64 MiB, or is no file (a pipe,
-            a device, or a link to one, which could be read for ever).
+        ValueError: it is not JSON.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError("it is not a regular file")
-    if found.st_size > _LARGEST_JSON:
-        raise ValueError(f"it is larger than {_LARGEST_JSON // 2**20} MiB")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once_each)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -189,40 +173,3 @@ def in_use(folder: Path) -> Iterator[None]:
         except TimeoutError:
             raise UserError(f"{folder} is in use by another process; wait until that process ends") from None
         yield
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key appears twice")
-    return content
-
-
-def cache_folder() -> Path:
-    """Return the folder of files that can be generated again: ``$MANTISSA_CACHE``, or ``~/.cache/mantissa``."""
-    return Path(os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa").expanduser()
-
-
-def remembered(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
-    """Return what ``work`` returned when it was first called for ``kind`` and ``of``, here or in an earlier process.
-
-    If the cache cannot be read or written, ``work`` is called every time.
-
-    Args:
-        kind: the name of a folder in the cache.
-        of: everything that the result depends on, as JSON.
-        work: returns JSON.
-    """
-    of = json.loads(json.dumps(of, sort_keys=True))
-    name = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]
-    path = cache_folder() / kind / f"{name}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["of"] == of:
-            result: T = known["result"]
-            return result
-    result = work()
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"of": of, "result": result})
-    return result

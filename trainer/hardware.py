@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mantissa.formats import FORMATS, FP32, NUMBERS
 from trainer.errors import UserError
 
 NATIVE, EMULATED, UNAVAILABLE = "native", "emulated", "not available"
@@ -30,7 +31,7 @@ class Hardware:
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None elsewhere."""
     cpu_flags: frozenset[str] = field(default_factory=frozenset)
-    """The instruction sets that decide about number formats: amx_bf16, avx512_bf16, amx_fp16, avx512_fp16."""
+    """The instruction sets that decide about number formats, see ``mantissa.formats.Number.instructions``."""
 
     @property
     def is_gpu(self) -> bool:
@@ -38,39 +39,21 @@ class Hardware:
         return self.device.type == "cuda"
 
     def support(self, mode: str) -> str:
-        """Return how this device computes fp32, tf32, bf16, fp16 or fp8: native, emulated, not available.
+        """Return how this device computes matrix products in a mode: native, emulated, not available.
 
-        Native means that matrix products run in that format's own instructions; emulated, that the results
-        are right but computed in another format (usually no faster). Modes such as ``bf16_master`` are as bf16.
+        Native means that they run in that format's own instructions; emulated, that the results are right but
+        computed in another format (usually no faster).
         """
-        mode = mode.partition("_")[0]
-        if mode == "fp32":
+        number = FORMATS[mode].number
+        if number is FP32:
             return NATIVE
-        if self.device.type == "cuda":
-            return self._support_on_cuda(mode)
-        if mode == "fp8":
+        if self.capability is not None and not torch.version.hip:
+            if self.capability >= number.capability:
+                return NATIVE
+            return UNAVAILABLE if number.only_nvidia else EMULATED
+        if number.only_nvidia:
             return UNAVAILABLE
-        if self.device.type == "mps":
-            return {"tf32": UNAVAILABLE, "bf16": NATIVE, "fp16": NATIVE}[mode]
-        if mode == "tf32":
-            return UNAVAILABLE
-        arm = platform.machine().lower() in ("arm64", "aarch64")
-        wanted = {"bf16": {"amx_bf16", "avx512_bf16", "bf16"}, "fp16": {"amx_fp16", "avx512_fp16"}}[mode]
-        if arm and mode == "fp16":
-            wanted = {"fp16", "fp16_arith"}
-        return NATIVE if self.cpu_flags & wanted else EMULATED
-
-    def _support_on_cuda(self, mode: str) -> str:
-        if torch.version.hip:
-            return UNAVAILABLE if mode in ("tf32", "fp8") else NATIVE  # fp8 there: never tested here
-        assert self.capability is not None
-        if mode == "fp8":
-            return NATIVE if self.capability >= (8, 9) else UNAVAILABLE
-        if mode == "fp16":  # tensor cores came with 7.0; before it fp16 runs, slowly or through fp32
-            return NATIVE if self.capability >= (7, 0) else EMULATED
-        if self.capability >= (8, 0):
-            return NATIVE
-        return UNAVAILABLE if mode == "tf32" else EMULATED
+        return NATIVE if self.device.type != "cpu" or self.cpu_flags & number.instructions else EMULATED
 
     def facts(self) -> dict[str, Any]:
         """Return what is recorded with every run: plain JSON types."""
@@ -195,11 +178,11 @@ def _cpuinfo(key: str) -> str:
 
 
 def _cpu_flags() -> frozenset[str]:
+    deciding = frozenset().union(*(number.instructions for number in NUMBERS.values()))
     if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.11 may lack it
-        return frozenset(_cpuinfo("flags").split()) & {"amx_bf16", "avx512_bf16", "amx_fp16", "avx512_fp16"}
+        return deciding & frozenset(_cpuinfo("flags").split())
     capabilities = torch.cpu.get_capabilities()
-    flags = ("amx_bf16", "avx512_bf16", "amx_fp16", "avx512_fp16", "bf16", "fp16", "fp16_arith")
-    return frozenset(flag for flag in flags if capabilities.get(flag))
+    return frozenset(flag for flag in deciding if capabilities.get(flag))
 
 
 def available_bytes(device: torch.device) -> int:
@@ -230,7 +213,7 @@ def held_bytes(name: str) -> int:
 
 
 def processor(hardware: Hardware) -> dict[str, Any]:
-    """Return what decides which kernels torch's CPU libraries choose, as a part of ``files.remembered``'s ``of``."""
+    """Return what decides which kernels torch's CPU libraries choose, as a part of ``cache.cached``'s ``of``."""
     variables = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_DEFAULT_FPMATH_MODE")
     return {
         "cpu": hardware.name,

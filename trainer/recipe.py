@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -9,12 +10,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from trainer.checkpoint.weights import read_exported
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import UserError
-from trainer.files import write_json
 from trainer.hardware import Hardware
 
 
@@ -232,19 +232,23 @@ class Recipe(SetOnce):
 
         By default model.safetensors, under the model's own names, and ``description`` as config.json.
         """
-        from safetensors.torch import save_model
-
         folder.mkdir(parents=True, exist_ok=True)
         save_model(model, str(folder / "model.safetensors"))
-        write_json(folder / "config.json", self.description(datasets))
+        (folder / "config.json").write_text(json.dumps(self.description(datasets), indent=2) + "\n", encoding="utf-8")
 
     def exported(self, folder: Path) -> dict[str, Tensor]:
         """Return the weights that ``export`` wrote, by their names in the model.
 
         Raises:
-            UserError: they cannot be read.
+            UserError: there are none, or they cannot be read.
         """
-        return read_exported(folder)
+        try:
+            found = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+        except Exception as error:  # safetensors has its own, of the file's header
+            raise UserError(f"the weights in {folder} cannot be read ({error})") from error
+        if not found:
+            raise UserError(f"{folder} holds no *.safetensors; give the best/ of a run")
+        return {name: tensor for tensors in found for name, tensor in tensors.items()}
 
     @classmethod
     def inherited(cls, about: dict[str, Any]) -> dict[str, Any]:

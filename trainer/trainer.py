@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from trainer.checkpoint.state import training_state
 from trainer.config.step import Config, Plan
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
 from trainer.data.evaluation import Evaluation
@@ -21,6 +20,7 @@ from trainer.hardware import Hardware, detect
 from trainer.optim.freeze import freeze
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.masters import accumulation_dtype, masters_of
+from trainer.optim.state import training_state
 from trainer.optim.update import Update
 from trainer.parallel.world import World
 from trainer.precision import attention, calls
@@ -189,7 +189,7 @@ class Trainer(Generic[Config]):
         calls.observe(self.model, self._forward_in_precision, *recorders, gradients=gradients)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the training, see ``checkpoint.state.training_state``."""
+        """Return what a checkpoint holds of the training, see ``optim.state.training_state``."""
         self.synchronise_buffers()
         scale = self.loss_scale.state_dict()
         rng = random_state(self.device)

@@ -16,6 +16,7 @@ from typing import Any
 
 from evidence.certificate.child import TRACE_FILE, Kill
 from evidence.certificate.differences import Differences, differences_between, trace
+from mantissa.formats import FORMATS
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT, write_json, write_text
@@ -44,7 +45,7 @@ COMMON = [
     *("checkpoint.every=3", "deterministic=true", "tracking=local", "profiler=none", "clip=norm"),
 ]
 # The scale starts too large and grows again soon, so that steps are skipped throughout.
-FP16 = ["scaler.init=67108864", "scaler.interval=3"]
+SKIPPING = ["scaler.init=67108864", "scaler.interval=3"]
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Certificate:
                 "steps",
                 f"{c.steps}; {self.skipped_steps} were skipped, {c.repeated_steps} were trained again after a kill",
             ),
-            ("compared per step", "sample ids, SHA-256 of the data, learning rate, loss, norm, scale, skipped"),
+            ("compared per step", "SHA-256 of the data, learning rate, loss, norm, scale, skipped"),
             ("compared at the end", f"{c.tensors} tensors ({c.elements:,} numbers), {c.metric_lines} lines of metrics"),
             ("command", f"`{self.command}`"),
         ]
@@ -118,7 +119,7 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
         raise UserError(f"{folder} exists; remove it, or choose another with output_dir=…")
     kills = options.kills
     steps = int(_value(overrides, "steps") or 2 * kills + 10)
-    defaults = [f"steps={steps}", *COMMON, *DEFAULTS.get(recipe, []), *(FP16 if precision == "fp16" else [])]
+    defaults = [f"steps={steps}", *COMMON, *DEFAULTS.get(recipe, []), *(SKIPPING if _scaled(precision) else [])]
     typed = {override.partition("=")[0] for override in overrides}
     job = [*overrides, *(each for each in defaults if each.partition("=")[0] not in typed), f"output_dir={folder}"]
     _train(child, None, [*job, "run_name=whole"])
@@ -132,10 +133,11 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
     last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
     comparison = differences_between(folder / "whole", last, steps)
     lines = _killed_lines(folder)
+    verdict, code = comparison.judge(options.max_ulp)
     result = Certificate(
         command=f"python scripts/certify.py {' '.join(overrides)} kills={kills} seed={options.seed}",
-        verdict=comparison.verdict(options.max_ulp),
-        exit_code=int(comparison.equality(options.max_ulp)),
+        verdict=verdict,
+        exit_code=code,
         kills=[line for line in lines if "killed" in line],
         resumes=sum("resumed_after" in line for line in lines),
         skipped_steps=sum(bool(line.get("skipped")) for line in trace(folder / "whole")),
@@ -155,15 +157,19 @@ def _value(overrides: list[str], key: str) -> str | None:
 
 def _planned_kills(generator: random.Random, kills: int, steps: int, precision: str) -> list[Kill]:
     """Return the kills in the order of their steps, with every kind equally often."""
-    kinds = [kind for kind in KINDS_OF_KILL if kind != "skip" or precision == "fp16"]
+    kinds = [kind for kind in KINDS_OF_KILL if kind != "skip" or _scaled(precision)]
     chosen = [kinds[number % len(kinds)] for number in range(kills)]
     generator.shuffle(chosen)
     moments = sorted(generator.randrange(FIRST_KILL, steps - 1) for _ in range(kills))
-    counts = {"accumulation": (1, ACCUMULATION - 1), "save": (1, 7), "evaluation": (2, 2)}
+    counts = {"accumulation": (2, ACCUMULATION), "save": (1, 7), "evaluation": (2, 2)}
     return [
         Kill(kind, step, generator.randint(*counts.get(kind, (0, 0))))
         for kind, step in zip(chosen, moments, strict=True)
     ]
+
+
+def _scaled(precision: str) -> bool:
+    return precision in FORMATS and FORMATS[precision].needs_loss_scale
 
 
 _Process = subprocess.Popen[str]

@@ -12,42 +12,24 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.data.contract import Batch, SampleId
-from trainer.data.loader import DataOrder
-from trainer.optim.update import Update
+from trainer.data.contract import Batch
 from trainer.run import command
-from trainer.run.memory.shortage import out_of_memory
 from trainer.run.run import Run
-from trainer.trainer import StepRecord, Trainer
+from trainer.trainer import StepRecord
 
 TRACE_FILE = "trace.jsonl"
 PATIENCE_STEPS = 8
 """How many steps a kill waits for its moment (a skipped step, a save); then it comes at once."""
-
-
-class TracedOrder(DataOrder):
-    """The data order, which also records the samples that it has returned."""
-
-    def __init__(self, order: DataOrder) -> None:
-        super().__init__(order.length, order.seed)
-        self.handed_out: list[list[SampleId]] = []
-
-    def batches(self, first: int, size: int, count: int) -> Iterator[list[SampleId]]:
-        """Yield as before; the loader requests one list at a time, in the order of training."""
-        for samples in super().batches(first, size, count):
-            self.handed_out.append(samples)
-            yield samples
 
 
 @dataclass(frozen=True)
@@ -59,34 +41,11 @@ class Kill:
     step: int
     """From which step on."""
     count: int
-    """Of ``accumulation``, ``save`` and ``evaluation``: after which microbatch, or file written, it dies; from 1."""
+    """Of ``accumulation``, ``save`` and ``evaluation``: at which forward pass, or file written, it dies; from 1."""
 
     def text(self) -> str:
         """Return it as an argument of the command line."""
         return f"{self.kind}:{self.step}:{self.count}"
-
-    @classmethod
-    def parse(cls, text: str) -> Kill:
-        """Return the kill that ``text`` names."""
-        kind, step, count = text.split(":")
-        return cls(kind, int(step), int(count))
-
-
-class CountingUpdate(Update):
-    """Calls ``after_backward`` after every backward pass."""
-
-    after_backward: Callable[[], None]
-
-    def backward(self, loss: Tensor, exchanged: bool = False) -> None:
-        super().backward(loss, exchanged)
-        self.after_backward()
-
-
-class CountingTrainer(Trainer):
-    """A trainer with ``CountingUpdate``."""
-
-    update_class = CountingUpdate
-    update: CountingUpdate
 
 
 class CountingWriter(CheckpointWriter):
@@ -102,46 +61,34 @@ class CountingWriter(CheckpointWriter):
 class TracedRun(Run):
     """Appends a line to ``trace.jsonl`` for every optimizer step: what went in, and what came out, to the last bit."""
 
-    trainer_class = CountingTrainer
     writer_class = CountingWriter
-    trainer: CountingTrainer
     writer: CountingWriter
     kill: ClassVar[Kill | None] = None
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        trainer = self.trainer
         self._trace = (self.folder.path / TRACE_FILE).open("a", encoding="utf-8")
-        self._line: dict[str, Any] = {}
+        self._data = ""
         self._counts: Counter[str] = Counter()
-        trainer.order = self._order = TracedOrder(trainer.order)
-        trainer.update.after_backward = partial(self._count, "accumulation")
         self.writer.after_flush = partial(self._count, "save")
-        trainer.model.register_forward_pre_hook(self._before_forward)
-        if trainer.step:
-            self._note({"resumed_after": trainer.step})
-        if self.kill is not None and self.kill.kind == "restore" and trainer.step:
-            self._die()
+        self.trainer.model.register_forward_pre_hook(self._before_forward)
+        if self.trainer.step:
+            self._note({"resumed_after": self.trainer.step})
+            if self.kill is not None and self.kill.kind == "restore":
+                self._die()
 
     def step(self, microbatches: list[Batch]) -> StepRecord:
         """Note what goes into the step, and take it."""
-        batching = self.plan.batching
-        in_a_step = batching.accumulation * batching.ranks
-        own = self._order.handed_out[:in_a_step][batching.rank :: batching.ranks]
-        del self._order.handed_out[:in_a_step]
         digest = hashlib.sha256()
         for batch in microbatches:
             for name, tensor in sorted(batch.items()):
                 digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        self._line = {"samples": own, "data": digest.hexdigest()}
-        self._counts["accumulation"] = 0
+        self._data = digest.hexdigest()
+        self._counts["accumulation"] = self._counts["evaluation"] = 0
         return super().step(microbatches)
 
     def _before_forward(self, model: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if model.training:
-            self._counts["evaluation"] = 0
-        else:
-            self._count("evaluation")
+        self._count("accumulation" if model.training else "evaluation")
 
     def _count(self, kind: str) -> None:
         """Count an event at which a kill of this kind may be due."""
@@ -152,15 +99,15 @@ class TracedRun(Run):
     def log(self, record: StepRecord) -> None:
         """Write the step's line; die here, before it is evaluated or saved, if that is planned."""
         numbers = {name: float(getattr(record, name)).hex() for name in ("loss", "grad_norm", "loss_scale", "lr")}
-        line = {"step": record.step, **self._line, **numbers, "skipped": bool(record.skipped)}
-        self._note(line)
+        skipped = bool(record.skipped)
+        self._note({"step": record.step, "data": self._data, **numbers, "skipped": skipped})
         super().log(record)
         if self.kill is None:
             return
         overdue = record.step >= min(self.kill.step + PATIENCE_STEPS, self.plan.steps - 1)
         if overdue and self.kill.kind == "outside":
             signal.pause()  # so that the job does not end before it is killed
-        if self._due("step") or overdue or (self._due("skip") and line["skipped"]):
+        if self._due("step") or overdue or (self._due("skip") and skipped):
             self._die("step" if overdue else self.kill.kind)
 
     def _note(self, line: dict[str, Any]) -> None:
@@ -176,16 +123,16 @@ class TracedRun(Run):
         assert self.kill is not None
         if threading.current_thread() is threading.main_thread() and not checkpoint.steps(self.folder.checkpoints):
             self.writer.finish()  # a job so fast that its first checkpoint is not written yet would only start again
-        kind = kind or self.kill.kind
-        self._note({"killed": kind, "after_step": self.trainer.step, "count": self.kill.count})
+        self._note({"killed": kind or self.kill.kind, "after_step": self.trainer.step, "count": self.kill.count})
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> int:
     """Run the command line that follows the kill."""
-    if (kill := sys.argv.pop(1)) != "none":
-        TracedRun.kill = Kill.parse(kill)
-    return command.main(out_of_memory, TracedRun)
+    if (text := sys.argv.pop(1)) != "none":
+        kind, step, count = text.split(":")
+        TracedRun.kill = Kill(kind, int(step), int(count))
+    return command.main(TracedRun)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,10 @@ from torch import Tensor
 
 from evidence.certificate.child import TRACE_FILE
 from trainer.checkpoint.reader import load
-from trainer.files import METRICS_FILE
+from trainer.files import METRICS_FILE, read_json_lines
 
 _CLOCKS = ("time", "step_time_s", "mfu", "memory_bytes", "checkpoint_stall_s")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Equality(IntEnum):
-    """How equal two runs are; the value is the exit code of scripts/certify.py."""
-
-    BITWISE = 0
-    WITHIN_ROUNDING = 5
-    DIVERGED = 6
 
 
 @dataclass
@@ -44,20 +36,17 @@ class Differences:
     differences: list[str] = field(default_factory=list)
     """What differs: the trace first, then tensors, the largest distance first."""
 
-    def equality(self, max_ulp: float) -> Equality:
-        """Judge the differences; up to ``max_ulp`` units in the last place are rounding, if no step's trace differs."""
-        if not self.differences:
-            return Equality.BITWISE
-        close = self.first_step is None and self.ulp <= max_ulp
-        return Equality.WITHIN_ROUNDING if close else Equality.DIVERGED
+    def judge(self, max_ulp: float) -> tuple[str, int]:
+        """Return the verdict, and the exit code of scripts/certify.py: 0 BITWISE, 5 ``ULP <= k``, 6 DIVERGED.
 
-    def verdict(self, max_ulp: float) -> str:
-        """Return ``equality`` in words: BITWISE, ``ULP <= k``, or DIVERGED with where."""
-        equality = self.equality(max_ulp)
-        if equality is not Equality.DIVERGED:
-            return "BITWISE" if equality is Equality.BITWISE else f"ULP <= {self.ulp:g}"
+        Up to ``max_ulp`` units in the last place are rounding, if no step's trace differs.
+        """
+        if not self.differences:
+            return "BITWISE", 0
+        if self.first_step is None and self.ulp <= max_ulp:
+            return f"ULP <= {self.ulp:g}", 5
         where = f"AT step {self.first_step}" if self.first_step is not None else f"IN {self.differences[0]}"
-        return f"DIVERGED {where}"
+        return f"DIVERGED {where}", 6
 
 
 def differences_between(whole: Path, killed: Path, last_step: int) -> Differences:
@@ -81,22 +70,19 @@ def differences_between(whole: Path, killed: Path, last_step: int) -> Difference
 
 
 def trace(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a trace, without an incomplete line (after a kill)."""
+    """Return the lines of a trace, without incomplete ones (after a kill)."""
     lines = []
     for line in (run / TRACE_FILE).read_text(encoding="utf-8").splitlines():
-        try:
+        with suppress(ValueError):
             lines.append(json.loads(line))
-        except ValueError:
-            continue
     return lines
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Return a run's metric log without times and memory, which differ between equal runs."""
-    lines = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
     return [
         {key: value for key, value in line.items() if key not in _CLOCKS and not key.endswith("_per_s")}
-        for line in lines
+        for line in read_json_lines(run / METRICS_FILE)
     ]
 
 

@@ -17,7 +17,7 @@ from mantissa.updates import UpdateMeter, elementwise
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.config.compose import compose
-from trainer.config.registration import defaults, flatten
+from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_object
@@ -68,7 +68,7 @@ def of_run(resume: str, overrides: Sequence[str], step: int, say: Callable[[str]
     folder = _folder(resume)
     failure, summary = read_object(folder.path / FAILURE_FILE), folder.summary()
     config = compose([*recorded_overrides(folder), *overrides])
-    check_same(folder, flatten(config), defaults(config))
+    check_same(folder, flatten(config))
     trainer, notes = _trainer(config)
     notes += _other_software(summary)
     if summary and summary.get("fp32_arithmetic") != (here := _not_timed(trainer)):

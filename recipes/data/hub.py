@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from recipes.data.hub_load import (
-    chosen_split,
-    class_names,
-    class_numbers,
-    column,
-    is_class,
-    is_image,
-    is_text,
-    load,
-    local_path,
-    may_be_class,
-)
 from recipes.data.images.pixels import DecodedImages, held_out, unreadable
 from recipes.data.images.source import ImageDatasets, ImageSource
 from recipes.data.text.corpus import TokenizedText
+from recipes.data.text.pretrained import hub_reachable
 from recipes.data.text.split import Corpus, Split, split_rows
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from PIL import Image
 
 VALIDATION = ("validation", "valid", "val", "dev", "test")
 """What datasets call the split to validate on, the best first."""
+BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
 
 @dataclass
@@ -61,7 +52,7 @@ class Hub(TokenizedText, ImageSource):
         super().__post_init__()
         if not self.name:
             raise UserError("missing required option: data.name; set a dataset of the hub or a folder, such as ag_news")
-        local_path(self.name)
+        self._local_path()
 
     def title(self) -> str:
         """Return the hub id or path."""
@@ -70,21 +61,17 @@ class Hub(TokenizedText, ImageSource):
     def splits(self) -> tuple[Split, Split]:
         """Return the column of text, of the dataset's own splits or of one that is divided (see ``split_rows``)."""
         self.refuse_augment()
-        data = self._load()
-        train = self._corpus(data, "train_split", self.train_split)
-        names = self._valid_splits(data)
+        splits = self._open()
+        train = self._corpus(splits, "train_split", self.train_split)
+        names = self._valid_splits(splits)
         if not names:
             return split_rows(train, self.valid_fraction)
-        valid = self._corpus(data, "valid_split", names[0])
-        whole = Split(train, range(len(train.sizes)))
-        return whole, Split(valid, range(len(valid.sizes)), origin=f"the dataset's split {names[0]}")
+        valid = self._corpus(splits, "valid_split", names[0])
+        return Split.whole(train), Split.whole(valid, f"the dataset's split {names[0]}")
 
     def test_split(self) -> Split | None:
         """Return the column of text of the split ``test`` names."""
-        if self.test is None:
-            return None
-        corpus = self._corpus(self._load(), "test", self.test)
-        return Split(corpus, range(len(corpus.sizes)))
+        return None if self.test is None else Split.whole(self._corpus(self._open(), "test", self.test))
 
     def images(self, image_size: int | None) -> ImageDatasets:
         """Open the images; for None as large as the first one's shorter side, at most 224 pixels.
@@ -92,23 +79,25 @@ class Hub(TokenizedText, ImageSource):
         Raises:
             UserError: no such dataset, split or column; fewer than two classes; an image without a label.
         """
-        splits = self._load()
-        train = chosen_split(splits, self.name, "train_split", self.train_split)
-        declared = any(map(is_class, train.features.values()))
-        label = column(train, self.name, "label_column", self.label_column, is_class if declared else may_be_class)
-        classes = class_names(train, label)
+        splits = self._open()
+        train = self._split(splits, "train_split", self.train_split)
+        declared = any(map(_is_class, train.features.values()))
+        label = self._column(train, "label_column", self.label_column, _is_class if declared else _may_be_class)
+        if declared:
+            classes = list(train.features[label].names)
+        else:
+            classes = [str(value) for value in sorted(value for value in train.unique(label) if value is not None)]
         if len(classes) < 2:
             raise UserError(f"data.name={self.name} has images of one class only; two are needed")
-        labels = class_numbers(train, label, classes, f"data.train_split={self.train_split}")
+        labels = self._labels(train, label, classes, f"data.train_split={self.train_split}")
         train_set, valid_set, origin = self._image_splits(splits, train, label, classes, labels)
         if not len(valid_set):
             raise UserError(f"data.name={self.name} has too few images of each class for a validation set")
         size = image_size or min(*train_set.image(0).size, 224)
         test_set = None
         if self.test is not None:
-            held = chosen_split(splits, self.name, "test", self.test)
-            labels = class_numbers(held, label, classes, f"data.test={self.test}")
-            test_set = self._images(held, labels, np.arange(len(labels)))
+            held = self._split(splits, "test", self.test)
+            test_set = self._images(held, self._labels(held, label, classes, f"data.test={self.test}"))
         augment = self.augment.choose(train_set.shorter_side())
         for each in filter(None, (train_set, valid_set, test_set)):
             each.image_size, each.augment = size, augment
@@ -130,26 +119,21 @@ class Hub(TokenizedText, ImageSource):
     ) -> tuple[HubImages, HubImages, str]:
         """Return what to train on, what to validate on, and where that comes from."""
         for name in self._valid_splits(splits):
-            valid = chosen_split(splits, self.name, "valid_split", name)
+            valid = self._split(splits, "valid_split", name)
             try:
-                valid_labels = class_numbers(valid, label, classes, f"data.valid_split={name}")
+                valid_labels = self._labels(valid, label, classes, f"data.valid_split={name}")
             except UserError:
                 if self.valid_split is None:
                     continue  # many published test splits have no labels
                 raise
-            every = np.arange(len(labels)), np.arange(len(valid_labels))
-            train_set, valid_set = self._images(train, labels, every[0]), self._images(valid, valid_labels, every[1])
-            return train_set, valid_set, f"the dataset's split {name}"
+            return self._images(train, labels), self._images(valid, valid_labels), f"the dataset's split {name}"
         chosen = held_out(labels, self.valid_fraction)
         train_set, valid_set = (self._images(train, labels, np.flatnonzero(rows)) for rows in (~chosen, chosen))
         return train_set, valid_set, f"{self.valid_fraction:.3g} of each class"
 
-    def _load(self) -> Mapping[str, Any]:
-        return load(self.name, self.subset, self.cache_dir)
-
     def _corpus(self, splits: Mapping[str, Any], key: str, choice: str) -> Corpus:
-        dataset = chosen_split(splits, self.name, key, choice)
-        name = column(dataset, self.name, "text_column", self.text_column, is_text)
+        dataset = self._split(splits, key, choice)
+        name = self._column(dataset, "text_column", self.text_column, _is_text)
         texts = dataset.select_columns([name])
 
         def read(rows: Sequence[int]) -> Iterator[str]:
@@ -159,23 +143,117 @@ class Hub(TokenizedText, ImageSource):
         # The fingerprint follows the files' contents or, for local ones, their modification times.
         return Corpus(np.ones(len(texts), dtype=np.int64), read, [self.name, choice, name, dataset._fingerprint])
 
-    def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray) -> HubImages:
+    def _images(self, dataset: Any, labels: np.ndarray, rows: np.ndarray | None = None) -> HubImages:
         from datasets import Image
 
-        name = column(dataset, self.name, "image_column", self.image_column, is_image)
+        name = self._column(dataset, "image_column", self.image_column, lambda each: type(each).__name__ == "Image")
         encoded = dataset.select_columns([name]).cast_column(name, Image(decode=False))
+        rows = np.arange(len(labels)) if rows is None else rows
         return HubImages(f"data.name={self.name}", encoded, name, labels, rows)
+
+    def _local_path(self) -> Path | None:
+        """Return the file or folder that ``name`` means, or None for a hub id."""
+        path = Path(self.name).expanduser()
+        if path.is_file() and path.suffix not in BUILDERS:
+            raise UserError(
+                f"data.name={self.name}: the name of a file must end with {', '.join(BUILDERS)}; "
+                f"any file of text opens with data=text data.path={self.name}"
+            )
+        if path.exists():
+            return path
+        if self.name.startswith(("/", ".", "~")) or self.name.count("/") > 1:
+            raise UserError(f"data.name={self.name}: there is no such file or folder")
+        return None
+
+    def _open(self) -> Mapping[str, Any]:
+        """Return the splits by name. What is local is converted below ``cache_dir``, the hub's in its own cache.
+
+        Raises:
+            UserError: there is no such dataset or subset, it cannot be read, or there is no network.
+        """
+        import datasets
+
+        path = self._local_path()
+        arguments: dict[str, Any] = {"path": self.name, "name": self.subset}
+        if path:
+            arguments |= {"path": str(path), "cache_dir": str(Path(self.cache_dir).expanduser() / "datasets")}
+            if path.is_file():
+                arguments |= {"path": BUILDERS[path.suffix], "data_files": str(path)}
+        elif not hub_reachable():
+            datasets.config.HF_HUB_OFFLINE = True  # opens what was downloaded before, without minutes of retries
+        try:
+            builder = datasets.load_dataset_builder(**arguments)
+            if builder.info.builder_name == "text":  # a file is a document, where the default makes every line one
+                builder = datasets.load_dataset_builder(**arguments, sample_by="document")
+            builder.download_and_prepare()
+            splits: Mapping[str, Any] = builder.as_dataset()
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            if path is None and datasets.config.HF_HUB_OFFLINE:
+                raise UserError(
+                    f"data.name={self.name} is not in the local cache and the Hugging Face hub cannot be reached; "
+                    "data=python_docs or data=text data.path=<file> (gpt2) and data=digits (resnet) need no network"
+                ) from None
+            raise UserError(f"data.name={self.name} cannot be opened: {first_line(error.__cause__ or error)}") from None
+        return splits
+
+    def _split(self, splits: Mapping[str, Any], key: str, choice: str) -> Any:
+        """Return the split that ``key`` names. Raises UserError if it is not there, or empty."""
+        if choice not in splits:
+            raise UserError(f"data.{key}={choice}: {self.name} has the splits {', '.join(splits)}")
+        if not len(splits[choice]):
+            raise UserError(f"data.{key}={choice}: this split of {self.name} has no rows")
+        return splits[choice]
+
+    def _column(self, dataset: Any, key: str, choice: str | None, fits: Callable[[Any], bool]) -> str:
+        """Return the column that ``key`` names, or the only one whose feature ``fits``.
+
+        Raises:
+            UserError: no such column, none that fits, or several.
+        """
+        fitting = [each for each, feature in dataset.features.items() if fits(feature)]
+        wanted, every = key.removesuffix("_column"), ", ".join(dataset.features)
+        if choice is not None and choice not in fitting:
+            why = f"is not of type {wanted}" if choice in dataset.features else "does not exist"
+            raise UserError(f"data.{key}={choice}: this column {why}; use {' or '.join(fitting) or every}")
+        if not fitting:
+            raise UserError(f"data.name={self.name} has no column of type {wanted}; its columns are {every}")
+        if choice is None and len(fitting) > 1:
+            columns = "|".join(fitting)
+            raise UserError(f"data.name={self.name} has several columns of type {wanted}; set data.{key}={columns}")
+        return choice or fitting[0]
+
+    def _labels(self, dataset: Any, label: str, classes: list[str], where: str) -> np.ndarray:
+        """Return the column as int64 indices into ``classes``. Raises UserError for a row that has none."""
+        if label not in dataset.features:
+            raise UserError(f"{where}: this split has no column {label}")
+        values = dataset[label][:]
+        keys = map(str, range(len(classes))) if _is_class(dataset.features[label]) else classes
+        known = {key: number for number, key in enumerate(keys)}
+        numbers = np.array([known.get(str(value), -1) for value in values], dtype=np.int64)
+        if (numbers < 0).any():
+            row = int(numbers.argmin())
+            raise UserError(f"{where}: row {row} has the label {values[row]!r}, none of the {len(classes)} classes")
+        return numbers
+
+
+def _is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _is_class(feature: Any) -> bool:
+    return type(feature).__name__ == "ClassLabel"
+
+
+def _may_be_class(feature: Any) -> bool:
+    return _is_class(feature) or _is_text(feature) or "int" in str(getattr(feature, "dtype", ""))
 
 
 class HubImages(DecodedImages):
     """Some rows of a dataset."""
 
     def __init__(self, where: str, encoded: Any, column: str, labels: np.ndarray, rows: np.ndarray) -> None:
-        self.where = where
-        self.encoded = encoded
-        self.column = column
+        self.where, self.encoded, self.column, self.rows = where, encoded, column, rows
         self.labels = torch.from_numpy(labels[rows])
-        self.rows = rows
 
     @contextmanager
     def open(self, index: int) -> Iterator[Image.Image]:

@@ -81,14 +81,11 @@ def options(arch: str, image_size: int, classes: int) -> dict[str, Any]:
 
 def library(arch: str) -> dict[str, Any]:
     """Return the library of an architecture with its version, and the Python line that builds it from config.json."""
-    name = "timm" if arch.startswith(TIMM) else "torchvision"
-    load = "model.load_state_dict(safetensors.torch.load_file('model.safetensors'))"
-    if name == "timm":
-        built = f"timm.create_model(config['arch'].removeprefix('{TIMM}'), **config['arch_options'])"
-    else:
-        built = "torchvision.models.get_model(config['arch'], **config['arch_options'])"
-    version = importlib.import_module(name).__version__
-    return {"library": name, name: version, "load": f"model = {built}; {load}"}
+    name, built = "torchvision", "torchvision.models.get_model(config['arch'], **config['arch_options'])"
+    if arch.startswith(TIMM):
+        name, built = "timm", f"timm.create_model(config['arch'].removeprefix('{TIMM}'), **config['arch_options'])"
+    load = f"model = {built}; model.load_state_dict(safetensors.torch.load_file('model.safetensors'))"
+    return {"library": name, name: importlib.import_module(name).__version__, "load": load}
 
 
 def shapes(arch: str, image_size: int, classes: int) -> dict[str, torch.Size]:
@@ -100,12 +97,6 @@ def shapes(arch: str, image_size: int, classes: int) -> dict[str, torch.Size]:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             model = build(arch, image_size, classes)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
-def head(arch: str, image_size: int, classes: int) -> list[str]:
-    """Return the names of the weights whose shapes depend on the number of classes."""
-    one, other = (shapes(arch, image_size, count) for count in (classes, classes + 1))
-    return [name for name, shape in one.items() if shape != other[name]]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

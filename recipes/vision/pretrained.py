@@ -113,12 +113,15 @@ def normalisation(about: Mapping[str, Any]) -> tuple[Colours, Colours]:
     return _colours(about["mean"]), _colours(about["std"])
 
 
-def new_head(weights: Weights, arch: str, datasets: ImageDatasets, outputs: int) -> list[str]:
-    """Return the names of the head's weights where a new head is needed: the classes are others."""
-    head = architectures.head(arch, datasets.image_size, outputs)
+def new_head(
+    state: dict[str, Tensor], classes: list[str] | None, arch: str, datasets: ImageDatasets, outputs: int
+) -> list[str]:
+    """Return the names of the head's weights where weights of ``classes`` (None: not known) need a new head."""
     shapes = architectures.shapes(arch, datasets.image_size, outputs)
-    fits = all(name in weights.state and weights.state[name].shape == shapes[name] for name in head)
-    return [] if fits and weights.classes in (None, datasets.classes) else head
+    other = architectures.shapes(arch, datasets.image_size, outputs + 1)
+    head = [name for name, shape in shapes.items() if shape != other[name]]
+    fits = all(name in state and state[name].shape == shapes[name] for name in head)
+    return [] if fits and classes in (None, datasets.classes) else head
 
 
 def start_from(
@@ -131,7 +134,7 @@ def start_from(
     """
     own = model.state_dict()
     kept = [name for name in own if name.endswith("num_batches_tracked") and name not in weights.state]
-    kept += new_head(weights, arch, datasets, outputs)
+    kept += new_head(weights.state, weights.classes, arch, datasets, outputs)
     remedy = "set the recipe.arch and the recipe.image_size that they were trained with"
     fill(model, weights.state | {name: own[name] for name in kept}, f"recipe.pretrained={where}", remedy)
 
@@ -208,9 +211,8 @@ def _check_timm(arch: str, name: str) -> None:
     import timm
 
     model = arch.removeprefix(architectures.TIMM)
-    base = model.partition(".")[0]
-    tags = timm.list_models(f"{base}.*", pretrained=True)
     if name != DEFAULT:
+        tags = timm.list_models(f"{model.partition('.')[0]}.*", pretrained=True)
         choices = f" (by recipe.arch: {', '.join(f'timm/{tag}' for tag in tags)})" if tags else ""
         raise UserError(f"recipe.pretrained={name} must be DEFAULT for an architecture of timm{choices}; or {_FILE}")
     if not timm.models.is_model_pretrained(model):

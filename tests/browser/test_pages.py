@@ -132,31 +132,18 @@ def assert_shows(browser: Chrome, address: str, *texts: str) -> None:
             browser.save_screenshot(str(Path(folder) / f"{name}{'-curves' * ('CHART' in address)}.png"))
 
 
-def test_the_experiment_lists_its_runs(browser: Chrome, server: str, store: str) -> None:
-    newest = newest_runs(store, None, 6)
-    address = experiment_address(server, newest.experiment_id)
-    assert_shows(browser, address, "gpt2-fp32-s0", "gpt2-bf16-s0", "Model registry", "2 matching runs")
-
-
-def test_the_curves_of_all_runs_are_drawn(browser: Chrome, server: str, store: str) -> None:
+def test_the_runs_are_listed_drawn_and_compared(browser: Chrome, server: str, store: str) -> None:
     newest = newest_runs(store, "gpt2", 6)
-    address = curves_address(server, newest.experiment_id)
-    assert_shows(browser, address, "gpt2-fp32-s0", "gpt2-bf16-s0", "2 matching runs", "Model metrics")
-
-
-def test_the_runs_are_compared_side_by_side(browser: Chrome, server: str, store: str) -> None:
-    newest = newest_runs(store, None, 6)
     assert newest.run_names == ["gpt2-bf16-s0", "gpt2-fp32-s0"]
-    address = comparison_address(server, newest.experiment_id, newest.run_ids)
+    names, experiment = newest.run_names, newest.experiment_id
+    assert_shows(browser, experiment_address(server, experiment), *names, "Model registry", "2 matching runs")
+    assert_shows(browser, curves_address(server, experiment), *names, "2 matching runs", "Model metrics")
+    one = curves_address(server, experiment, newest.run_ids[:1])
+    assert_shows(browser, one, "1 matching run", names[0], "Model metrics", "final", "best")
     params = ("precision.mode", "fp32", "bf16", "optimizer.lr", "0.0006")
     metrics = ("loss", "3.125", "3.25", "tokens_per_s", "valid/loss", "3.75")
-    assert_shows(browser, address, "Comparing 2 Runs", "gpt2-fp32-s0", "gpt2-bf16-s0", *params, *metrics)
-
-
-def test_the_comparison_draws_the_newest_runs(browser: Chrome, server: str, store: str) -> None:
-    newest = newest_runs(store, None, 1)
-    address = curves_address(server, newest.experiment_id, newest.run_ids)
-    assert_shows(browser, address, "1 matching run", *newest.run_names, "Model metrics", "final", "best")
+    address = comparison_address(server, experiment, newest.run_ids)
+    assert_shows(browser, address, "Comparing 2 Runs", *names, *params, *metrics)
 
 
 def test_the_comparison_shows_runs_that_are_below_a_parent(browser: Chrome, server: str, store: str) -> None:

@@ -5,9 +5,10 @@ import sys
 from evidence.certificate import child
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.determinism import random_state, set_random_state
+from trainer.trainer import Trainer
 
 
-class ForgetfulTrainer(child.CountingTrainer):
+class ForgetfulTrainer(Trainer):
     """Forgets the generators."""
 
     def restore(self, saved: CheckpointReader) -> None:

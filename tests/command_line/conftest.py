@@ -100,7 +100,6 @@ def _bear_with_mlflow() -> None:
 
 def _command(*overrides: str) -> Result:
     from trainer.run.command import main
-    from trainer.run.memory.shortage import out_of_memory
 
     out, err = io.StringIO(), io.StringIO()
     argv, sys.argv = sys.argv, ["scripts/train.py", *overrides]
@@ -108,7 +107,7 @@ def _command(*overrides: str) -> Result:
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             _bear_with_mlflow()
-            code = main(out_of_memory)
+            code = main()
     finally:
         gc.unfreeze()
         sys.argv = argv

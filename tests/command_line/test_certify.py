@@ -47,17 +47,3 @@ def test_a_forgotten_generator_is_found(folder: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 6
     assert result.verdict.startswith("DIVERGED AT step ")
     assert 3 < int(result.verdict.split()[-1]) <= 20
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["recipe=gpt2", "kills=0"], "kills=0 must be a whole number of at least 1"),
-        (["recipe=gpt2", "kills=many"], "kills=many must be a whole number"),
-        (["gpt2"], "'gpt2' is not an option; write key=value"),
-    ],
-)
-def test_mistakes(arguments: list[str], message: str, command: Callable[..., Result]) -> None:
-    done = command(*arguments)
-    assert done.code == 2
-    assert message in done.err

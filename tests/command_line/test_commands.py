@@ -163,14 +163,6 @@ def test_threads_are_those_asked_for_and_the_next_run_has_its_own(train: Callabl
     assert torch.get_num_threads() == before != 3
 
 
-@pytest.mark.parametrize("recipe", TINY)
-def test_recipes_refuse_tf32_on_a_cpu(recipe: str, train: Callable[..., Any], folder: Path) -> None:
-    done = train(*TINY[recipe], "precision=tf32", *SHORT)
-    assert done.code == 2
-    assert "Use precision=fp32 or precision=bf16" in done.err
-    assert not list(folder.iterdir())
-
-
 @pytest.mark.usefixtures("plots")
 def test_the_run_folder_holds_everything(train: Callable[..., Any], folder: Path) -> None:
     done = train(*TINY["gpt2"], "precision=bf16", "steps=8", "batch_size=4", "micro_batch_size=2", "eval_samples=4",
@@ -206,46 +198,16 @@ def test_gradients_that_onednn_leaves_unwritten_are_computed_in_fp32_also_with_i
     assert "fp32 arithmetic" not in done.out  # a few small gradients are no news
 
 
-def test_best_weights_of_gpt2_open_with_transformers(train: Callable[..., Any], folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    assert train(*TINY["gpt2"], *SHORT).code == 0
-    run = only_run(folder)
-    model = AutoModelForCausalLM.from_pretrained(run / "best")
-    tokens = torch.arange(8)[None]
-    assert model(tokens).logits.shape == (1, 8, 300)  # without the padding
-    done = train("recipe=gpt2", f"recipe.pretrained={run / 'best'}", "recipe.context=16", "data=synthetic",
-                 "data.vocab_size=300", *SHORT, "run_name=again", "optimizer.lr=1e-9")  # fmt: skip
-    assert done.code == 0, done.err
-    before, after = (read(path / "summary.json")["final"]["valid/loss"] for path in (run, folder / "outputs/again"))
-    assert after == pytest.approx(before, abs=1e-4)
-
-
 def test_the_terminal_shows_what_will_happen_and_what_happened(train: Callable[..., Any]) -> None:
     done = train(*TINY["gpt2"], *SHORT[1:], "steps=30", "micro_batch_size=2", "precision=bf16")
     before, _, after = done.out.partition("summary\n")
     for words in (
-        "gpt2-bf16-s0\n",
-        "gpt2 (size nano), 836k parameters",
-        "synthetic: 1,048,576 tokens",
-        "requested bf16; matmuls run in bfloat16",
-        "4 samples a step = 2 × 2; 30 steps",
-        "AdamW, lr 0.001, schedule cosine, clip norm, scaler auto, compile off",
-        "outputs/gpt2-bf16-s0",
+        *("gpt2 (size nano), 836k parameters", "synthetic: 1,048,576 tokens", "4 samples a step = 2 × 2; 30 steps"),
+        *("AdamW, lr 0.001, schedule cosine, clip norm, scaler auto, compile off", "step  1/30  loss ", "step 30/30  "),
         "eval_every=25",  # chosen, and shown as the override that changes it
-        "step  1/30  loss ",
-        "step 30/30  loss ",
     ):
         assert words in before
-    for words in (
-        "loss (validation) ",
-        "perplexity (validation) ",
-        "tokens/s",
-        " ms\n",
-        "TFLOP/s measured here in bf16 products",
-        "process memory (RSS)",
-        "a generated sample after",
-    ):
+    for words in ("perplexity (validation) ", "tokens/s", "process memory (RSS)", "a generated sample after"):
         assert words in after
     assert "run folder outputs/gpt2-bf16-s0\n" in after  # and no MLflow to compare runs in
     assert done.err == ""
@@ -276,12 +238,3 @@ def test_loss_scale_and_skips_are_shown(train: Callable[..., Any], folder: Path)
     assert done.code == 0, done.err
     assert "skipped 4" in done.out
     assert read(only_run(folder) / "summary.json")["skipped_steps"] == 4
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_yaml_opens_with_what_it_is(choice: str) -> None:
-    lines = (PROJECT / "conf" / f"{choice}.yaml").read_text().splitlines()
-    assert any(line.startswith("# ") for line in lines[:2])
-    if choice.startswith(("recipe/", "experiment/")):
-        assert lines[0] == "# @package _global_"
-        assert any(line.startswith("#   python scripts/train.py") for line in lines)

@@ -27,11 +27,6 @@ COMMAND = [
 ]
 
 
-def finish(process: subprocess.Popen[str]) -> Result:
-    out, err = process.communicate(timeout=300)
-    return Result(process.returncode, out, err)
-
-
 @pytest.fixture
 def compare(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command in this process, where torch and MLflow are loaded; what it trains has processes of its own."""
@@ -89,16 +84,3 @@ def test_it_continues_where_it_was_interrupted_and_keeps_what_failed(
     assert parent.data.tags["quality.hot"] == "WORSE"
     assert parent.data.params["arms"] == "fp32, hot"
     assert {"report.html", "report.md"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
-
-
-def test_an_error_is_reported_and_nothing_is_written(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    done = finish(start(*TINY, "arms=[fp32,bf61]", script=SCRIPT))
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: arms: bf61 is not a precision")
-    assert not list(folder.iterdir())
-
-
-def test_help(start: Callable[..., subprocess.Popen[str]]) -> None:
-    done = finish(start("--help", script=SCRIPT))
-    assert (done.code, done.err) == (0, "")
-    assert all(word in done.out for word in ("arms=fp32,bf16", "arm.<name>=", "margin=0.3%", "Exit code"))

@@ -1,16 +1,14 @@
-"""What scripts/reproduce.py lists, and what scripts/train.py --help shows."""
+"""What scripts/reproduce.py lists."""
 
 from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from evidence.claims import command as reproduce_cli
 from evidence.claims.claims import load
 from evidence.claims.criteria import NOT_HERE
-from trainer.run import command
 
 
 def listing(here: str) -> str:
@@ -40,19 +38,3 @@ def test_a_machine_without_verdicts_is_reported() -> None:
     assert "this machine)" not in text
     assert "NOT TESTABLE THERE" in text
     assert "No claim has been tested on this machine yet; the verdicts above are of other machines." in text
-
-
-def test_a_pipe_is_not_80_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert reproduce_cli.terminal().width == 200
-
-
-@pytest.mark.parametrize("columns", ["70", "160"])
-def test_help_wraps_whole_sentences(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    text = command._choices()
-    assert max(map(len, text.splitlines())) <= int(columns)
-    together = " ".join(text.split())
-    assert "and keeps the results of matmuls with weights, convolutions and fused attention." in together
-    assert "python scripts/train.py" not in together
-    assert "  bf16 " in text

@@ -111,7 +111,8 @@ def test_the_report_is_of_the_microbatch_that_was_chosen(
     monkeypatch.setattr("trainer.run.start.fit_plan", to_eight)
     job = ["recipe=bignet", "recipe.width=8", "recipe.layers=2", "batch_size=16", "tracking=local"]
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", *job])
-    assert command.main(report, Fails) == 4
+    monkeypatch.setattr(command, "out_of_memory", report)
+    assert command.main(Fails) == 4
     assert reported == [*job, "micro_batch_size=8"]
     assert "not enough memory" in capsys.readouterr().err
 
@@ -136,11 +137,10 @@ import ctypes, resource, sys
 import torch
 from trainer.run.command import main
 from trainer.hardware import held_bytes
-from trainer.run.memory.shortage import out_of_memory
 ctypes.CDLL(None).mallopt(-3, 131072)  # a mapping for each tensor: the heap wastes as much again on a few MiB
 torch.ones(2**20).exp_()  # starts torch's threads
 resource.setrlimit(resource.RLIMIT_DATA, (held_bytes("VmData") + 400 * 2**20, resource.RLIM_INFINITY))
-sys.exit(main(out_of_memory))
+sys.exit(main())
 """
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,14 +22,12 @@ from trainer.checkpoint.writer import CheckpointWriter
 from trainer.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parents[2]
+CONF = PROJECT / "conf"
 GPT2 = "recipe=gpt2 recipe.size=nano recipe.context=16 batch_size=2 eval_samples=2 steps=2 tracking=local"
 TUNED = "recipe=gpt2 data=text data.path=long.txt batch_size=2 eval_samples=2 steps=2 tracking=local"
 TOKENS = f"{GPT2} data=synthetic data.vocab_size=300"
 RESNET = "recipe=resnet recipe.arch=shufflenet_v2_x0_5 batch_size=2 eval_samples=2 steps=2 tracking=local"
 BIGNET = "recipe=bignet recipe.layers=2 recipe.width=8 batch_size=4 data.samples=64 eval_samples=4 tracking=local"
-
-
-CONF = Path(__file__).parents[2] / "conf"
 
 
 def choices(group: str) -> str:
@@ -44,35 +41,19 @@ TYPED: dict[str, tuple[str, ...]] = {
     "precision=bf61": ("precision=bf61", "did you mean 'bf16'?", choices("precision")),
     "presicion=bf16": ("presicion is not a key", "did you mean 'precision'?"),
     "precision=16": (f"precision=16 is not a choice {choices('precision')}",),
-    "precision=": (f"precision= is not a choice {choices('precision')}",),
-    "optimizer=adamx": ("optimizer=adamx", "did you mean 'adam'?"),
     "compile=fast": ("compile=fast is not a choice", "(default, max-autotune, off)"),
-    "compile=true": ("compile=true is not a choice",),
-    "clip=nrom": ("did you mean 'norm'?",),
-    "recipe=gpt3": ("recipe=gpt3", "did you mean 'gpt2'?", choices("recipe")),
     "experiment=shakespear": ("did you mean 'shakespeare_cpu'?",),
     "+typo=1": ("typo is not a key of the config", "--cfg job"),
-    "+recipe.typo=1": ("recipe.typo is not a key of the config", "--cfg job"),
-    "+recipe.sise=1": ("did you mean 'recipe.size'?",),
     "recipe.sise=mini": ("did you mean 'recipe.size'?",),
-    "optimizer.lrr=1": ("optimizer.lrr is not a key", "did you mean 'optimizer.lr'?"),
-    "optimizer.learning_rate=1": ("optimizer.learning_rate is not a key", "did you mean 'optimizer.lr'?"),
     "optimizer.betas=1": ("did you mean 'optimizer.options.betas'?",),
     "optimizer.xyz=1": ("optimizer.xyz is not a key of the config; optimizer has name, lr, weight_decay",),
     "early_stopping=3": ("early_stopping=3: set one of its options: early_stopping.patience, early_stopping.min_",),
-    "early_stopping=null": ("early_stopping=null: set one of its options: early_stopping.patience",),
-    "recipe.lora=8": ("recipe.lora=8: set one of its options: recipe.lora.rank, recipe.lora.alpha",),
-    "optimizer.name=SGD": ("optimizer.name=SGD would have the settings of optimizer=adamw; set optimizer=sgd",),
     "lr=1e-3": ("lr is not a key of the config; did you mean 'optimizer.lr=1e-3'?",),
     "batch=8": ("did you mean 'batch_size'?",),
-    "model=gpt2": ("did you mean 'recipe'?",),
     "model.size=mini": ("model is not a key of the config; did you mean 'recipe'?",),
-    "epoch=3": ("did you mean 'epochs'?",),
-    "epochs=3 steps=10": ("epochs=3 and steps=10 both set the length; set only one of them",),
     "momentum=0.9": ("did you mean 'optimizer.options.momentum=0.9'?",),
     "--steps 10": ("--steps: write steps=10, without dashes",),
     "--steps=10": ("--steps=10: write steps=10, without dashes",),
-    "--learning-rate 0.1 precision=bf16": ("write optimizer.lr=0.1, without dashes",),
     "-lr 0.1": ("write optimizer.lr=0.1, without dashes",),
     "--deterministic": ("write deterministic=…, without dashes",),
     "optimizer.name=Adagrad optimizer.options.betas=[0.9,0.99]": ("betas: Adagrad has no such argument",),
@@ -81,61 +62,37 @@ TYPED: dict[str, tuple[str, ...]] = {
     "data.path=notes.txt": ("data.path is not an option of data=python_docs", "data=text"),
     "profiler.wait=1": ("profiler.wait is not an option of profiler=none; it belongs to profiler=torch",),
     "+data=digits": ("set it with data=…, without the +",),
-    "+seed=1": ("set it with seed=…, without the +",),
     "~recipe": ("missing required option: recipe; set recipe=…",),
     "recipe=gpt2,bignet": ("recipe=gpt2,bignet has several values; add -m",),
     "steps": ("'steps' is not an override; write key=value",),
-    "=3": ("'=3' is not an override; write key=value",),
-    "steps==3": ("'steps==3' is not an override; write key=value",),
     "steps=${nothing}": ("steps", "'nothing' not found"),
     "-m seed=0,1 precision=bf16,bf61": ("did you mean 'bf16'?",),
     # types and ranges
     "steps=abc": ("steps=abc must be a whole number, or auto",),
-    "steps=1.5": ("steps=1.5 must be a whole number, or auto",),
-    "steps=1e3": ("steps=1e3 must be a whole number, or auto",),
-    "steps=0": ("steps=0 must be at least 1",),
     "seed=x": ("seed=x must be a whole number",),
     "seed=null": ("seed=null must be given a value",),
     "seed=-1": ("seed=-1 must lie between",),
-    "threads=0": ("threads=0 must be at least 1; leave it out",),
-    "log_every=0": ("log_every=0 must be at least 1",),
     "optimizer.lr=abc": ("optimizer.lr=abc must be a number",),
-    "optimizer.lr=-1": ("optimizer.lr=-1.0", "above 0"),
     "optimizer.name=Adamw": ("optimizer.name=Adamw is not in torch.optim; did you mean 'AdamW'? (ASGD, Adadelta, ",),
     "deterministic=maybe": ("deterministic=maybe must be true or false",),
-    "optimizer.fused=x": ("optimizer.fused=x must be true, false or auto",),
-    "recipe.context=1.5": ("recipe.context=1.5 must be a whole number, or auto",),
     "recipe.size=125M": ("recipe.size=125M", "did you mean '124M'?"),
     "recipe=resnet recipe.arch=resnet51": ("recipe.arch=resnet51", "did you mean 'resnet50'?"),
     "precision=bf16 precision.fp32_modules=lm_head": ("precision.fp32_modules=lm_head must be a list",),
     "device=tpu": ("device=tpu is not a device; use auto, cpu, cuda",),
     "run_name=a/b": ("run_name=a/b", "without a slash"),
-    "tracking.uri=mlruns": ("tracking.uri=mlruns is not a URI", "sqlite:///mlruns"),
     # options that exclude each other
     "batch_size=7 micro_batch_size=2": ("batch_size=7", "micro_batch_size=1 or 7", "batch_size=6 or 8"),
-    "precision=bf16 scaler=dynamic": ("scaler=dynamic with precision=bf16", "scaler=auto", "scaler.force=true"),
     "precision=fp16 scaler=none": ("scaler=none with precision=fp16", "scaler=auto", "scaler.force=true"),
-    "precision=fp16_pure scaler=none": ("scaler=none with precision=fp16_pure", "scaler.force=true"),
     f"{TOKENS} precision=bf16_master precision.fp32_modules=[lm_head]": ("lm_head shares a weight", "add wte too"),
-    "precision.fp32_modules=[lm_head]": ("no effect with precision=fp32", "precision=bf16"),
-    "precision=fp16 precision.fp32_ops=[sofmax]": ("torch has no operator", "did you mean 'softmax'?"),
     f"{BIGNET} precision=bf16 precision.low_ops=[softmax]": ("low_ops: no training step calls softmax", "relu"),
     "recipe=gpt2 data=digits": ("recipe=gpt2 cannot read data=digits", "data=python_docs"),
-    "recipe=resnet data=text data.path=.": ("recipe=resnet needs images", "data=digits"),
-    "recipe=bert data=digits": ("recipe=bert cannot read data=digits; use data=python_docs, text, hub or synthetic",),
     "recipe=t5 recipe.size=tiny": ("recipe.size=tiny is unknown", "(nano, small, base)"),
-    "recipe=llama recipe.heads=4 recipe.kv_heads=3": ("recipe.kv_heads=3 must divide", "use recipe.kv_heads=2"),
-    "recipe=bignet data=digits": ("recipe=bignet cannot read data=digits; use data=synthetic",),
-    f"{TOKENS} precision=bf16 precision.fp32_modules=[lm_haed]": ("'lm_haed' matches no submodule", "lm_head"),
     f"{RESNET} data=digits recipe.classes=5": ("recipe.classes=5", "10 classes", "recipe.classes=auto"),
-    f"{TUNED} recipe.pretrained=gpt2 data.tokenizer=chars": (
-        "data.tokenizer=chars has no effect with recipe.pretrained=gpt2, which has its own tokenizer", "remove one",
-    ),
     f"{TUNED} recipe.pretrained=gpt2 recipe.context=1024": ("recipe.context=1024 is longer", "use recipe.context=32"),
     # files and folders
     f"{TUNED} recipe.pretrained=gpt2": ("recipe.pretrained=gpt2: the folder has no tokenizer", "save_pretrained"),
     f"{TUNED} recipe.pretrained=bert": ("recipe.pretrained=bert is of type bert, not gpt2; use recipe=bert",),
-    f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a GPT-2",),
+    f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a gpt2",),
     f"{TUNED} recipe.pretrained=./nowhere": ("recipe.pretrained=./nowhere: there is no such folder",),
     f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),
     "data=text": ("missing required option: data.path",),
@@ -144,10 +101,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{GPT2} data=text data.path=docs.jsonl": ("is a file of rows", "use data=hub data.name=docs.jsonl"),
     f"{GPT2} data=text data.path=empty.txt": ("data.path=empty.txt is empty",),
     f"{GPT2} data=text data.path=short.txt data.tokenizer=bytes": ("tokens", "one sample needs 17", "longer text"),
-    f"{GPT2} data=text data.path=binary.txt": ("binary.txt is not text", "zero byte at offset 3"),
     f"{GPT2} data=text data.path=latin1.txt": ("latin1.txt is not UTF-8 text", "offset 2"),
     f"{GPT2} data=text data.path=empty": ("data.path=empty", "data.pattern=*.txt", "it is empty"),
-    "recipe=resnet data=imagefolder": ("missing required option: data.path",),
     f"{RESNET} data=imagefolder data.path=empty": ("no images in empty", ".png"),
     f"{RESNET} data=imagefolder data.path=corrupt": ("corrupt/a/4.png cannot be read", "data.skip_corrupt=true"),
     f"{TOKENS} output_dir=short.txt/runs": ("output_dir=short.txt/runs", "short.txt is a file", "output_dir="),
@@ -165,7 +120,6 @@ def files(folder: Path) -> Path:
     (folder / "empty.txt").touch()
     (folder / "docs.jsonl").write_text('{"text": "a row"}\n')
     (folder / "short.txt").write_text("too short")
-    (folder / "binary.txt").write_bytes(b"abc\x00def" * 100)
     (folder / "latin1.txt").write_bytes("naïve ".encode("latin-1") * 100)
     for index in range(8):
         path = folder / "corrupt" / "ab"[index % 2] / f"{index}.png"
@@ -218,11 +172,10 @@ import sys
 sys.path.insert(0, {str(PROJECT)!r})
 from tests.composing import compose_quickly
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 compose_quickly()
 for command in {commands!r}:
     sys.argv = ["scripts/train.py", *command]
-    print(main(out_of_memory))
+    print(main())
 heavy = {{"mlflow", "transformers", "torchvision", "datasets", "sklearn", "matplotlib", "pandas", "PIL"}}
 print(sorted(heavy & set(sys.modules)))
 """
@@ -257,13 +210,12 @@ os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{{server.getsockname()[1]}}"
 sys.path.insert(0, {str(PROJECT)!r})
 from recipes.data.text.pretrained import hub_reachable
 from trainer.run.command import main
-from trainer.run.memory.shortage import out_of_memory
 hub_reachable.__defaults__ = (2.0,)  # seconds
 answers, questions = [], 0
 for command in {[shlex.split(command) for command in commands]!r}:
     sys.argv, err = ["scripts/train.py", *command], io.StringIO()
     with contextlib.redirect_stderr(err):
-        answers.append([main(out_of_memory), err.getvalue()])
+        answers.append([main(), err.getvalue()])
     with contextlib.suppress(OSError):  # nobody else asked, or it is closed
         server.setblocking(False)
         while server.accept():
@@ -309,79 +261,40 @@ def test_an_image_cut_off_in_the_middle_is_named_when_it_is_read(
     assert "data.skip_corrupt=true" in done.err
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the outputs of the run that is to be resumed are kept once it was made."""
-    return tmp_path_factory.mktemp("kept") / "outputs"
+@pytest.fixture
+def earlier(train: Callable[..., Any], folder: Path) -> Path:
+    """The folder of a run with checkpoints of steps 2 and 4."""
+    assert train(*f"{BIGNET} steps=4 checkpoint.every=2 checkpoint.keep=2".split()).code == 0
+    return folder / "outputs" / "bignet-fp32-s0"
 
 
-class TestResume:
-    @pytest.fixture(autouse=True)
-    def an_earlier_run(self, train: Callable[..., Any], folder: Path, kept: Path) -> None:
-        if not kept.exists():
-            done = train(*f"{BIGNET} steps=4 checkpoint.every=2 checkpoint.keep=2".split())
-            assert done.code == 0, done.err
-            shutil.copytree(folder / "outputs", kept)
-        else:
-            shutil.copytree(kept, folder / "outputs")
-        self.run = folder / "outputs" / "bignet-fp32-s0"
-        self.before = everything(folder)
-
-    def refused(self, train: Callable[..., Any], command: str, *words: str) -> None:
-        done = train(*command.split())
-        assert done.code == 2
-        assert done.err.count("\n") == 1, done.err
-        assert "Traceback" not in done.out + done.err
-        for word in words:
-            assert word in done.err
-
-    def test_of_another_recipe(self, train: Callable[..., Any], folder: Path) -> None:
-        self.refused(train, f"{TOKENS} resume={self.run}", "recipe was bignet, now gpt2; restore it or")
-        assert everything(folder) == self.before
-
-    def test_of_another_precision(self, train: Callable[..., Any], folder: Path) -> None:
-        command = f"{BIGNET} steps=8 precision=bf16 resume={self.run}"
-        self.refused(train, command, "precision.mode was fp32, now bf16; restore it or start")
-        assert everything(folder) == self.before
-
-    def test_of_another_size(self, train: Callable[..., Any], folder: Path) -> None:
-        command = f"{BIGNET} steps=8 recipe.width=9 resume=auto"
-        self.refused(train, command, "recipe.width was 8, now 9", "or start a new run")
-        assert everything(folder) == self.before
-
-    def test_of_a_folder_without_a_checkpoint(self, train: Callable[..., Any], folder: Path) -> None:
-        for path in (self.run / "checkpoints").iterdir():
-            (path / "manifest.json").unlink()
-        self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "holds no complete checkpoint", "without resume=")
-
-    @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "rng.safetensors"])
-    def test_of_a_damaged_checkpoint(self, file: str, train: Callable[..., Any], folder: Path) -> None:
-        path = self.run / "checkpoints" / "step-00000004" / file
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-        command = f"{BIGNET} steps=8 resume={self.run}"
-        self.refused(train, command, f"step-00000004 is damaged: {file}", "step 2 is intact: remove the folder")
-        assert everything(folder) == self.before
-        path.unlink()
-        self.refused(train, command, f"step-00000004 is damaged: {file} is missing")
-
-    def test_of_a_damaged_manifest(self, train: Callable[..., Any], folder: Path) -> None:
-        (self.run / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
-        self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "manifest.json cannot be read", "step 2 is intact")
-
-    def test_of_a_damaged_metric_log(self, train: Callable[..., Any], folder: Path) -> None:
-        path = self.run / "metrics.jsonl"
-        path.write_text("oops\n" + path.read_text())
-        damaged = everything(folder)
-        self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "metrics.jsonl, line 1, is damaged")
-        assert everything(folder) == damaged
-
-    def test_of_a_damaged_config(self, train: Callable[..., Any], folder: Path) -> None:
-        (self.run / "config.json").write_text("")
-        damaged = everything(folder)
-        self.refused(train, f"{BIGNET} steps=8 resume={self.run}", "config.json cannot be read")
-        assert everything(folder) == damaged
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("", b"", "precision.mode was fp32, now bf16; restore it or start"),
+        (
+            "checkpoints/step-00000004/model.safetensors",
+            None,
+            "is damaged: model.safetensors is missing; step 2 is intact",
+        ),
+        ("checkpoints/step-00000004/optimizer.safetensors", b"x", "damaged: optimizer.safetensors does not match"),
+        ("checkpoints/step-00000004/manifest.json", b"{", "manifest.json cannot be read"),
+        ("metrics.jsonl", b"oops\n", "metrics.jsonl, line 1, is damaged"),
+        ("config.json", b"", "config.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_resumed_is_named_and_left_as_it_is(
+    file: str, damage: bytes | None, words: str, earlier: Path, train: Callable[..., Any], folder: Path
+) -> None:
+    if file and damage is None:
+        (earlier / file).unlink()
+    elif file:
+        (earlier / file).write_bytes(damage or b"")
+    before = everything(folder)
+    done = train(*f"{BIGNET} steps=8 resume={earlier}".split(), *([] if file else ["precision=bf16"]))
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert words in done.err
+    assert everything(folder) == before
 
 
 class TestDivergence:
@@ -411,23 +324,6 @@ class TestDivergence:
         assert (summary["status"], summary["step"]) == ("FAILED", step + 1)
         for line in (run / "metrics.jsonl").read_text().splitlines():
             json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are not JSON
-
-    def test_names_the_same_step_with_any_log_interval(self, train: Callable[..., Any], folder: Path) -> None:
-        reported = []
-        for log_every in (1, 50):
-            done = train(*f"{self.SGD} checkpoint=none log_every={log_every} eval_every=200".split())
-            assert done.code == 3
-            assert "No checkpoint was saved." in done.err
-            reported.append(done.err.partition(":")[2].partition(":")[0])
-        assert reported[0].startswith(" step ")
-        assert reported[0] == reported[1]
-
-    def test_in_fp16_ends_after_too_many_skips(self, train: Callable[..., Any], folder: Path) -> None:
-        done = train(*f"{TOKENS} precision=fp16 optimizer.lr=1e30 steps=100 checkpoint.every=1 log_every=1".split())
-        assert done.code == 3
-        assert "26 steps in a row were skipped" in done.err
-        assert "scaler.max_consecutive_skips=25" in done.err
-        assert "The last valid checkpoint is step" in done.err
 
     def test_gives_the_process_its_exit_code(self, start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
         process = start(*f"{self.SGD} checkpoint=none".split())

@@ -25,7 +25,6 @@ from tests import forks
 from tests.helpers import PROJECT
 from trainer.run import command
 from trainer.run import run as run_module
-from trainer.run.memory.shortage import out_of_memory
 from trainer.trainer import Trainer
 
 BIGNET = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "data.samples=64", "eval_samples=4"]
@@ -143,21 +142,6 @@ def test_a_crash_of_one_run_is_not_hidden(
     assert outputs(folder) == ["bignet-fp32-s0-width_9"]
 
 
-def test_a_sweep_begun_again_finds_its_runs_by_their_names(train: Callable[..., Any], folder: Path) -> None:
-    command = ("-m", *BIGNET, "recipe.width=9,8", "optimizer=adamw,sgd", "steps=2", "tracking=local", "profiler=none")
-    first = train(*command)
-    assert first.code == 0, first.err
-    names = outputs(folder)
-    assert names == [f"bignet-fp32-s0-width_{width}-{name}" for width in (8, 9) for name in ("adamw", "sgd")]
-    again = train(*command, "resume=auto")
-    assert again.code == 0, again.err
-    assert outputs(folder) == names
-    table, repeated = first.out.splitlines()[-5:], again.out.splitlines()[-5:]
-    assert table == repeated
-    best = [float(line.split()[3]) for line in table[1:]]
-    assert best == sorted(best)
-
-
 def test_the_same_command_again_runs_only_what_is_missing(train: Callable[..., Any], folder: Path) -> None:
     command = ("-m", *BIGNET, "precision=fp32,bf16", "steps=2", "tracking=local")
     first = train(*command, "seed=0")
@@ -259,19 +243,6 @@ def test_an_interrupt_while_a_run_is_closed_ends_the_sweep_after_it(
     assert json.loads((folder / "outputs" / NAMES[2] / "summary.json").read_text())["status"] == "FINISHED"
 
 
-def test_a_run_whose_export_fails_is_reported_and_can_be_finished(
-    train: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as broken:
-        broken.setattr(run_module, "export_best", lambda *arguments: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            train(*BIGNET, "steps=2", "tracking=local")
-    summary = folder / "outputs" / NAMES[2] / "summary.json"
-    assert json.loads(summary.read_text())["status"] == "FAILED"
-    assert train(*BIGNET, "steps=2", "tracking=local", "resume=auto").code == 0
-    assert json.loads(summary.read_text())["status"] == "FINISHED"
-
-
 def test_an_interrupt_ends_the_whole_sweep(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     process = start("-m", *BIGNET, "seed=0,1,2", "steps=1000000", "tracking=local")
     log = folder / "outputs" / NAMES[2] / "metrics.jsonl"
@@ -310,7 +281,7 @@ def elsewhere() -> None:
     command.jobs_folder = lambda arguments: Path("outputs/.jobs").absolute()
     BasicLauncher.launch = in_processes(BasicLauncher.launch)  # type: ignore[method-assign]
     sys.argv[0] = "scripts/train.py"
-    sys.exit(command.main(out_of_memory))
+    sys.exit(command.main())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork")

@@ -1,4 +1,4 @@
-"""The comparison of a certificate finds one bit, one sample, one rate."""
+"""The comparison of a certificate finds one bit, one batch, one rate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from evidence.certificate.differences import differences_between, ulps
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Snapshot
 from trainer.determinism import random_state
 from trainer.files import flush
+from trainer.optim.state import training_state
 from trainer.parallel.world import World
 
 Change = Callable[[Any], None]
@@ -35,8 +35,7 @@ def run(folder: Path, change_line: Change = lambda lines: None, change_state: Ch
     state = training_state(3, model, optimizer, None, scale, rng)
     checkpoint.write(folder / "checkpoints", Snapshot.of(state, {}, World()), None, World(), flush)
     lines = [
-        {"step": step, "samples": [[[step, 7]]], "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False}
-        for step in (1, 2, 3)
+        {"step": step, "data": "d", "lr": (0.1).hex(), "loss": (1.5).hex(), "skipped": False} for step in (1, 2, 3)
     ]
     change_line(lines)
     (folder / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -53,7 +52,7 @@ def test_equal_runs_are_bitwise_also_with_steps_that_were_trained_twice(tmp_path
         lines[2:2] = [{"killed": "step", "after_step": 2, "count": 0}, dict(lines[1])]
 
     result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", again), 3)
-    assert result.verdict(0) == "BITWISE"
+    assert result.judge(0)[0] == "BITWISE"
     assert (result.steps, result.repeated_steps, result.metric_lines) == (3, 1, 1)
     assert result.tensors > 8
 
@@ -71,16 +70,14 @@ def test_equal_runs_are_bitwise_also_with_steps_that_were_trained_twice(tmp_path
 )
 def test_a_difference_in_the_state_is_found(change: Change, verdict: str, named: str, tmp_path: Path) -> None:
     result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", change_state=change), 3)
-    assert result.verdict(4).startswith(verdict)
+    assert result.judge(4)[0].startswith(verdict)
     assert named in result.differences[0]
-    assert result.verdict(0).startswith("DIVERGED")
+    assert result.judge(0)[0].startswith("DIVERGED")
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda lines: lines[1].update(samples=[[[9, 7]]]),
-        lambda lines: lines[1].update(samples=[[[2, 8]]]),
         lambda lines: lines[1].update(lr=(0.1000001).hex()),
         lambda lines: lines[1].update(data="e"),
         lambda lines: lines[1].update(skipped=True),
@@ -90,7 +87,7 @@ def test_a_difference_in_the_state_is_found(change: Change, verdict: str, named:
 )
 def test_a_difference_in_a_step_is_found(change: Change, tmp_path: Path) -> None:
     result = differences_between(run(tmp_path / "whole"), run(tmp_path / "killed", change), 3)
-    assert result.verdict(1e9) == "DIVERGED AT step 2"
+    assert result.judge(1e9)[0] == "DIVERGED AT step 2"
     assert result.differences[0].startswith("step 2")
 
 

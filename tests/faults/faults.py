@@ -345,7 +345,7 @@ FAULTS = (
     ),
     Fault(
         "masters are not saved",
-        "trainer/checkpoint/state.py",
+        "trainer/optim/state.py",
         "(masters.held() if masters else ())",
         "()",
         f"{OF_MASTERS}::test_resumed_is_bitwise_the_same",
@@ -375,8 +375,8 @@ FAULTS = (
     Fault(
         "the last point is sent to MLflow again",
         "trainer/tracking/mlflow/delivery.py",
-        "value is not None and step > self",
-        "value is not None and step >= self",
+        "if point.step > self",
+        "if point.step >= self",
         "tests/command_line/tracking/test_sync.py::test_after_a_failed_call_the_store_is_queried_for_what_it_has",
     ),
     Fault(

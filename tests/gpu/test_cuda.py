@@ -23,7 +23,8 @@ from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, UNAVAILABLE, detect
 from trainer.precision import attention
-from trainer.precision.modes import Precision, dtypes_in_use
+from trainer.precision.manifest import dtypes_in_use, manifest_of
+from trainer.precision.modes import Precision
 from trainer.profiling import rates
 from trainer.profiling.datasheets import data_sheet
 from trainer.run.monitor import Monitor
@@ -302,7 +303,7 @@ def test_the_manifest_of_a_gpu(mode: str) -> None:
     precision, hardware = Precision(mode), detect("cuda")
     precision.check(hardware)
     precision.apply()
-    effective = precision.manifest(hardware, [])["effective"]
+    effective = manifest_of(precision, hardware, [])["effective"]
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mode, "float32")
     assert effective["matmul_dtype"] == dtype
     assert effective["fp32_in_cuda_matmul"] == effective["fp32_in_cudnn_conv"] == ("tf32" if mode == "tf32" else "ieee")

@@ -25,13 +25,13 @@ from tests.parallel import training
 from tests.parity.test_accumulation import SAMPLES, Tagging
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.state import AVERAGE, MASTER
 from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
 from trainer.files import flush
 from trainer.hardware import detect
+from trainer.optim.state import AVERAGE, MASTER
 from trainer.optim.update import ClipNorm
 from trainer.parallel import wrap as parallel
 from trainer.parallel.activation import ActivationCheckpointing

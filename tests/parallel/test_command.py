@@ -129,7 +129,6 @@ LOST = """
 import os, signal, sys
 from trainer.run import command
 from trainer.trainer import Trainer
-from trainer.run.memory.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -139,7 +138,7 @@ def lost(self, microbatches):
     return train_step(self, microbatches)
 
 Trainer.train_step = lost
-sys.exit(command.main(out_of_memory))
+sys.exit(command.main())
 """
 
 
@@ -174,7 +173,6 @@ BROKEN = """
 import os, sys
 from trainer.run import command
 from trainer.trainer import Trainer
-from trainer.run.memory.shortage import out_of_memory
 
 train_step = Trainer.train_step
 
@@ -184,7 +182,7 @@ def broken(self, microbatches):
     return train_step(self, microbatches)
 
 Trainer.train_step = broken
-sys.exit(command.main(out_of_memory))
+sys.exit(command.main())
 """
 
 
@@ -276,7 +274,6 @@ SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
 from trainer.run import command
-from trainer.run.memory.shortage import out_of_memory
 
 build, sleep = command.config.build, time.sleep
 
@@ -296,7 +293,7 @@ if os.environ["RANK"] == "0":
 else:
     atexit.register(Path("left").touch)
     time.sleep = waits
-sys.exit(command.main(out_of_memory))
+sys.exit(command.main())
 """
 
 

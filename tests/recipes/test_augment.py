@@ -92,13 +92,6 @@ def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Pa
         assert data.augment == data.train.augment == data.valid.augment == chosen
 
 
-def test_one_odd_image_does_not_decide_for_all(tmp_path: Path) -> None:
-    noise(8, 8).save(write_folder(tmp_path, 70, 70) / "a" / "0.png")
-    (tmp_path / "b" / "1.png").write_bytes((tmp_path / "b" / "1.png").read_bytes()[:40])
-    source = ImageFolder(path=str(tmp_path), skip_corrupt=True)
-    assert opened(source, AutomaticAugment(), 32).augment == ImageNet()
-
-
 # -------------------------------------------------------------------------- the same images, however stored
 
 
@@ -124,12 +117,6 @@ def test_evaluation_of_a_square_image_at_its_own_size_returns_it_unchanged(augme
     assert np.array_equal(cut(image, side, augment, None).transpose(1, 2, 0), np.asarray(image))
 
 
-@pytest.mark.parametrize("augment", [ImageAugment(), Light()])
-def test_evaluation_of_an_oblong_image_takes_its_middle_square_pixel_by_pixel(augment: ImageAugment) -> None:
-    image = noise(32, 45)
-    assert np.array_equal(cut(image, 32, augment, None).transpose(1, 2, 0), np.asarray(image)[:, 6:38])
-
-
 def test_only_imagenet_evaluates_the_middle_of_a_square_image() -> None:
     # A white square on black, of 7/8 of the shorter side: exactly what evaluation keeps.
     pixels = np.zeros((64, 128, 3), np.uint8)
@@ -152,15 +139,6 @@ def test_what_training_sees_is_a_function_of_the_samples_seed_alone(augment: Ima
     assert np.array_equal(cut(image, 24, augment, 7), before)
     assert not np.array_equal(cut(image, 24, augment, 8), before)
     assert (before.shape, before.dtype) == ((3, 24, 24), np.uint8)
-
-
-@pytest.mark.parametrize("augment", [Light(flip=True), ImageNet()])
-def test_images_in_memory_depend_on_their_own_seed_and_not_on_the_others(augment: ImageAugment) -> None:
-    train = opened(Digits(), augment).train
-    among_others = train.batch([SampleId(7, 1), SampleId(3, 5), SampleId(9, 2)])["image"]
-    assert torch.equal(among_others[1], train.batch([SampleId(3, 5)])["image"][0])
-    assert not torch.equal(among_others[1], train.batch([SampleId(3, 6)])["image"][0])
-    assert among_others.shape == (3, 3, 32, 32)
 
 
 def test_none_changes_nothing_in_training() -> None:

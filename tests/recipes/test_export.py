@@ -230,11 +230,3 @@ def test_a_special_token_that_the_tokenizer_has_already_gets_another_name(tmp_pa
     save_tokenizer(ours, tmp_path, {"cls_token": ("[CLS]", ours.vocab_size)}, "{cls_token} $A|$A $B")
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.cls_token, theirs.cls_token_id) == ("[CLS]_", ours.vocab_size)
-
-
-def test_bignet_and_other_recipes_export_their_options(tmp_path: Path) -> None:
-    export(tmp_path, "recipe=bignet", "recipe.width=8", "recipe.layers=2", "data.samples=8", "batch_size=2")
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["recipe"] == "bignet"
-    assert config["options"] == {"layers": 2, "width": 8, "pretrained": None, "loss_weight": 1.0}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

@@ -14,7 +14,7 @@ from recipes.gpt2 import GPT2
 from recipes.gpt2_model import SHAPES, Shape, new_gpt2
 from recipes.language import TokenWindows
 from recipes.language_model import LossHead, torch_can_chunk
-from tests.helpers import fit, trainer_of
+from tests.helpers import trainer_of
 from trainer.data.contract import SampleId
 from trainer.hardware import Hardware
 
@@ -121,19 +121,6 @@ def test_the_padding_is_left_out_in_one_compiled_graph() -> None:
     assert not results[1][1][90:].any()
 
 
-@needs_chunking
-def test_evaluation_uses_the_plain_loss_and_agrees() -> None:
-    layer, hidden, targets = head(True)
-    trained = layer(hidden, targets)
-    with torch.no_grad():
-        assert layer(hidden, targets).item() == pytest.approx(trained.item(), rel=1e-5)
-
-
-def test_without_targets_the_head_gives_logits() -> None:
-    layer, hidden, _ = head(True)
-    assert torch.equal(layer(hidden), hidden @ layer.weight.T)
-
-
 @pytest.mark.parametrize(("vocabulary", "padded"), [(64, 64), (65, 128), (90, 128), (1000, 1024)])
 def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocabulary: int, padded: int) -> None:
     trainer = trainer_of(*TINY, f"data.vocab_size={vocabulary}")
@@ -167,39 +154,9 @@ def test_windows_are_consecutive_and_training_moves_them_by_the_samples_seed() -
     assert (moved.diff(dim=1) == 1).all()
 
 
-def test_the_loss_of_an_untrained_model_is_that_of_guessing_among_what_is_no_padding() -> None:
-    trainer = trainer_of(*TINY, "eval_samples=32")
-    metrics = trainer.evaluate()
-    assert metrics["loss"] == pytest.approx(math.log(90), abs=0.1)
-    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
-
-
 def test_perplexity_is_the_exponential_and_overflows_to_infinity_rather_than_failing() -> None:
     assert GPT2().metrics(1.5, {}, 1) == {"loss": 1.5, "perplexity": pytest.approx(4.4816891)}
     assert GPT2().metrics(1e4, {}, 1)["perplexity"] == math.inf
-
-
-def trained(tmp_path: Path, *overrides: str) -> tuple[Any, Path]:
-    trainer = trainer_of(*TINY, "steps=3", *overrides)
-    fit(trainer)
-    trainer.model.eval()
-    trainer.recipe.export(trainer.model, trainer.datasets, tmp_path / "best")
-    return trainer, tmp_path / "best"
-
-
-def test_the_export_opens_in_transformers_with_the_same_logits_and_tied_weights(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    trainer, folder = trained(tmp_path)
-    assert not list(folder.glob("*.bin"))
-    reopened = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert reopened.lm_head.weight is reopened.transformer.wte.weight
-    assert reopened.dtype == torch.float32
-    assert reopened.config.vocab_size == 90  # the padding stays behind …
-    assert trainer.model.gpt2.config.vocab_size == len(trainer.model.gpt2.lm_head.weight) == 128  # … and here
-    tokens = torch.randint(90, (2, 16))
-    with torch.no_grad():
-        assert torch.allclose(reopened(tokens).logits, trainer.model.gpt2(tokens).logits[..., :90], atol=1e-6)
 
 
 def words(folder: Path, vocabulary: int = 90) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import pickle
 import re
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 
 from recipes.data.hub import Hub
-from recipes.data.images.augment import ImageNet, View
+from recipes.data.images.augment import View
 from recipes.data.images.pixels import square
 from recipes.data.text.source import TokenData
 from trainer.data.contract import SampleId
@@ -107,19 +106,6 @@ def test_a_test_split_is_kept_for_the_end(stories: Path) -> None:
     assert data.tokenizer.decode(data.test.tolist()).startswith(STORIES[280])
     assert STORIES[280] not in train + valid
     assert "for testing" in data.description
-
-
-def test_a_test_split_of_images(pictures: Path, tmp_path: Path) -> None:
-    root = tmp_path / "both"
-    root.mkdir()
-    pictures.rename(root / "train")
-    for number, name in enumerate(("dog", "cat"), 1):
-        (root / "test" / name).mkdir(parents=True)
-        picture(number).save(root / "test" / name / "x.png")
-    data = Hub(name=str(root), test="test").images(None)
-    assert data.test is not None
-    assert (len(data.test), len(data.train) + len(data.valid)) == (2, 40)
-    assert sorted(int(data.test.batch([SampleId(index, None)])["label"]) for index in range(2)) == [0, 1]
 
 
 def test_the_training_split_named_for_validation_is_divided(stories: Path) -> None:
@@ -222,17 +208,6 @@ def test_an_image_folder(pictures: Path) -> None:
     cats = [torch.from_numpy(square(picture(i), 24, View())) for i in range(0, 40, 2)]
     assert all(any(torch.equal(image, cat) for cat in cats) for image in batch["image"][:2])
     assert not any(torch.equal(batch["image"][2], cat) for cat in cats)
-
-
-def test_only_the_samples_seed_moves_the_crop(pictures: Path) -> None:
-    source = Hub(name=str(pictures), augment=ImageNet())
-    train = source.images(24).train
-    one, two, other = (train.batch([SampleId(3, seed)])["image"][0] for seed in (5, 5, 6))
-    among_others = pickle.loads(pickle.dumps(train)).batch([SampleId(7, 1), SampleId(3, 5), SampleId(3, 5)])
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
-    assert torch.equal(among_others["image"][1], one)
-    assert torch.equal(among_others["image"][2], one)
 
 
 def test_train_and_valid_share_nothing_and_miss_nothing(parquet: Path) -> None:

@@ -63,17 +63,6 @@ def test_digits_are_32_pixels_and_split_without_overlap_by_class() -> None:
     assert data.std[0] == pytest.approx(grey.std().item(), abs=1e-4)
 
 
-def test_digits_keep_image_and_label_together() -> None:
-    from sklearn.datasets import load_digits
-
-    source = load_digits()
-    originals = {image.astype(int).tobytes(): label for image, label in zip(source.images, source.target, strict=True)}
-    batch = Digits().images(8).train.batch([SampleId(index, 5) for index in (700, 3, 1400)])
-    for image, label in zip(batch["image"], batch["label"], strict=True):
-        key = np.rint(image[0].numpy() * (16 / 255)).astype(int).tobytes()
-        assert originals[key] == label
-
-
 def test_a_class_of_few_images_is_on_both_sides_of_a_split() -> None:
     labels = np.repeat([0, 1, 2, 3, 4, 5], [1, 2, 4, 9, 10, 25])
     for fraction in (0.01, 0.1, 0.5, 0.99):
@@ -224,13 +213,6 @@ def test_idx_files_are_read_with_their_own_validation_set(tmp_path: Path, ending
     assert batch["label"].tolist() == labels[[7, 2]].tolist()
     assert np.array_equal(data.valid.batch(plain(9))["image"][:, 0].numpy(), valid_images)
     assert data.mean[0] == pytest.approx(images.mean() / 255)
-
-
-def test_a_single_pair_of_idx_files_is_split(tmp_path: Path) -> None:
-    write_pair(tmp_path, "t10k", 30)
-    data = Idx(path=str(tmp_path), valid_fraction=0.2).images(None)
-    assert (len(data.train), len(data.valid)) == (24, 6)
-    assert data.valid.batch(plain(6))["label"].bincount().tolist() == [2, 2, 2]
 
 
 def test_idx_files_of_other_names_can_be_given_and_scaled(tmp_path: Path) -> None:

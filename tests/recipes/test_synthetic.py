@@ -63,14 +63,6 @@ def test_images_follow_the_options_and_validate_on_other_noise() -> None:
     assert pixels.std().item() == pytest.approx(data.std[0], abs=0.02)
 
 
-def test_the_class_of_an_image_can_be_learnt() -> None:
-    data = Synthetic(classes=10).images(16)
-    train, valid = data.train.batch(ids(*range(256))), data.valid.batch(ids(*range(64)))
-    centres = torch.stack([train["image"][train["label"] == label].float().mean(0) for label in range(10)])
-    distances = torch.cdist(valid["image"].float().flatten(1), centres.flatten(1))
-    assert (distances.argmin(1) == valid["label"]).float().mean() > 0.95
-
-
 def test_vectors_have_a_teacher_a_network_can_follow() -> None:
     data = Synthetic(samples=1024).vectors(32)
     assert (len(data.train), len(data.valid)) == (1024, 128)

@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from recipes.data.text import cache as text_cache
 from recipes.data.text.corpus import PythonDocs, TextFiles, TokenizedText
@@ -139,21 +136,6 @@ def test_gpt2s_tokenizer_from_a_folder(shared_data: Path) -> None:
     assert override.tokenizer.vocab_size == 50257
 
 
-def test_own_bpe_saved_opens_as_any_tokenizer(file: Path, tmp_path: Path) -> None:
-    own = TextFiles(path=str(file), vocab_size=400).tokens(None)
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    own.tokenizer.save(saved)  # type: ignore[attr-defined]
-    adding = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
-    adding.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    adding.save(str(saved / "tokenizer.json"))  # as many pretrained ones begin every text with a special token
-    again = TextFiles(path=str(file), tokenizer=str(saved)).tokens(None)
-    assert again.train.tolist() == own.train.tolist()
-    assert decoded(again) == decoded(own)
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("0123456789", encoding="utf-8-sig")
     assert decoded(TextFiles(path=str(tmp_path / "t.txt"), tokenizer="chars").tokens(None)) == ("012345678", "9")
@@ -206,22 +188,6 @@ def test_changed_text_is_tokenised_again(file: Path) -> None:
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     after = decoded(TextFiles(path=str(file), tokenizer="bytes").tokens(None))
     assert after == tuple(text.replace("def", "fed") for text in before)
-
-
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "meta.json", "tokenizer.json"])
-@pytest.mark.parametrize("damage", [_truncate, Path.unlink])
-def test_a_damaged_entry_is_built_again(file: Path, cache: Path, name: str, damage: Callable[[Path], None]) -> None:
-    first = TextFiles(path=str(file), vocab_size=300).tokens(None)
-    train = np.array(first.train)
-    (folder,) = (entry for entry in (cache / "text").iterdir() if entry.is_dir())
-    damage(folder / name)
-    again = TextFiles(path=str(file), vocab_size=300).tokens(None)
-    assert np.array_equal(again.train, train)
-    assert decoded(again)[0] == "".join(LINES)[: int(len("".join(LINES)) * 0.9)]
 
 
 def test_a_killed_preparation_leaves_nothing_that_looks_finished(file: Path, cache: Path) -> None:
@@ -312,12 +278,6 @@ def test_files_that_are_no_text(tmp_path: Path, cache: Path, content: bytes, mes
     assert not list(cache.rglob("*.bin"))
 
 
-def test_a_binary_file_in_a_folder_is_named(folder: Path) -> None:
-    (folder / "part1" / "picture.txt").write_bytes(b"\x89PNG\x00")
-    with pytest.raises(UserError, match=r"part1/picture.txt is not text: .* offset 4"):
-        TextFiles(path=str(folder), tokenizer="bytes").tokens(None)
-
-
 def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("text")
     with pytest.raises(UserError, match=r"data.pattern=\*.txt \(there are \*.md\)"):
@@ -350,9 +310,9 @@ def test_a_hub_tokenizer_while_offline(file: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", only_local)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"data.tokenizer=nobody/nothing .* data.tokenizer=bpe"):
+    with pytest.raises(UserError, match=r"data.tokenizer=nobody/nothing: .* data.tokenizer=bpe"):
         TextFiles(path=str(file), tokenizer="nobody/nothing").tokens(None)
-    with pytest.raises(UserError, match=r"recipe.pretrained=nobody/nothing is not in .* cannot be reached"):
+    with pytest.raises(UserError, match=r"recipe.pretrained=nobody/nothing: it is not in .* cannot be reached"):
         TextFiles(path=str(file)).tokens("nobody/nothing")
 
 
@@ -365,14 +325,8 @@ def test_a_tokenizer_folder_that_does_not_exist(file: Path, name: str) -> None:
 def test_a_folder_without_a_tokenizer(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match="has no valid tokenizer"):
+    with pytest.raises(UserError, match="has no tokenizer that opens"):
         TextFiles(path=str(file), tokenizer=str(tmp_path / "empty")).tokens(None)
-
-
-def test_a_hub_that_never_answers_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert not hub_reachable(timeout_s=0.5)  # it returns, though no answer ever comes
 
 
 def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

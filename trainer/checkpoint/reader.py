@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Collection, Iterator
@@ -15,19 +16,11 @@ from torch import Tensor, nn
 
 from mantissa.display import dimensions
 from trainer.checkpoint.schema import STATE_FILE, InvalidCheckpoint, Manifest, State, read_manifest, read_state
-from trainer.checkpoint.state import (
-    AVERAGE,
-    MASTER,
-    parameter_names,
-    state_after_step,
-    twin_after_step,
-    untie,
-    weight_copies,
-)
 from trainer.checkpoint.store import find_verified
 from trainer.errors import UserError
 from trainer.optim.ema import Average, schedule_free_average
 from trainer.optim.masters import MasterWeights
+from trainer.optim.state import AVERAGE, MASTER, parameter_names, untie, weight_copies
 from trainer.parallel.wrap import is_sharded, local_part, local_rows
 
 _OF_THIS_DEVICE = ("lr", "fused", "foreach")
@@ -136,7 +129,7 @@ class CheckpointReader:
 
     def _check_moments(self, optimizer: torch.optim.Optimizer, copies: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
         """Return what the state of each parameter that has any looks like, by name."""
-        expected = dict(zip(self._state.names, state_after_step(optimizer), strict=True))
+        expected = dict(zip(self._state.names, _state_after_step(optimizer), strict=True))
         expected = {name: values for name, values in expected.items() if name not in self._state.stateless}
         wanted = dict(copies)
         for name, values in expected.items():
@@ -148,7 +141,7 @@ class CheckpointReader:
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, expected: dict[str, dict[str, Any]]) -> None:
         for there, group in zip(self._state.groups, optimizer.param_groups, strict=True):
-            like = twin_after_step(type(optimizer), group, group["params"][0]).param_groups[0]
+            like = _twin_after_step(type(optimizer), group, group["params"][0]).param_groups[0]
             for key in there.keys() - _options(optimizer):
                 # What is no option is a count that the optimizer keeps there, such as LAMB's of steps, a tensor.
                 counted = isinstance(like.get(key), Tensor)
@@ -228,6 +221,44 @@ class _TensorFiles:
     def fill(self, target: Tensor, name: str) -> None:
         """Overwrite ``target``, or the rows of it that this rank has."""
         local_part(target).copy_(self.own(name, target))
+
+
+def _state_after_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return, for each parameter, what its state looks like after a step: tensors without data, or other values.
+
+    Each kind of parameter is tested on a small copy, so this works for every optimizer. A tensor without dimensions,
+    such as a count of steps, is on the device where the optimizer keeps it.
+    """
+    tried: dict[tuple[Any, ...], dict[str, Any]] = {}
+    expected = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            key = (number, parameter.dtype, parameter.device, parameter.ndim)
+            if key not in tried:
+                twin = _twin_after_step(type(optimizer), group, parameter)
+                tried[key] = next(iter(twin.state.values()), {})  # plain SGD keeps nothing
+            shape = tuple(parameter.shape)
+            expected.append({name: _stretched(value, shape) for name, value in tried[key].items()})
+    return expected
+
+
+def _twin_after_step(cls: Any, group: dict[str, Any], parameter: Tensor) -> torch.optim.Optimizer:
+    """Return such an optimizer over a parameter of the same type, 2 × 3 × 4 …, which has taken a step."""
+    shape = tuple(range(2, 2 + parameter.ndim))
+    twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=local_part(parameter).device))
+    twin.grad = torch.zeros_like(twin)
+    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    other: torch.optim.Optimizer = cls([{**options, "params": [twin]}])
+    other.step()
+    return other
+
+
+def _stretched(value: Any, shape: tuple[int, ...]) -> Any:
+    """Return a tensor of the twin's state in the sizes of a parameter of ``shape``, on the meta device."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    sizes = [1 if size == 1 else length for size, length in zip(value.shape, shape, strict=True)]
+    return torch.empty(sizes, dtype=value.dtype, device="meta")
 
 
 def load(folder: Path, step: int | None = None) -> CheckpointReader:

@@ -35,9 +35,9 @@ from trainer.checkpoint.schema import (
     read_manifest,
     sha256,
 )
-from trainer.checkpoint.state import untie
 from trainer.errors import UserError
 from trainer.files import make_folder, write_json
+from trainer.optim.state import untie
 from trainer.parallel.world import World
 from trainer.parallel.wrap import is_sharded, local_part
 

@@ -1,15 +1,12 @@
-"""Weights by name, from the files of an export or a checkpoint into a new model."""
+"""Weights by name into a new model."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mantissa.display import dimensions
-from trainer.checkpoint.state import untie
 from trainer.errors import UserError
+from trainer.optim.state import untie
 
 
 def fill(
@@ -40,19 +37,3 @@ def fill(
         raise UserError(f"{where}: the weights do not fit: {other[0]} is {there} there and {here} here{more}; {remedy}")
     for name, tensor in found.items():
         state[name].copy_(tensor)
-
-
-def read_exported(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of the safetensors files in a folder, by name.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    try:
-        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except Exception as error:  # safetensors has its own, of the file's header
-        raise UserError(f"the weights in {folder} cannot be read ({error})") from error
-    if not tensors:
-        raise UserError(f"{folder} holds no *.safetensors; give the best/ of a run")
-    return tensors

@@ -56,7 +56,7 @@ class CheckpointWriter:
         """Save the state of the training and return how long it had to wait, in seconds.
 
         Args:
-            training: see ``checkpoint.state.training_state``.
+            training: see ``optim.state.training_state``.
             progress: JSON types; what else the run needs to continue.
             score: of the weights at this step (the lowest is kept as the best); None if they were not evaluated.
 

@@ -197,18 +197,3 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{entry.name}"] = value
     return flat
-
-
-def defaults(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the defaults of a config's options by dotted key: what they were in a run from before they were added."""
-    flat: dict[str, Any] = {}
-    for entry in options(config):
-        value, key = getattr(config, entry.name), f"{prefix}{entry.name}"
-        made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
-        if made is not dataclasses.MISSING:
-            flat |= flatten(made, f"{key}.") if dataclasses.is_dataclass(made) else {key: made}
-            if isinstance(kind := getattr(made, "kind", None), str):
-                flat[key] = kind
-        if dataclasses.is_dataclass(value):
-            flat |= defaults(value, f"{key}.")
-    return flat

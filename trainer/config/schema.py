@@ -15,6 +15,7 @@ from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION, SetOnce
+from trainer.run.folder import default_name
 from trainer.tracking.options import Tracking
 
 
@@ -58,8 +59,3 @@ class Config(RunConfig, StepConfig):
         if not self.output_dir:
             raise UserError("output_dir is empty; give a folder, such as output_dir=outputs")
         return resolved._replace(config=replace(resolved.config, run_name=self.name))
-
-
-def default_name(recipe: str, precision: str, seed: int) -> str:
-    """Return the default name of a run of this recipe, in this precision (``precision.mode``)."""
-    return f"{recipe}-{precision}-s{seed}"

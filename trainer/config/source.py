@@ -19,6 +19,7 @@ from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
 from trainer.optim.classes import averages_itself
 from trainer.recipe import Choice, FirstWeights, Recipe
+from trainer.run.folder import default_name, to_continue
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,17 @@ class Source(FirstWeights):
         }
 
 
+def name_of_composed(composed: DictConfig) -> str:
+    """Return the name of the run that Hydra composed."""
+    recipe: Any = OmegaConf.get_type(composed.recipe)
+    return composed.run_name or default_name(recipe.name, composed.precision.mode, composed.seed)
+
+
 def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, list[Choice]]:
     """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
+
+    A new run that has a checkpoint, and is continued (``resume=auto``, or torchrun's restart), has those options
+    recorded: the run that it started from is not needed again.
 
     Args:
         composed: by Hydra; changed in place.
@@ -118,29 +128,35 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
     given, resume = composed.init_from, composed.resume
     if given is None or resume not in (None, "auto", "same"):
         return None, []
-    source = Source.open(given, composed.output_dir, composed.tracking.uri)
     cls = OmegaConf.get_type(composed.recipe)
     assert isinstance(cls, type)
     assert issubclass(cls, Recipe)
+    options = [f"recipe.{option}" for option in (*cls.architecture, *cls.adjustable)]
+    if own := to_continue(composed.output_dir, name_of_composed(composed), resume):
+        recorded = own.config()
+        for key in {*options, "data.tokenizer"} & recorded.keys() - set(typed):
+            group, _, option = key.partition(".")
+            if option in composed[group]:
+                OmegaConf.update(composed, key, recorded[key])
+        return None, []
+    source = Source.open(given, composed.output_dir, composed.tracking.uri)
     name = source.config["recipe"]
     if name != cls.name:
         raise UserError(f"init_from={given} is a run of recipe={name}, not of recipe={cls.name}; set recipe={name}")
     if "recipe.pretrained" in typed and composed.recipe.pretrained is not None:
         raise UserError("init_from and recipe.pretrained both bring weights; remove one of them")
     kept: dict[str, Any] = {}
-    wanted = [option for option in (*cls.architecture, *cls.adjustable) if f"recipe.{option}" in source.config]
-    recorded = {option: source.config[f"recipe.{option}"] for option in wanted} | cls.inherited(source.about())
-    for option, before in recorded.items():
-        key = f"recipe.{option}"
-        if option == "pretrained" and before is not None and source.exported:
+    about = {f"recipe.{option}": value for option, value in cls.inherited(source.about()).items()}
+    for key, before in ({key: source.config[key] for key in options if key in source.config} | about).items():
+        if key == "recipe.pretrained" and before is not None and source.exported:
             before = str(source.path / BEST)  # the same model, wherever the first one is by now
         now = OmegaConf.select(composed, key)
         if before == now:
             continue
         if key not in typed:
             kept[key] = before
-        elif option in cls.architecture and now != "auto":
-            raise UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
+        elif key.removeprefix("recipe.") in cls.architecture and now != "auto":
+            raise _contradicted(key, now, given, before)
     if cls.unit != "images" and "recipe.pretrained" not in kept:  # which brings its tokenizer
         kept |= _tokenizer(source, given, composed, typed)
     for key, value in kept.items():
@@ -151,22 +167,23 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
 def _tokenizer(source: Source, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:
     """Return ``data.tokenizer`` so that the text has the token ids that the weights were trained with."""
     key = "data.tokenizer"
-    if "tokenizer" not in composed.data:
-        return {}
-    before, now = source.config.get(key), composed.data.tokenizer
-    if before is None:
+    before, now, own = source.config.get(key), composed.data.get("tokenizer"), source.path / TOKENIZER
+    if before is None or "tokenizer" not in composed.data:
         return {}  # of synthetic numbers, the shapes of the weights will tell
-    own = source.path / TOKENIZER
     if key in typed and now not in (before, str(own)):
-        raise UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
+        raise _contradicted(key, now, given, before)
     if before == "bytes":
         return {} if now == before else {key: before}
     if own.is_dir():
         return {key: str(own)}
     raise UserError(
-        f"init_from={given}: the run's folder has no {TOKENIZER}/ (it is of an earlier version, or was fetched from "
-        "MLflow before it had ended); use recipe.pretrained with its best/"
+        f"init_from={given}: the run's folder has no {TOKENIZER}/ (it was fetched from MLflow before it had ended); "
+        "use recipe.pretrained with its best/"
     )
+
+
+def _contradicted(key: str, now: Any, given: str, before: Any) -> UserError:
+    return UserError(f"{key}={now}, but the run init_from={given} has {key}={before}; leave it out")
 
 
 def _folder(given: str, output_dir: str, uri: str | None) -> Path:

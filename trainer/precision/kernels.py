@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from mantissa.formats import FORMATS
-from trainer.files import remembered
-from trainer.hardware import EMULATED, NATIVE, Hardware, processor
+from mantissa.formats import BF16, FORMATS, FP16
+from trainer.cache import cached
+from trainer.hardware import EMULATED, NATIVE, Hardware, processor, threads
 
 AUTO, OWN, WIDE = KERNELS = ("auto", "native", "fp32")
 """auto: what is measured to be faster; native: torch's own; fp32: fp32 arithmetic in every operator and form."""
@@ -40,7 +40,7 @@ FEW_ROWS = "NT, few rows"
 """A linear layer that generates text: torch has a fast kernel for it in 16 bits, also without 16-bit instructions."""
 UNSEEN = "taps that see only padding"
 """The form of ``convolution_backward`` that oneDNN computes wrongly in 16 bits: docs/onednn-conv-gradients.md."""
-_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {number.dtype: number.name for number in (BF16, FP16)}
 _CLEARLY = {EMULATED: 0.8, NATIVE: 0.5}
 """fp32 arithmetic is chosen where it takes less than this fraction of the time of torch's own kernel. Where the
 processor has instructions for the format, they gain more on larger operands than on the timed ones."""
@@ -89,17 +89,17 @@ def choose(dtype: torch.dtype, kernels: str, hardware: Hardware, deterministic: 
         return {}
     every = {name: sorted(operator.examples()) for name, operator in OPERATORS.items()}
     chosen: Forms = {}
-    if kernels == WIDE or (kernels == AUTO and deterministic and hardware.support(_FORMATS[dtype]) != NATIVE):
-        chosen = {
-            name: [form for form in forms if form != FEW_ROWS or kernels == WIDE] for name, forms in every.items()
-        }
+    if kernels == WIDE or (kernels == AUTO and deterministic and hardware.support(_NAMES[dtype]) != NATIVE):
+        for name, known in every.items():
+            chosen[name] = [form for form in known if form != FEW_ROWS or kernels == WIDE]
     elif kernels == AUTO and not deterministic:
-        clearly = _CLEARLY[hardware.support(_FORMATS[dtype])]
+        clearly = _CLEARLY[hardware.support(_NAMES[dtype])]
         for name, forms in times(dtype, hardware).items():
             if faster := [form for form, took in forms.items() if took["fp32"] < clearly * took["native"]]:
                 chosen[name] = sorted(faster)
-    if (backward := chosen.get("convolution_backward")) != every["convolution_backward"] and computed_by_onednn(dtype):
-        chosen["convolution_backward"] = [*(backward or []), UNSEEN]
+    backward = chosen.get("convolution_backward", [])
+    if backward != every["convolution_backward"] and computed_by_onednn(dtype):
+        chosen["convolution_backward"] = [*backward, UNSEEN]
     return chosen
 
 
@@ -111,21 +111,16 @@ def times(dtype: torch.dtype, hardware: Hardware) -> dict[str, dict[str, dict[st
     """
     forms = {name: sorted(operator.examples()) for name, operator in OPERATORS.items()}
     of = processor(hardware) | {"dtype": str(dtype), "forms": forms}
-    return remembered("kernels", of, functools.partial(measure, dtype))
+    return cached("kernels", of, functools.partial(measure, dtype))
 
 
 def measure(dtype: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
     """Measure ``times``, which takes a fraction of a second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False), _unreplaced():
-            return {
-                name: {form: _times(operator, arguments, dtype) for form, arguments in operator.examples().items()}
-                for name, operator in OPERATORS.items()
-            }
-    finally:
-        torch.set_num_threads(threads)
+    with threads(1), unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False), _unreplaced():
+        return {
+            name: {form: _times(operator, arguments, dtype) for form, arguments in operator.examples().items()}
+            for name, operator in OPERATORS.items()
+        }
 
 
 def _times(operator: Operator, arguments: tuple[Any, ...], dtype: torch.dtype) -> dict[str, float]:
@@ -149,7 +144,7 @@ def computed_by_onednn(dtype: torch.dtype) -> bool:
     """Return whether oneDNN computes convolutions of this 16-bit format on this CPU."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return False
-    supported: bool = getattr(torch.ops.mkldnn, f"_is_mkldnn_{_FORMATS[dtype]}_supported")()
+    supported: bool = getattr(torch.ops.mkldnn, f"_is_mkldnn_{_NAMES[dtype]}_supported")()
     return supported
 
 
@@ -181,7 +176,7 @@ def not_timed(mode: str, forms: Forms, hardware: Hardware) -> str | None:
 
 def not_timed_here(mode: str, hardware: Hardware, kernels: str = "auto") -> str | None:
     """Return the same of runs in ``mode`` on this machine, with this ``precision.kernels``."""
-    dtype = next((dtype for dtype, name in _FORMATS.items() if name == mode.partition("_")[0]), None)
+    dtype = FORMATS[mode].half
     return None if dtype is None else not_timed(mode, choose(dtype, kernels, hardware), hardware)
 
 
@@ -230,7 +225,7 @@ def in_use(dtype: torch.dtype, name: str) -> bool:
 
 def clear() -> None:
     """Let this process use torch's own kernels again."""
-    for dtype in _FORMATS:
+    for dtype in _NAMES:
         use(dtype, {})
 
 
@@ -249,8 +244,7 @@ def _replacement(name: str, operator: Operator, overload: str) -> Callable[..., 
     """Return the kernel of one overload: torch's own, or fp32 arithmetic where the operands have such a form."""
     every = frozenset(operator.examples())
     own = torch.library.get_kernel(f"aten::{overload}", "CPU")
-    base = overload.removesuffix(".out").removesuffix("_")
-    in_place = overload.endswith("_")
+    base = overload.removesuffix(".out")
     functional = torch.library.get_kernel(f"aten::{base}", "CPU")
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,17 +254,12 @@ def _replacement(name: str, operator: Operator, overload: str) -> Callable[..., 
             forms is None
             or any(each is not None and each.dtype is not dtype for each in (*args[: operator.operands], out))
             or (forms != every and forms.isdisjoint(operator.forms_of(args)))
-            or (in_place and args[0].shape != (*args[1].shape[:-1], *args[2].shape[-1:]))  # torch refuses to grow it
         ):
             return own.call_boxed(keyset, *args, **kwargs)
         kwargs.pop("out", None)
         with torch._C.DisableTorchFunction():  # a mode, such as an operator policy, is for what the model calls
             result = _in_fp32(operator, functools.partial(functional.call_boxed, keyset), args, kwargs, dtype)
-            if overload == base:
-                return result
-            if out is None:
-                return args[0].copy_(result)
-            return out.resize_(result.shape).copy_(result)
+            return result if out is None else out.resize_(result.shape).copy_(result)
 
     return kernel
 
@@ -350,34 +339,17 @@ def _convolutions_backward() -> dict[str, tuple[Any, ...]]:
 
 
 def _forms_of_backward(args: Sequence[Any]) -> tuple[str, ...]:
+    """Return the kind, and ``UNSEEN`` where some tap of the kernel lies outside of the image at every position."""
     upstream, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = args
     outer, inner = (upstream, x) if transposed else (x, upstream)
-    sizes = (*outer.shape[2:], *inner.shape[2:], *weight.shape[2:])
-    unseen = _sees_only_padding(sizes, tuple(stride), tuple(padding), tuple(dilation))
-    return (_kinds(x, weight, groups), *([UNSEEN] if unseen else []))
-
-
-@functools.lru_cache(1024)
-def _sees_only_padding(
-    sizes: tuple[int, ...], strides: tuple[int, ...], paddings: tuple[int, ...], dilations: tuple[int, ...]
-) -> bool:
-    """Return whether some tap of a kernel lies outside of the image at every position.
-
-    Args:
-        sizes: of the image, of the positions, of the kernel, by dimension.
-        strides: by dimension, or one for all; the others likewise.
-        paddings: on either side.
-        dilations: of the kernel.
-    """
-    dims = len(sizes) // 3
-    images, positions, kernels = (sizes[dims * part : dims * (part + 1)] for part in range(3))
-    for dim in range(dims):
-        stride, padding, dilation = (each[dim % len(each)] for each in (strides, paddings, dilations))
-        for tap in range(kernels[dim]):
-            places = (position * stride - padding + tap * dilation for position in range(positions[dim]))
-            if not any(0 <= place < images[dim] for place in places):
-                return True
-    return False
+    for dim, (image, positions, taps) in enumerate(
+        zip(outer.shape[2:], inner.shape[2:], weight.shape[2:], strict=True)
+    ):
+        step, pad, spread = (each[dim % len(each)] for each in (stride, padding, dilation))  # one may be for all
+        for first in range(-pad, taps * spread - pad, spread):  # where a tap lies at the first position
+            if not any(0 <= first + position * step < image for position in range(positions)):
+                return _kinds(x, weight, groups), UNSEEN
+    return (_kinds(x, weight, groups),)
 
 
 def _attention() -> dict[str, tuple[Any, ...]]:
@@ -418,8 +390,8 @@ def _any_form(args: Sequence[Any]) -> tuple[str, ...]:
 
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS = {
-    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out", "addmm_"), _matmuls, _matmul_form),
-    "bmm": Operator(("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"), lambda: _matmuls(8), _matmul_form),
+    "mm": Operator(("mm", "mm.out", "addmm", "addmm.out"), _matmuls, _matmul_form),
+    "bmm": Operator(("bmm", "bmm.out", "baddbmm", "baddbmm.out"), lambda: _matmuls(8), _matmul_form),
     "convolution": Operator(
         ("convolution",),
         _convolutions,

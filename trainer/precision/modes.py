@@ -1,11 +1,9 @@
-"""Which dtype each operation uses: the ``precision`` config group, its fp32 islands and its manifest."""
+"""Which dtype each operation uses: the ``precision`` config group and its fp32 islands."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,22 +13,21 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mantissa.display import about, dtype_name, quantity
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from trainer.errors import UserError
-from trainer.hardware import EMULATED, UNAVAILABLE, Hardware
+from trainer.hardware import UNAVAILABLE, Hardware
 from trainer.precision import fp8, kernels, operators
 from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
 from trainer.precision.kernels import Forms
 from trainer.precision.names import matching
 
 # CUDA's libraries and oneDNN read these before torch's flags, and torch's flags do not show their effect.
-_LOWERING_ENVIRONMENT = {
-    "NVIDIA_TF32_OVERRIDE": {"1"},
-    "ONEDNN_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
-    "DNNL_DEFAULT_FPMATH_MODE": {"BF16", "F16", "TF32", "ANY"},
+_FPMATH = {"BF16", "F16", "TF32", "ANY"}
+SILENT = {
+    FP32: {"NVIDIA_TF32_OVERRIDE": {"1"}, "ONEDNN_DEFAULT_FPMATH_MODE": _FPMATH, "DNNL_DEFAULT_FPMATH_MODE": _FPMATH},
+    TF32: {"NVIDIA_TF32_OVERRIDE": {"0"}},
 }
-_NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
+"""Environment variables with which a format is another one, each with the values that make it so."""
 
 
 @dataclass
@@ -59,20 +56,16 @@ class Precision:
     def __post_init__(self) -> None:
         if self.mode not in FORMATS:
             raise UserError(f"precision.mode={self.mode} is unknown; use precision={'|'.join(FORMATS)}")
-        for key in ("fp32_modules", "fp32_ops", "low_ops"):
-            if getattr(self, key) and self.half is None:
-                raise UserError(
-                    f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype; "
-                    "remove it, or use precision=bf16 or precision=fp16"
-                )
         if self.kernels not in kernels.KERNELS:
             raise UserError(
                 f"precision.kernels={self.kernels} is unknown; use precision.kernels={'|'.join(kernels.KERNELS)}"
             )
-        if self.kernels != "auto" and self.half is None:
-            raise UserError(
-                f"precision.kernels has no effect with precision={self.mode}, which has no 16-bit dtype; remove it"
-            )
+        for key in ("fp32_modules", "fp32_ops", "low_ops", "kernels"):
+            if self.half is None and getattr(self, key) not in (None, [], kernels.AUTO):
+                raise UserError(
+                    f"precision.{key} has no effect with precision={self.mode}, which has no 16-bit dtype; "
+                    "remove it, or use precision=bf16 or precision=fp16"
+                )
         self.fp32_ops, self.low_ops = self.fp32_ops or None, self.low_ops or None
         if self.format.number is FP8:
             self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
@@ -89,48 +82,25 @@ class Precision:
         Raises:
             UserError: the mode is not available here, or a variable such as NVIDIA_TF32_OVERRIDE lowers fp32.
         """
+        number = self.format.number
         if hardware.support(self.mode) == UNAVAILABLE:
+            major, minor = number.capability
             raise UserError(
                 f"precision={self.mode} is not available on {hardware.name} ({hardware.device.type}); {self.mode} "
-                f"needs an NVIDIA GPU of compute capability {'8.9' if self.format.number is FP8 else '8.0'} or later. "
+                f"needs an NVIDIA GPU of compute capability {major}.{minor} or later. "
                 "Use precision=fp32 or precision=bf16"
             )
-        if self.format.number is FP8 and find_spec("torchao") is None:
+        if number is FP8 and find_spec("torchao") is None:
             raise UserError(
                 "precision=fp8 needs torchao, which is not installed; pip install torchao, or precision=bf16"
             )
-        variable, value = _NO_TF32
-        if self.format.number is TF32 and os.environ.get(variable) == value:
-            raise UserError(
-                f"the environment variable {variable}={value} disables TF32 silently; "
-                f"unset it for precision=tf32 (unset {variable})"
-            )
-        if self.format.number is not FP32:
-            return
-        for variable, lowering in _LOWERING_ENVIRONMENT.items():
-            if os.environ.get(variable, "").upper() in lowering:
+        for variable, values in SILENT.get(number, {}).items():
+            if os.environ.get(variable, "").upper() in values:
+                does = "lowers fp32" if number is FP32 else "disables TF32"
                 raise UserError(
-                    f"the environment variable {variable}={os.environ[variable]} lowers fp32 silently; "
-                    f"unset it for precision=fp32 (unset {variable})"
+                    f"the environment variable {variable}={os.environ[variable]} {does} silently; "
+                    f"unset it for precision={self.mode} (unset {variable})"
                 )
-
-    def warning(self, hardware: Hardware, rates: dict[str, float]) -> str | None:
-        """Return a warning for the user if this hardware has no instructions for the mode and its matmuls are slow.
-
-        ``rates`` are measured, of products in 10^12 FLOP/s: of the mode's format and of fp32, see ``product_rates``.
-        """
-        if hardware.support(self.mode) != EMULATED or (self.half and kernels.in_use(self.half, "mm")):
-            return None
-        name = self.format.number.name
-        text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
-        figures = f"{quantity(rates[name])} against {quantity(rates[FP32.name])} TFLOP/s, measured"
-        slowdown = rates[FP32.name] / rates[name]
-        if slowdown < 1.5:
-            return f"{text}do not expect a speedup over fp32 (matmuls: {figures})"
-        remedy = "precision=fp32"
-        if hardware.device.type == "cpu":
-            remedy = "precision.kernels=" + ("auto" if self.kernels == "native" else "fp32")
-        return f"{text}matmuls are {about(slowdown)} times slower than in fp32 ({figures}); set {remedy}"
 
     def in_fp32_arithmetic(self, hardware: Hardware, deterministic: bool = False) -> Forms:
         """Return the operators that compute in fp32 arithmetic on 16-bit operands here, see ``kernels.choose``."""
@@ -259,7 +229,10 @@ class Precision:
             UserError: a pattern that matches no submodule.
         """
         modules = dict(model.named_modules())
-        kept = self.kept_in_fp32(model)
+        names = [name for name in modules if name]
+        option = "precision.fp32_modules"
+        found = [matching(option, pattern, names, "submodule") for pattern in self.fp32_modules]
+        kept = set[str]().union(*found)
         for name in kept:
             parent = name.rpartition(".")[0]
             if isinstance(modules.get(parent), nn.MultiheadAttention) and parent not in kept:
@@ -272,66 +245,3 @@ class Precision:
         for module in inside.values():
             module.forward = in_fp32(module.forward, device.type, self.format.half_weights)
         return sorted(kept)
-
-    def kept_in_fp32(self, model: nn.Module) -> set[str]:
-        """Return the names of the submodules that ``fp32_modules`` matches; they are kept with all that they contain.
-
-        Raises:
-            UserError: a pattern matches nothing.
-        """
-        names = [name for name, _ in model.named_modules() if name]
-        return {
-            name
-            for pattern in self.fp32_modules
-            for name in matching("precision.fp32_modules", pattern, names, "submodule")
-        }
-
-    def manifest(self, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
-        """Return what was requested and what is effective, read back from torch and tested on the device.
-
-        ``matmul_dtype`` is the dtype of the result of a matmul of two matrices in the dtype of the weights.
-        ``dtypes_in_use`` adds what depends on the model.
-        """
-        with self.autocast(hardware.device):
-            one = torch.ones(8, 8, device=hardware.device, dtype=self.format.weights)
-            product = (one @ one).dtype
-        backends = torch.backends
-        return {
-            "requested": {"mode": self.mode, "fp32_modules": list(self.fp32_modules)}
-            | ({} if self.fp8_scaling is None else {"fp8_scaling": self.fp8_scaling})
-            | self.listed,
-            "support": hardware.support(self.mode),
-            "effective": {
-                "device": str(hardware.device),
-                "matmul_dtype": dtype_name(product),
-                "fp32_modules": fp32_modules,
-                "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
-                "fp32_in_cudnn_conv": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-                "fp32_in_cudnn_rnn": backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
-                "fp32_in_mkldnn_matmul": backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
-                "fp32_in_mkldnn_conv": backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
-                "fp16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
-                "bf16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
-            },
-            "environment": {name: os.environ[name] for name in _LOWERING_ENVIRONMENT if name in os.environ},
-        }
-
-
-def dtypes_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the manifest's dtypes of the model's weights and of the weights that the optimizer updates.
-
-    Read from their tensors; of several dtypes, the one with most weights comes first.
-    """
-    changed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {
-        "weights_dtype": _dtypes(model.parameters()),
-        "optimizer_dtype": _dtypes(changed),
-        "fp8_modules": fp8.converted(model),
-    }
-
-
-def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
-    count: Counter[str] = Counter()
-    for tensor in tensors:
-        count[dtype_name(tensor.dtype)] += tensor.numel()
-    return ", ".join(name for name, _ in count.most_common())

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.benchmark import Timer
 
 from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
+from trainer.cache import cached
 from trainer.errors import UserError
-from trainer.files import remembered
 from trainer.hardware import UNAVAILABLE, Hardware, available_bytes, processor
 from trainer.precision import kernels
 
@@ -70,7 +70,7 @@ def _rate(number: Number, device: torch.device, of: dict[str, Any], alone: bool 
     of = of | {"format": number.name}
     if kernels.in_use(number.dtype, "mm"):
         of["arithmetic"] = "fp32"
-    return remembered("products", of, partial(measure, number, device, alone))
+    return cached("products", of, partial(measure, number, device, alone))
 
 
 def measure(number: Number, device: torch.device, alone: bool = False) -> float:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import hydra
 import torch
@@ -27,12 +27,12 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.config import registration as config
-from trainer.config.compose import CONF, checked_arguments
+from trainer.config.compose import CONF, checked_arguments, compose
 from trainer.config.explain import explain
-from trainer.errors import Interrupted, MemoryRanOut, OutOfMemory, RunError, UserError, is_out_of_memory
+from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory
 from trainer.parallel.world import launched_processes
-from trainer.run.earlier import without_source
-from trainer.run.resume import complete
+from trainer.run.memory.shortage import out_of_memory
+from trainer.run.resume import continuing, named_run
 from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
 from trainer.run.start import train
@@ -44,111 +44,115 @@ python scripts/train.py -m key=a,b ...      runs every combination
 """
 
 
-OnShortage = Callable[[BaseException, Sequence[str]], OutOfMemory]
-"""From what the allocator raised and the overrides of the run to the error that the user reads."""
-
-
-def main(on_shortage: OnShortage, run_class: type[Run] = Run) -> int:
+def main(run_class: type[Run] = Run) -> int:
     """Run ``sys.argv`` and return the exit code: 0, 2 a user error, 3 not finite, 4 out of memory, 128 + signal.
 
     Args:
-        on_shortage: called after memory ran out and the run's memory is freed.
         run_class: the class that trains.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(_USAGE + _choices())
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, where it would print and exit with 1
-    config.register()
-    codes: list[int] = []
     try:
-        sys.argv[1:] = without_source(complete(checked_arguments(sys.argv[1:])))
-        sweep = Sweep(swept_keys(sys.argv[1:]), jobs_folder(sys.argv[1:]))
-        if os.environ.get("RANK", "0") == "0" and (outlook := sweep.outlook(sys.argv[1:])):
-            print(outlook, flush=True)
-        with sweep.scratch() as scratch:
-            os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
-            task = _task(codes, on_shortage, run_class, sweep)
-            task() if sweep.jobs is None else codes.extend(_elsewhere(task, sweep))
+        arguments = sys.argv[1:] = checked_arguments(sys.argv[1:])
+        folder = named_run(arguments)
+        if folder is None or any(each.startswith("-") for each in arguments):
+            codes = _sweep(arguments, run_class)
+        else:
+            overrides = continuing(folder, arguments)
+            codes = [_attempt(lambda: train(compose(overrides), overrides, run_class), overrides).code]
     except UserError as error:
         return _report(error)
     except (HydraException, OmegaConfBaseException) as error:
         return _report(UserError(explain(error)))
-    if (table := sweep.table()) and os.environ.get("RANK", "0") == "0":
-        print(f"\n{table}", flush=True)
-        if sweep.stopped:
-            print("\nrun the same command again to continue the sweep", flush=True)
-        if sweep.jobs is not None:
-            print(f"\nwhat the jobs printed: {sweep.jobs}", flush=True)
     if dist.is_initialized() and not any(codes):  # after a failure the other ranks may have exited
         dist.destroy_process_group()
     return max(codes, default=0)
 
 
-def _elsewhere(task: Callable[[], None], sweep: Sweep) -> list[int]:
-    """Run a sweep whose launcher starts jobs on other machines; return the exit codes of its runs."""
-    failed = []
-    try:
-        task()
-    except (UserError, HydraException, OmegaConfBaseException):
-        raise
-    except Exception as error:  # of the launcher; the other jobs may have ended well
-        last = str(error).strip().rpartition("\n")[2]
-        failed.append(_report(RunError(f"the launcher failed: {type(error).__name__}: {last}")))
-    return [*sweep.collect(sys.argv[1:]), *failed]
-
-
-def _task(codes: list[int], on_shortage: OnShortage, run_class: type[Run], sweep: Sweep) -> Callable[[], None]:
-    """Return the function that Hydra calls once for every run; it adds the run's exit code to ``codes``."""
+def _sweep(arguments: Sequence[str], run_class: type[Run]) -> list[int]:
+    """Let Hydra call the training once for every run of a command line; return their exit codes."""
+    sweep = Sweep(swept_keys(arguments), jobs_folder(arguments))
     interrupted = False
 
-    # Errors are handled here, because Hydra would print a traceback. After a failed run, a sweep continues with the
-    # next one. It ends after a signal. It also ends if only some ranks failed: the ranks would train different runs.
+    # Errors are handled in _attempt, because Hydra would print a traceback. After a failed run, a sweep continues with
+    # the next one. It ends after a signal, and if only some ranks failed: the ranks would train different runs.
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def task(composed: DictConfig) -> None:
         nonlocal interrupted
         if interrupted:
             return
-        overrides: list[str] = []
-        shortage: BaseException | None = None
-        try:
-            # As given: Hydra would resolve ${…} in them against its own keys.
-            overrides = cast("list[str]", OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
-            built = config.build(composed, overrides)
-            built = sweep.begin(built, overrides)
-            sweep.end(train(built, overrides, run_class))
-            codes.append(0)
-        except (RunError, Interrupted) as error:
-            codes.append(_report(error))
-            if isinstance(error, Interrupted):
-                sweep.stop()
-            interrupted = isinstance(error, Interrupted) or (launched_processes() > 1 and not error.shared)
-        except OmegaConfBaseException as error:
-            codes.append(_report(UserError(explain(error))))
-        except KeyboardInterrupt:
-            codes.append(_report(Interrupted(OUTSIDE, signal.SIGINT)))
-            interrupted = True
-        except Exception as error:
-            if is_out_of_memory(error):
-                shortage = error.with_traceback(None)  # which holds the run
-                shortage.__context__ = shortage.__cause__ = None
-            elif launched_processes() < 2:
-                raise
-            else:
-                codes.append(_report_of_rank(error))
-            interrupted = launched_processes() > 1
-        finally:
-            release_memory()
-        if shortage is not None:
-            typed = any(override.startswith("micro_batch_size=") for override in overrides)
-            if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
-                overrides.append(f"micro_batch_size={shortage.micro_batch_size}")
-            codes.append(_report(on_shortage(shortage, overrides)))
-        if sweep.jobs is not None:
-            sweep.leave(HydraConfig.get().job.num, codes[-1])
+        job = HydraConfig.get()
+        # As given: Hydra would resolve ${…} in them against its own keys.
+        overrides = cast("list[str]", OmegaConf.to_container(job.overrides.task, resolve=False))
+        ended = _attempt(
+            lambda: train(config.build(sweep.begin(composed, overrides), overrides), overrides, run_class), overrides
+        )
+        interrupted = ended.ends_all
+        sweep.end(job.job.num if sweep.jobs else 0, ended.code, ended.code > 128, ended.summary)
 
-    run: Callable[[], None] = task
-    return run
+    config.register()
+    speaks = os.environ.get("RANK", "0") == "0"
+    if speaks and (outlook := sweep.outlook(arguments)):
+        print(outlook, flush=True)
+    failed = []
+    with sweep.scratch() as scratch:
+        os.environ["MANTISSA_SCRATCH"] = scratch  # for what Hydra writes about a sweep; see conf/config.yaml
+        try:
+            task()
+        except (UserError, HydraException, OmegaConfBaseException):
+            raise
+        except Exception as error:
+            if sweep.jobs is None:
+                raise
+            last = str(error).strip().rpartition("\n")[2]  # of the launcher; the other jobs may have ended well
+            failed.append(_report(RunError(f"the launcher failed: {type(error).__name__}: {last}")))
+        sweep.collect(arguments)
+    if speaks and (table := sweep.table()):
+        print(f"\n{table}", flush=True)
+        if sweep.stopped:
+            print("\nrun the same command again to continue the sweep", flush=True)
+        if sweep.jobs is not None:
+            print(f"\nwhat the jobs printed: {sweep.jobs}", flush=True)
+    return [*(row.code for row in sweep.rows), *failed]
+
+
+class _Ended(NamedTuple):
+    """How a run ended."""
+
+    code: int
+    """Its exit code."""
+    summary: dict[str, Any]
+    """Empty for a run that did not finish."""
+    ends_all: bool = False
+    """Whether no other run may begin."""
+
+
+def _attempt(job: Callable[[], dict[str, Any]], overrides: Sequence[str]) -> _Ended:
+    """Train a run, report what ends it early, and free its memory."""
+    try:
+        return _Ended(0, job())
+    except (RunError, Interrupted) as error:
+        some_ranks = launched_processes() > 1 and not error.shared
+        return _Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)
+    except OmegaConfBaseException as error:
+        return _Ended(_report(UserError(explain(error))), {})
+    except KeyboardInterrupt:
+        return _Ended(_report(Interrupted(OUTSIDE, signal.SIGINT)), {}, ends_all=True)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            if launched_processes() < 2:
+                raise
+            return _Ended(_report_of_rank(error), {}, ends_all=True)
+        shortage = error.with_traceback(None)  # which holds the run
+        shortage.__context__ = shortage.__cause__ = None
+    finally:
+        release_memory()
+    typed = any(override.startswith("micro_batch_size=") for override in overrides)
+    if isinstance(shortage, MemoryRanOut) and not typed:  # as it was chosen, not as it would be chosen now
+        overrides = [*overrides, f"micro_batch_size={shortage.micro_batch_size}"]
+    return _Ended(_report(out_of_memory(shortage, overrides)), {}, launched_processes() > 1)
 
 
 def release_memory() -> None:

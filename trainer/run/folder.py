@@ -1,4 +1,4 @@
-"""The run folder: where one run keeps everything, and the folder that ``resume`` names."""
+"""The run folder: where one run keeps everything, and how an earlier one is found."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import yaml
 
 from trainer.checkpoint import store as checkpoint
 from trainer.errors import UserError
-from trainer.files import TOKENIZER, make_folder, read_json, read_object, write_json, write_text
-from trainer.parallel.world import launch_id, launched_processes
+from trainer.files import SUMMARY_FILE, TOKENIZER, make_folder, read_json, read_object, write_json, write_text
+from trainer.parallel.world import launch_id, launched_processes, restarted
 
-LAUNCH_FILE = "launch.json"
+_LAUNCH_FILE = "launch.json"
 """From which folder the run was last started, and by which torchrun."""
 _PATHS = ("data.path", "data.test", "data.name", "data.tokenizer", "recipe.pretrained")
 """Options that are files or folders, or may be."""
-_NO_PATHS = ("bpe", "chars", "bytes")
+_NO_PATHS = ("", "bpe", "chars", "bytes")
 """What ``data.tokenizer`` may be instead."""
 
 
@@ -58,44 +58,7 @@ class RunFolder:
     def mark_launch(self) -> None:
         """Note from which folder the run was started, and by which torchrun, whose restart finds it again by that."""
         launch = {"launch": launch_id()} if launched_processes() else {}
-        self.write(LAUNCH_FILE, {"folder": str(Path.cwd())} | launch)
-
-    def located(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return recorded options with paths that are valid in the present folder.
-
-        A relative path leads from the folder that the run was started in. Where it does not exist there (the run was
-        trained on another machine, or in a container), it stays as it is.
-        """
-        started = self._started
-        if started in (Path(), Path.cwd()):
-            return recorded
-        found = {}
-        for key in _PATHS:
-            if not isinstance(recorded.get(key), str) or recorded[key] in ("", *_NO_PATHS):
-                continue
-            path = Path(recorded[key]).expanduser()
-            split = key == "data.test" and recorded.get("data") == "hub"
-            own = path.is_relative_to(self.path)  # already found, see ``config``
-            if not (path.is_absolute() or split or own) and (started / path).exists():
-                found[key] = str(started / path)
-        return recorded | found
-
-    def is_place(self, key: str, recorded: dict[str, Any], now: Any) -> bool:
-        """Return whether an option is a path to the same file or folder as the recorded one, however it is written."""
-        before = self.located(recorded).get(key)
-        if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):
-            return False
-        return os.path.realpath(os.path.expanduser(before)) == os.path.realpath(os.path.expanduser(now))
-
-    def is_gone(self, key: str, recorded: dict[str, Any]) -> bool:
-        """Return whether an option is the path of data that are no longer where they were when the run was started."""
-        path = recorded.get(key)
-        return key == "data.path" and isinstance(path, str) and not (self._started / Path(path).expanduser()).exists()
-
-    @property
-    def _started(self) -> Path:
-        """The folder that the run was last started in; the present one where that is not known."""
-        return Path(str(read_object(self.path / LAUNCH_FILE).get("folder", "")))
+        self.write(_LAUNCH_FILE, {"folder": str(Path.cwd())} | launch)
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""
@@ -103,7 +66,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; empty if it cannot be read."""
-        return read_object(self.path / "summary.json")
+        return read_object(self.path / SUMMARY_FILE)
 
     def write_config(self, flat: dict[str, Any]) -> None:
         """Record the resolved config, as JSON and, for people, as YAML."""
@@ -111,9 +74,11 @@ class RunFolder:
         write_text(self.path / "config.yaml", yaml.safe_dump(flat, sort_keys=False, allow_unicode=True))
 
     def config(self) -> dict[str, Any]:
-        """Return what ``write_config`` recorded; a tokenizer that was in another run's folder is in this one.
+        """Return what ``write_config`` recorded, with paths that are valid in the present folder.
 
-        So is the config of a pretrained model whose folder is no longer there.
+        A relative path leads from the folder that the run was started in. Where it does not exist there (the run was
+        trained on another machine, or in a container), it stays as it is. A tokenizer that was in another run's folder
+        is in this one, as is the config of a pretrained model whose folder is no longer there.
 
         Raises:
             UserError: the file cannot be read.
@@ -127,11 +92,33 @@ class RunFolder:
         own = self.path / TOKENIZER
         if recorded.get("init_from") is not None and Path(str(recorded.get("data.tokenizer"))).name == TOKENIZER:
             recorded["data.tokenizer"] = str(own)
+        for key in _PATHS if self._started not in (Path(), Path.cwd()) else ():
+            value = recorded.get(key)
+            split = key == "data.test" and recorded.get("data") == "hub"
+            if not isinstance(value, str) or value in (*_NO_PATHS, str(own)) or split:
+                continue
+            if (there := self._started / Path(value).expanduser()).exists():
+                recorded[key] = str(there)
         pretrained = recorded.get("recipe.pretrained")
-        there = Path(str(self.located(recorded).get("recipe.pretrained"))).expanduser()
-        if pretrained and not there.is_dir() and (own / "config.json").is_file():
+        if pretrained and not Path(pretrained).expanduser().is_dir() and (own / "config.json").is_file():
             recorded["recipe.pretrained"] = str(own)
         return recorded
+
+    def is_gone(self, key: str, recorded: Any) -> bool:
+        """Return whether an option is the path of data that are no longer where they were when the run was started."""
+        return key == "data.path" and not (self._started / Path(str(recorded)).expanduser()).exists()
+
+    @property
+    def _started(self) -> Path:
+        """The folder that the run was last started in; the present one where that is not known."""
+        return Path(str(read_object(self.path / _LAUNCH_FILE).get("folder", "")))
+
+
+def same_place(key: str, before: Any, now: Any) -> bool:
+    """Return whether an option is a path to the same file or folder as before, however it is written."""
+    if key not in _PATHS or not isinstance(before, str) or not isinstance(now, str):
+        return False
+    return os.path.realpath(os.path.expanduser(before)) == os.path.realpath(os.path.expanduser(now))
 
 
 def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFolder:
@@ -155,3 +142,25 @@ def local_folder(resume: str, output_dir: str, uri: str | None = None) -> RunFol
             "give another run folder, or start without resume="
         )
     return folder
+
+
+def default_name(recipe: str, precision: str, seed: int) -> str:
+    """Return the default name of a run of this recipe, in this precision (``precision.mode``)."""
+    return f"{recipe}-{precision}-s{seed}"
+
+
+def named(output_dir: str, name: str) -> list[RunFolder]:
+    """Return the folders of a run name, with a number where the name was taken; the one that was last changed first."""
+    ends = {path: path.name.removeprefix(name) for path in Path(output_dir).expanduser().glob(f"{name}*")}
+    found = [path for path, end in ends.items() if end == "" or (end.startswith("-") and end[1:].isdigit())]
+    return [RunFolder(path) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def to_continue(output_dir: str, name: str, resume: str | None) -> RunFolder | None:
+    """Return the run of this name with a checkpoint that torchrun's restart, or ``resume=auto``, continues."""
+    saved = [folder for folder in named(output_dir, name) if checkpoint.steps(folder.checkpoints)]
+    if restarted():
+        launches = {folder: read_object(folder.path / _LAUNCH_FILE).get("launch") for folder in saved}
+        if ours := [folder for folder, launch in launches.items() if launch == launch_id()]:
+            return ours[0]
+    return saved[0] if saved and resume == "auto" else None

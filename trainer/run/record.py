@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
+from mantissa.manifest import DtypeRecorder
 from trainer import files
 from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.state import AVERAGE
 from trainer.checkpoint.store import CheckpointNotWritten, Snapshot
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.errors import redacted
+from trainer.optim.state import AVERAGE
 from trainer.precision import attention
 from trainer.precision.kernels import sentence
-from trainer.precision.modes import dtypes_in_use
+from trainer.precision.manifest import dtypes_in_use, manifest_of
+from trainer.profiling.attention import KernelsTaken
 from trainer.profiling.datasheets import data_sheet
-from trainer.profiling.dtypes import ModuleDtypes
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import product_rates
 from trainer.profiling.utilisation import Utilisation
@@ -47,20 +48,20 @@ def write_config(folder: RunFolder, config: Config) -> dict[str, Any]:
 def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     """Return the content of precision.json: the precision that was requested, the one in effect, the FLOP it takes."""
     config = trainer.config
-    manifest = config.precision.manifest(trainer.hardware, trainer.fp32_modules)
-    effective, formats = manifest["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
+    found = manifest_of(config.precision, trainer.hardware, trainer.fp32_modules)
+    effective, formats = found["effective"], dict.fromkeys(("fp32", config.precision.format.number.name))
     effective["product_tflops"] = trainer.world.on_first(lambda: product_rates(trainer.hardware, tuple(formats)))
     effective |= dtypes_in_use(trainer.model, trainer.optimizer) | config.parallel.effective()
     effective |= {"sdpa_allowed": attention.enabled()} | trainer.operator_calls
     effective["fp32_arithmetic"] = trainer.in_fp32_arithmetic
-    own = f"{manifest['support']} on this hardware"
+    own = f"{found['support']} on this hardware"
     effective["arithmetic"] = sentence(config.precision.mode, trainer.in_fp32_arithmetic, trainer.hardware) or own
-    flops, kernels, modules = ModelFlops(), attention.KernelsTaken(), ModuleDtypes(trainer.model)
+    flops, kernels, modules = ModelFlops(), KernelsTaken(), DtypeRecorder(trainer.model)
     trainer.observe(flops, kernels, modules)
     if trainer.device.type == "cuda":
         effective["sdpa_taken"] = kernels.rows()
     model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.few()))
-    return manifest | {"model_flops": model_flops, "modules": modules.rows()}
+    return found | {"model_flops": model_flops, "modules": modules.modules()}
 
 
 def observed(trainer: Trainer) -> tuple[dict[str, Any], Utilisation]:

@@ -21,6 +21,7 @@ from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, fir
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
 from trainer.precision import kernels
+from trainer.precision.manifest import warning_if_slow
 from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import Choice
@@ -276,7 +277,7 @@ class Run:
         self.scores.load_state_dict(saved.progress)
 
     def _show_start(self, choices: list[Choice]) -> None:
-        slow = self.config.precision.warning(self.hardware, self.manifest["effective"]["product_tflops"])
+        slow = warning_if_slow(self.config.precision, self.hardware, self.manifest["effective"]["product_tflops"])
         for sentence in filter(None, [slow, *report.warnings(self.trainer, self.folder.path)]):
             self.terminal.warn(sentence)
         title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")

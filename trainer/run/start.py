@@ -10,18 +10,18 @@ from typing import Any
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import CheckpointReader
-from trainer.config.registration import defaults, flatten
+from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.config.step import Resolved
 from trainer.data.contract import Datasets
-from trainer.errors import MemoryRanOut, UserError, is_out_of_memory
-from trainer.files import SOURCE_FILE, TOKENIZER, final_status, in_use
+from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_memory
+from trainer.files import SOURCE_FILE, TOKENIZER, final_status, in_use, read_object
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
-from trainer.run.earlier import continued, earlier_folder, earlier_result
 from trainer.run.folder import RunFolder
 from trainer.run.memory.fit import fit_plan
-from trainer.run.resume import SAME, check_same
+from trainer.run.record import FAILURE
+from trainer.run.resume import SAME, as_before, check_same, earlier_folder, state_of
 from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals
@@ -59,7 +59,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             if config.resume == SAME and (done := world.on_first(partial(_settled, folder, config, stack))):
                 terminal.note(f"{folder.path} is already complete")
                 return done
-            resolved = continued(folder, world.on_first(folder.config), config, resolved)
+            resolved = as_before(folder, world.on_first(folder.config), config, resolved)
             saved = CheckpointReader(world.on_first(partial(_taken_up, folder, resolved.config, stack)))
             if remedy := world.on_first(partial(_nothing_left, folder, saved, resolved)):
                 terminal.note(f"{folder.path} is already complete {remedy}")
@@ -114,15 +114,25 @@ def _begun(resolved: Resolved, datasets: Datasets, stack: ExitStack) -> RunFolde
 
 
 def _settled(folder: RunFolder, config: Config, stack: ExitStack) -> dict[str, Any] | None:
-    if done := earlier_result(folder):
-        stack.enter_context(in_use(folder.path))
-        finish_delivery(folder.path, config.tracking)
-    return done
+    """Return the summary of a complete run; None: there is something left to do.
+
+    Raises:
+        NonFiniteError: the run turned non-finite, as it would again.
+    """
+    state = state_of(folder)
+    if state == "not finite":
+        step = read_object(folder.path / f"{FAILURE}.json").get("step")
+        raise NonFiniteError(f"{folder.path} turned non-finite at step {step}; remove the folder to repeat the run")
+    if state != "complete":
+        return None
+    stack.enter_context(in_use(folder.path))
+    finish_delivery(folder.path, config.tracking)
+    return folder.summary()
 
 
 def _taken_up(folder: RunFolder, config: Config, stack: ExitStack) -> Path:
     stack.enter_context(in_use(folder.path))
-    check_same(folder, flatten(config), defaults(config))
+    check_same(folder, flatten(config))
     path = checkpoint.find_verified(folder.checkpoints)
     step, steps = checkpoint.step_of(path), folder.config().get("steps")
     if not isinstance(steps, int) or step is None or step > steps:

@@ -15,16 +15,16 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
 from mantissa.display import columns, loss, quantity, size
 from trainer.config.compose import CONF, combinations, compose
 from trainer.config.options import unquoted
-from trainer.config.schema import Config
+from trainer.config.source import name_of_composed
 from trainer.errors import RunError
 from trainer.hardware import detect
 from trainer.parallel.world import World, launched_processes
-from trainer.run.earlier import same_run, state_of
-from trainer.run.resume import SAME
+from trainer.run.resume import SAME, same_run, state_of
 
 _IN_EVERY_NAME = ("recipe", "precision", "seed")
 _LONGEST = 150
@@ -40,8 +40,7 @@ def swept_keys(arguments: Sequence[str]) -> list[str]:
     if not {"-m", "--multirun"} & set(arguments):
         return []
     parsed = OverridesParser.create().parse_overrides([each for each in arguments if not each.startswith("-")])
-    keys = (override.get_key_element().lstrip("+") for override in parsed if override.is_sweep_override())
-    return list(dict.fromkeys(keys))
+    return list(dict.fromkeys(each.get_key_element().lstrip("+") for each in parsed if each.is_sweep_override()))
 
 
 def jobs_folder(arguments: Sequence[str]) -> Path | None:
@@ -61,18 +60,21 @@ def swept_values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str
     return {key: typed[key] for key in keys if key in typed}
 
 
-def name_of(config: Config, values: dict[str, str]) -> str:
+def name_of(name: str, values: dict[str, str], typed: bool = False) -> str:
     """Return a run's name that tells it from the others of its sweep, the same whenever the sweep is begun again.
 
     Args:
-        config: of the run, as composed.
+        name: that it has without a sweep.
         values: what is swept, see ``swept_values``; a choice of a config group stands without its group.
+        typed: whether the name is the user's, so that nothing of what is swept is in it. A sweep of ``run_name`` names
+            its runs itself.
     """
-    base, known = (config.name, _IN_EVERY_NAME) if config.run_name is None else (config.run_name, ())
+    if "run_name" in values:
+        return name
     last = [key.rpartition(".")[2] for key in values]
-    parts = [base]
+    parts = [name]
     for key, value in values.items():
-        if key in (*known, "run_name"):
+        if not typed and key in _IN_EVERY_NAME:
             continue
         short = key.rpartition(".")[2]
         label = key if last.count(short) > 1 else short
@@ -82,25 +84,39 @@ def name_of(config: Config, values: dict[str, str]) -> str:
     return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{zlib.crc32(name.encode()):08x}"
 
 
-def _overrides(arguments: Sequence[str]) -> list[str]:
-    """Return those of the training; if a key is given twice, the last one counts."""
-    typed = [each for each in arguments if not each.startswith(("-", "hydra"))]
-    return list({each.lstrip("+").partition("=")[0]: each for each in typed}.values())
-
-
 @dataclass
-class _Row:
+class Row:
+    """A run of a sweep, and how it ended."""
+
     name: str
     values: dict[str, str]
+    code: int = 1
+    """Its exit code."""
+    status: str = "failed"
+    """Where there is no summary."""
     summary: dict[str, Any] = field(default_factory=dict)
     """Empty for a run that did not finish."""
-    ended: str = "failed"
-    """How, where there is no summary."""
 
     @property
     def score(self) -> tuple[bool, float]:
+        """What rows are sorted by."""
         best, sign = self.summary.get("best"), -1 if self.summary.get("best_is") == "highest" else 1
         return best is None, sign * best["value"] if best else 0.0
+
+    def cells(self) -> list[str]:
+        """Return the cells of the table that follow what is swept."""
+        summary = self.summary
+        best, final, speed = summary.get("best"), summary.get("final") or {}, summary.get("units_per_s")
+        memory = summary.get("peak_memory_bytes")
+        wide = " (fp32 arithmetic)" if summary.get("fp32_arithmetic") else ""
+        return [
+            loss(best["value"]) if best else "",
+            f"{best['step']:.0f}" if best else "",
+            loss(final["valid/loss"]) if "valid/loss" in final else "",
+            f"{quantity(speed)} {summary['unit']}/s{wide}" if speed else "",
+            size(memory) if memory else "",
+            str(summary.get("status", self.status)).lower(),
+        ]
 
 
 @dataclass
@@ -111,9 +127,12 @@ class Sweep:
     """What is swept, see ``swept_keys``."""
     jobs: Path | None = None
     """See ``jobs_folder``; from ``scratch`` on, the folder in it that is this sweep's own."""
-    rows: list[_Row] = field(default_factory=list)
-    stopped: bool = False
-    """Whether a signal ended the sweep."""
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal ended the sweep."""
+        return any(row.status == "stopped" for row in self.rows)
 
     @contextmanager
     def scratch(self) -> Iterator[str]:
@@ -126,123 +145,91 @@ class Sweep:
         self.jobs = Path(tempfile.mkdtemp(prefix="sweep-", dir=self.jobs))
         yield str(self.jobs)
 
-    def named(self, config: Config, overrides: Sequence[str]) -> Config:
-        """Return the config as the sweep trains it: with a name of its own, and continuing an earlier run.
+    def begin(self, composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
+        """Note that a run begins; give its config a name of its own, and let it continue an earlier run.
 
-        A sweep of ``run_name`` names its runs itself.
+        Args:
+            composed: of the run; changed in place.
+            overrides: of the run.
         """
         values = swept_values(self.keys, overrides)
-        if values and "run_name" not in values:
-            config = replace(config, run_name=name_of(config, values))
-        return replace(config, resume=SAME) if self.keys and config.resume is None else config
+        self.rows.append(Row(" ".join(values.values()), values))
+        name = name_of(name_of_composed(composed), values, composed.run_name is not None)
+        self.rows[-1].name = name
+        if self.keys:
+            composed.run_name = name
+            composed.resume = composed.resume or SAME
+        return composed
 
-    def begin(self, config: Config, overrides: Sequence[str]) -> Config:
-        """Note that a run begins, and return its config: see ``named``."""
-        config = self.named(config, overrides)
-        self.rows.append(_Row(config.name, swept_values(self.keys, overrides)))
-        return config
-
-    def end(self, summary: dict[str, Any]) -> None:
-        """Record the result of the run."""
-        self.rows[-1].summary = summary
-
-    def stop(self) -> None:
-        """Record that a signal stopped the run, and the sweep with it."""
-        self.stopped = True
-        if self.rows:
-            self.rows[-1].ended = "stopped"
-
-    def leave(self, number: int, code: int) -> None:
-        """Write down how this job ended, where it is not in the process that began the sweep.
+    def end(self, number: int, code: int, stopped: bool, summary: dict[str, Any]) -> None:
+        """Record how the run ended, in a file where it is not in the process that began the sweep.
 
         Args:
             number: of the job, from 0.
             code: exit code.
+            stopped: whether a signal ended it.
+            summary: of a run that finished.
         """
-        if self.jobs is not None and self.rows:
-            content = {"row": asdict(self.rows[-1]), "code": code, "stopped": self.stopped}
-            (self.jobs / f"{number}.json").write_text(json.dumps(content))
+        row = self.rows[-1]
+        row.code, row.status, row.summary = code, "stopped" if stopped else "failed", summary
+        if self.jobs is not None:
+            (self.jobs / f"{number}.json").write_text(json.dumps(asdict(row)))
 
-    def collect(self, arguments: Sequence[str]) -> list[int]:
-        """Take over what the jobs of this command line left, and return their exit codes; 1 for one that left nothing.
-
-        Empty where the runs were in this process.
-        """
+    def collect(self, arguments: Sequence[str]) -> None:
+        """Take over what the jobs of this command line left on other machines; a job that left nothing has failed."""
         if self.jobs is None:
-            return []
-        left = {int(path.stem): json.loads(path.read_text()) for path in self.jobs.glob("*.json")}
-        try:
-            runs = list(combinations(_overrides(arguments)).values())
-        except HydraException:  # as in ``outlook``
-            runs = [[]] * len(left)
-        codes = []
-        for number, overrides in enumerate(runs):
+            return
+        left = {int(path.stem): Row(**json.loads(path.read_text())) for path in self.jobs.glob("*.json")}
+        for number, overrides in enumerate(_runs(arguments) or [[]] * len(left)):
             values = swept_values(self.keys, overrides)
-            found = left.get(number, {"row": {"name": " ".join(values.values()), "values": values}, "code": 1})
-            self.rows.append(_Row(**found["row"]))
-            self.stopped = self.stopped or found.get("stopped", False)
-            codes.append(found["code"])
-        return codes
+            self.rows.append(left.get(number, Row(" ".join(values.values()), values)))
 
     def outlook(self, arguments: Sequence[str]) -> str:
         """Return what is left to do of this command line, such as ``3 of 4 runs are complete, 1 to run``.
 
         Empty without a sweep, and where there is no earlier run.
         """
-        if not self.keys:
+        runs = _runs(arguments) if self.keys else []
+        folders = {unquoted(swept_values(["output_dir"], each).get("output_dir", "outputs")) for each in runs}
+        if not any(Path(folder).expanduser().is_dir() for folder in folders):
             return ""
-        try:
-            runs = combinations(_overrides(arguments))
-        except HydraException:  # glob(…) needs Hydra's own search for choices
+        states = Counter(map(self._state, runs))
+        if set(states) <= {None}:
             return ""
-        states: Counter[str | None] = Counter()
-        for overrides in runs.values():
-            folder, state = self._earlier(overrides)
-            if not folder.is_dir() and "output_dir" not in self.keys:
-                return ""
-            states[state] += 1
-        if set(states) == {None}:
-            return ""
-        left = states["interrupted"] + states[None]
+        left, resumed = states["interrupted"] + states[None], states["interrupted"]
         said = f"{states['complete']} of {states.total()} runs are complete"
-        if states["not finite"]:
-            said += f", {states['not finite']} turned non-finite"
-        return f"{said}, {left} to run" + (
-            f" ({states['interrupted']} of them resumed)" if states["interrupted"] else ""
-        )
+        said += f", {states['not finite']} turned non-finite" if states["not finite"] else ""
+        return f"{said}, {left} to run" + (f" ({resumed} of them resumed)" if resumed else "")
 
-    def _earlier(self, overrides: list[str]) -> tuple[Path, str | None]:
-        """Return where the run with these options goes, and the state of the earlier one there; None: there is none."""
-        folder = Path()
+    def _state(self, overrides: list[str]) -> str | None:
+        """Return the state of the earlier run with these options; None: there is none."""
         try:
-            config = self.named(compose(overrides), overrides)
-            folder = Path(config.output_dir).expanduser()
+            config = compose(overrides)
+            name = name_of(config.name, swept_values(self.keys, overrides), config.run_name is not None)
+            config = replace(config, run_name=name, resume=config.resume or SAME)
             world = World()
             world.size = max(1, launched_processes())
             found = same_run(config, config.resolve(detect(config.device), world))
         except RunError:  # it is reported when it is the run's turn
-            return folder, None
-        return folder, state_of(found) if found else None
+            return None
+        return state_of(found) if found else None
 
     def table(self) -> str:
         """Return the runs by their best score, the best first, those without one last; empty for fewer than two."""
         if len(self.rows) < 2:
             return ""
-        headings = ["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]
-        return columns([headings, *(self._cells(row) for row in sorted(self.rows, key=lambda row: row.score))])
+        rows = [["run", *self.keys, "best", "at step", "final", "throughput", "peak memory", "status"]]
+        for row in sorted(self.rows, key=lambda row: row.score):
+            swept = [row.values.get(key, "") for key in self.keys]
+            rows.append([row.summary.get("run", row.name), *swept, *row.cells()])
+        return columns(rows)
 
-    def _cells(self, row: _Row) -> list[str]:
-        summary = row.summary
-        best, final, speed = summary.get("best"), summary.get("final") or {}, summary.get("units_per_s")
-        memory = summary.get("peak_memory_bytes")
-        wide = " (fp32 arithmetic)" if summary.get("fp32_arithmetic") else ""
-        return [
-            summary.get("run", row.name),
-            *(row.values.get(key, "") for key in self.keys),
-            loss(best["value"]) if best else "",
-            f"{best['step']:.0f}" if best else "",
-            loss(final["valid/loss"]) if "valid/loss" in final else "",
-            f"{quantity(speed)} {summary['unit']}/s{wide}" if speed else "",
-            size(memory) if memory else "",
-            str(summary.get("status", row.ended)).lower(),
-        ]
+
+def _runs(arguments: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each run of a sweep; none where glob(…) needs Hydra's own search for choices."""
+    typed = [each for each in arguments if not each.startswith(("-", "hydra"))]
+    last = {each.lstrip("+").partition("=")[0]: each for each in typed}  # of a key that is given twice
+    try:
+        return list(combinations(list(last.values())).values())
+    except HydraException:
+        return []

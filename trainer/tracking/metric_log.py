@@ -20,7 +20,7 @@ class MetricLog:
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._unwritten = bytearray()
-        self._refused = False
+        self._warned = False
 
     def append(self, line: str) -> None:
         """Write a line, and those before it that could not be written."""
@@ -34,8 +34,7 @@ class MetricLog:
         self._write()
         with suppress(OSError):
             self._file.close()
-        if self._unwritten:
-            lines = self._unwritten.count(b"\n")
+        if lines := self._unwritten.count(b"\n"):
             log.warning("%s could not be written completely: its last %d lines are lost.", self._path, lines)
 
     def _write(self) -> None:
@@ -43,13 +42,13 @@ class MetricLog:
             while self._unwritten:
                 del self._unwritten[: self._file.write(self._unwritten)]  # on a nearly full disk, only a part
         except OSError as error:
-            if not self._refused:
+            if not self._warned:
                 log.warning(
                     "%s cannot be written (%s). Training continues; the metrics are kept in memory.",
                     self._path,
                     error.strerror,
                 )
-            self._refused = True
+            self._warned = True
 
 
 def truncate(path: Path, step: int) -> None:
@@ -65,7 +64,7 @@ def truncate(path: Path, step: int) -> None:
     for number, line in enumerate(lines, 1):
         try:
             keep = json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError, RecursionError):  # the last: nested too deeply
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}, is damaged; remove that line and resume again") from None
         if keep:
             kept.append(line + "\n")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import ClassVar, NamedTuple
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 
-from recipes.data.images import policies
 from trainer.errors import UserError
 from trainer.recipe import Augment, Choice, Recipe
 
@@ -18,8 +18,8 @@ SMALL = 64
 """Pixels. Images with a shorter side below this are not cropped unless the user requests it: the object fills most of
 the image, and digits must not be mirrored.
 """
-
-
+_MAGNITUDES = 31
+"""Strengths of torchvision's RandAugment, from 0 on."""
 DEVICE_OPTIONS = ("mixup", "cutmix", "erasing")
 """What the recipe's loss does to a batch on the device, of every choice."""
 
@@ -205,14 +205,32 @@ class ImageNet(ImageAugment):
 
 
 @dataclass
-class RandAugment(ImageNet):
+class _WithPolicy(ImageNet):
+    """As ``imagenet``, then one of torchvision's policies, bilinear as in its references/classification/presets.py."""
+
+    uses_global_generator: ClassVar[bool] = True
+
+    def policy(self) -> tuple[str, dict[str, int]]:
+        """Return the name of the policy in torchvision.transforms.v2, and its options."""
+        raise NotImplementedError
+
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Draw a crop and a flip, and let the same seed draw the changes."""
+        view = super().view(width, height, seed, size)
+        if seed is None:
+            return view
+        name, options = self.policy()
+        return view._replace(policy=partial(_changed, _transform(name, **options), seed))
+
+
+@dataclass
+class RandAugment(_WithPolicy):
     """``augment=randaugment``: as ``imagenet``, then ``operations`` random changes of one strength (Cubuk et al. 2020).
 
     torchvision's RandAugment does the work: shears, shifts, rotations, brightness, colour, contrast, and others.
     """
 
     kind: ClassVar[str] = "randaugment"
-    uses_global_generator: ClassVar[bool] = True
     operations: int = 2
     """Changes of an image, one after the other."""
     magnitude: int = 9
@@ -222,34 +240,25 @@ class RandAugment(ImageNet):
         super().__post_init__()
         if self.operations < 1:
             raise UserError(f"augment.operations={self.operations} must be at least 1")
-        if not 0 <= self.magnitude < policies.MAGNITUDES:
-            raise UserError(f"augment.magnitude={self.magnitude} must lie between 0 and {policies.MAGNITUDES - 1}")
+        if not 0 <= self.magnitude < _MAGNITUDES:
+            raise UserError(f"augment.magnitude={self.magnitude} must lie between 0 and {_MAGNITUDES - 1}")
 
-    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
-        """Draw a crop and a flip, and let the same seed draw the changes."""
-        view = super().view(width, height, seed, size)
-        if seed is None:
-            return view
-        options = {"num_ops": self.operations, "magnitude": self.magnitude, "num_magnitude_bins": policies.MAGNITUDES}
-        return view._replace(policy=partial(policies.changed, policies.transform("RandAugment", **options), seed))
+    def policy(self) -> tuple[str, dict[str, int]]:
+        options = {"num_ops": self.operations, "magnitude": self.magnitude, "num_magnitude_bins": _MAGNITUDES}
+        return "RandAugment", options
 
 
 @dataclass
-class TrivialAugment(ImageNet):
+class TrivialAugment(_WithPolicy):
     """``augment=trivialaugment``: as ``imagenet``, then one random change of random strength (Müller and Hutter 2021).
 
     torchvision's TrivialAugmentWide does the work. It has no strength to be tuned.
     """
 
     kind: ClassVar[str] = "trivialaugment"
-    uses_global_generator: ClassVar[bool] = True
 
-    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
-        """Draw a crop and a flip, and let the same seed draw the change."""
-        view = super().view(width, height, seed, size)
-        if seed is None:
-            return view
-        return view._replace(policy=partial(policies.changed, policies.transform("TrivialAugmentWide"), seed))
+    def policy(self) -> tuple[str, dict[str, int]]:
+        return "TrivialAugmentWide", {}
 
 
 @dataclass
@@ -288,6 +297,25 @@ REASONS = {
     "evaluation on the middle 87.5 %; augment=none turns this off",
 }
 """What the user is shown about what ``auto`` became."""
+
+
+@cache
+def _transform(policy: str, **options: int) -> Callable[[Any], Any]:
+    from torchvision.transforms import InterpolationMode, v2
+
+    made: Callable[[Any], Any] = getattr(v2, policy)(interpolation=InterpolationMode.BILINEAR, **options)
+    return made
+
+
+def _changed(transform: Callable[[Any], Any], seed: int, pixels: np.ndarray) -> np.ndarray:
+    """Return a square of pixels (uint8, 3 × S × S) after the random changes that this seed draws."""
+    from PIL import Image
+
+    # torchvision draws from torch's global generator, which belongs to the training: see ``uses_global_generator``.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        picture = transform(Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))))
+    return np.asarray(picture).transpose(2, 0, 1)
 
 
 def _placed(

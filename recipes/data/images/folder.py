@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,23 +65,30 @@ class ImageFolder(ImageSource):
             valid = self._readable(_images_by_class(valid_folder))
         else:
             train, valid = _split(train, self.valid_fraction)
+        parts = {"training": train, "validation": valid}
         test_folder = Path(self.test).expanduser() if self.test else _test_folder(train_folder, set(classes))
-        test = self._readable(_images_by_class(test_folder)) if test_folder else {}
-        for part, folder in ((valid, valid_folder), (test, test_folder)):
+        if test_folder:
+            parts["test"] = self._readable(_images_by_class(test_folder))
+        for part, folder in zip(parts.values(), (train_folder, valid_folder, test_folder), strict=False):
             if unknown := sorted(set(part) - set(classes)):
                 raise UserError(f"{folder} has the class {unknown[0]}, which {train_folder} does not have; rename it")
         size = image_size or 224
-        train_set, valid_set, test_set = (FolderImages(part, classes, size) for part in (train, valid, test))
-        augment = self.augment.choose(train_set.shorter_side())
-        train_set.augment = valid_set.augment = test_set.augment = augment
-        if not len(valid_set):
+        opened = {name: FolderImages(part, classes, size) for name, part in parts.items()}
+        if not len(opened["validation"]):
             raise UserError(f"data.path={self.path} has one image per class: none can be kept for validation")
-        counts = f"{len(train_set):,} training and {len(valid_set):,} validation"
-        counts = f"{counts.replace(' and', ',')} and {len(test_set):,} test" if test else counts
-        text = f"imagefolder: {counts} images, {len(classes)} classes, {size} × {size}"
-        held_back = test_set if test else None
+        augment = self.augment.choose(opened["training"].shorter_side())
+        for each in opened.values():
+            each.augment = augment
+        counts = " and ".join(", ".join(f"{len(part):,} {name}" for name, part in opened.items()).rsplit(", ", 1))
         return ImageDatasets(
-            train_set, valid_set, text, True, test=held_back, classes=classes, image_size=size, augment=augment
+            opened["training"],
+            opened["validation"],
+            f"imagefolder: {counts} images, {len(classes)} classes, {size} × {size}",
+            decodes=True,
+            test=opened.get("test"),
+            classes=classes,
+            image_size=size,
+            augment=augment,
         )
 
     def _readable(self, classes: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -89,10 +96,10 @@ class ImageFolder(ImageSource):
         files = [file for members in classes.values() for file in members]
         if not self.skip_corrupt:
             spread = files[:: -(-len(files) // HEADERS_CHECKED)]
-            for file, reason in _failures(_open, spread):
+            for file, reason in _failures(spread, decode=False):
                 raise UserError(f"{file} cannot be read as an image ({reason}); {REMEDY}")
             return classes
-        corrupt = {file for file, _ in _failures(_decode, files)}
+        corrupt = {file for file, _ in _failures(files, decode=True)}
         if corrupt:
             message = "data.skip_corrupt: left out %d of %d images that cannot be decoded, such as %s"
             logging.getLogger("mantissa").warning(message, len(corrupt), len(files), min(corrupt))
@@ -125,22 +132,8 @@ class FolderImages(DecodedImages):
             raise UserError(f"{file} cannot be decoded ({error}); {REMEDY}") from error
 
 
-def _open(file: str) -> None:
-    from PIL import Image
-
-    Image.open(file).close()
-
-
-def _decode(file: str) -> Image.Image:
-    from PIL import Image
-
-    with Image.open(file) as image:
-        image.load()
-        return image
-
-
-def _failures(attempt: Callable[[str], object], files: list[str]) -> Iterator[tuple[str, Exception]]:
-    """Try every file in a pool of threads (decoding releases the GIL); yield those that fail, in order."""
+def _failures(files: list[str], decode: bool) -> Iterator[tuple[str, Exception]]:
+    """Open every file in a pool of threads (decoding releases the GIL); yield those that fail, in order."""
     from PIL import Image
 
     Image.init()  # loads every format now, before threads would do so at once
@@ -148,7 +141,9 @@ def _failures(attempt: Callable[[str], object], files: list[str]) -> Iterator[tu
 
     def failure(file: str) -> Exception | None:
         try:
-            attempt(file)
+            with Image.open(file) as image:
+                if decode:
+                    image.load()
         except damage as error:
             return error
         return None

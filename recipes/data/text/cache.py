@@ -16,7 +16,7 @@ import numpy as np
 from recipes.data.text.split import Split
 from recipes.data.text.tokenizers import CorpusTokenizer
 from trainer.errors import UserError
-from trainer.files import flush, locked, read_object, write_json
+from trainer.files import flush, locked, read_json, write_json
 
 FORMAT = 2
 """Part of every cache key: raise it when the same text would become other tokens."""
@@ -25,6 +25,12 @@ _PIECE = 2**16
 _CHARACTERS_AT_ONCE = 2**22
 _BETWEEN_LINES = re.compile(r"\S\n(?=\S)")
 _BEFORE_LINE_END = re.compile(r"(?=\n\S)")
+
+_PARTS = {
+    "train": ("training", "data.valid_fraction"),
+    "valid": ("validation", "data.valid_fraction"),
+    "test": ("testing", "data.test"),
+}
 
 log = logging.getLogger("mantissa")
 
@@ -47,8 +53,7 @@ def open_or_build(
     """Return the token ids of the splits (``train``, ``valid``, perhaps ``test``) as memory maps, and the tokenizer.
 
     They are built on the first call and opened on later ones. Processes that come at the same time wait
-    for the first; one that is killed leaves nothing that looks complete; damaged entries are rebuilt.
-    ``name`` begins the folder's name.
+    for the first; one that is killed leaves nothing that looks complete. ``name`` begins the folder's name.
 
     Raises:
         UserError: the cache folder cannot be written, or a split has no tokens.
@@ -56,7 +61,7 @@ def open_or_build(
     key = json.dumps([FORMAT, *(part.identity for part in splits.values()), plan.identity], sort_keys=True)
     parent = Path(cache_dir).expanduser() / "text"
     folder = parent / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if not _complete(folder):
+    if not folder.exists():
         try:
             parent.mkdir(parents=True, exist_ok=True)
             lock = parent / f".{folder.name}.lock"
@@ -67,10 +72,10 @@ def open_or_build(
                 "here or in the environment variable MANTISSA_CACHE"
             ) from None
         with locked(lock):
-            if not _complete(folder):  # another process may have built it while this one waited
+            if not folder.exists():  # another process may have built it while this one waited
                 log.info("preparing %s: %s; later runs load it from %s", name, plan.task, folder)
                 _build(folder, splits, plan)
-    dtype = read_object(folder / "meta.json")["dtype"]
+    dtype = read_json(folder / "meta.json")["dtype"]
     ids: dict[str, np.ndarray] = {part: np.memmap(folder / f"{part}.bin", dtype=dtype, mode="r") for part in splits}
     return ids, plan.load(folder)
 
@@ -88,49 +93,38 @@ def _build(folder: Path, splits: dict[str, Split], plan: TokenizerPlan) -> None:
                 for ids in _encoded(documents, tokenizer):
                     ids.astype(dtype).tofile(file)
                 if not file.tell():
-                    if part == "test":
-                        raise UserError("the text for testing is empty; set data.test to another file or folder")
-                    share = "training" if part == "train" else "validation"
-                    raise UserError(f"no text is left for {share}; use a longer text or another data.valid_fraction")
-        sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-        write_json(partial / "meta.json", {"dtype": dtype.name, "sizes": sizes})
+                    share, other = _PARTS[part]
+                    raise UserError(f"no text is left for {share}; use a longer text or another {other}")
+        write_json(partial / "meta.json", {"dtype": dtype.name})
         for path in partial.iterdir():
             flush(path)
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would not be built again
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _complete(folder: Path) -> bool:
-    """Whether all files are there in their sizes; the list of them is written last."""
-    sizes = read_object(folder / "meta.json").get("sizes", {})
-    files = {path.name: path.stat().st_size for path in folder.glob("*") if path.name in sizes}
-    return bool(sizes) and files == sizes
-
-
 def _encoded(documents: Iterable[str], tokenizer: CorpusTokenizer) -> Iterator[np.ndarray]:
     """Yield the ids of the documents, the tokenizer's separator between them, some megabytes at a time."""
     separator = np.array(tokenizer.separator, dtype=np.uint32)
-    pieces: list[str] = []
-    separated: list[bool] = []
-    waiting = 0
+    waiting: list[tuple[bool, str]] = []
+    characters = 0
 
     def encode() -> np.ndarray:
         parts = []
-        for begins, ids in zip(separated, tokenizer.encode_many(pieces), strict=True):
+        encoded = tokenizer.encode_many([piece for _, piece in waiting])
+        for (begins, _), ids in zip(waiting, encoded, strict=True):
             parts += [separator, np.asarray(ids)] if begins else [np.asarray(ids)]
         return np.concatenate(parts)
 
     for number, document in enumerate(documents):
         for position, piece in enumerate(_pieces(document)):
-            pieces.append(piece)
-            separated.append(number > 0 and position == 0)
-            waiting += len(piece)
-            if waiting >= _CHARACTERS_AT_ONCE:
+            waiting.append((number > 0 and position == 0, piece))
+            characters += len(piece)
+            if characters >= _CHARACTERS_AT_ONCE:
                 yield encode()
-                pieces, separated, waiting = [], [], 0
-    if pieces:
+                waiting.clear()
+                characters = 0
+    if waiting:
         yield encode()
 
 

@@ -20,6 +20,9 @@ from recipes.data.text.split import Corpus, Split, split
 from recipes.data.text.tokenizers import OWN_BPE, BytePairs, Bytes, Characters
 from trainer.errors import UserError
 
+_TABLES = (".json", ".jsonl", ".csv", ".parquet")
+_NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
+
 
 @dataclass
 class TokenizedText(TextSource):
@@ -59,9 +62,8 @@ class TokenizedText(TextSource):
 
     def tokens(self, tokenizer: str | None) -> TokenData:
         train, valid = self.splits()
-        parts = {"train": train, "valid": valid}
-        if (test := self.test_split()) is not None:
-            parts["test"] = test
+        test = self.test_split()
+        parts = {"train": train, "valid": valid} | ({"test": test} if test else {})
         ids, opened = open_or_build(self.cache_dir, self.kind, parts, self._plan(tokenizer, parts))
         counts = f"{_short(len(ids['train']))} tokens and {_short(len(ids['valid']))} for validation ({valid.origin})"
         counts += f" and {_short(len(ids['test']))} for testing" if test else ""
@@ -142,10 +144,7 @@ class TextFiles(TokenizedText):
 
     def test_split(self) -> Split | None:
         """Return the text of ``test``, whole."""
-        if self.test is None:
-            return None
-        corpus = self._corpus(f"data.test={self.test}", self.test)
-        return Split(corpus, range(len(corpus.sizes)))
+        return None if self.test is None else Split.whole(self._corpus(f"data.test={self.test}", self.test))
 
     def _corpus(self, key: str, name: str) -> Corpus:
         path = Path(name).expanduser().resolve()
@@ -173,11 +172,6 @@ def _check_text(key: str, name: str) -> None:
             f"{key}={name} is a file of rows, not plain text; use data=hub data.name={name}, "
             "which reads its column of text"
         )
-
-
-_TABLES = (".json", ".jsonl", ".csv", ".parquet")
-
-_NOISE = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
 
 
 def _files(paths: list[Path], key: str) -> Corpus:

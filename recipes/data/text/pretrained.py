@@ -35,28 +35,25 @@ class Pretrained:
         """
         from transformers import AutoTokenizer
 
-        embedded = "data.tokenizer=bpe, chars or bytes need no network"
+        remedy = "data.tokenizer=bpe, chars or bytes need no network"
         folder = Path(name).expanduser()
+        if folder.is_dir():
+            local, why, name = True, "the folder has no tokenizer that opens", str(folder)
+            remedy = f'copy the model\'s own into it (AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
+        elif name.startswith(("/", ".", "~")) or name.count("/") > 1:
+            raise UserError(f"{key}: there is no such folder; {remedy}")
+        else:
+            local, why = in_hub_cache(name) or not hub_reachable(), "it cannot be opened"
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
             # Transformers makes up an empty one where there is only a model's config.
-            if folder.is_dir() and set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-                raise UserError(
-                    f"{key}: the folder has no tokenizer; copy the one that the model was trained with into it "
-                    f'(AutoTokenizer.from_pretrained(…).save_pretrained("{name}"))'
-                )
-            return cls(name, tokenizer)
+            if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+                raise ValueError("it has special tokens only")
         except (OSError, ValueError, ImportError) as error:
-            if folder.is_dir():
-                raise UserError(f"{key}: the folder has no valid tokenizer ({first_line(error)})") from None
-        if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-            raise UserError(f"{key}: there is no such folder; {embedded}")
-        if not hub_reachable():
-            raise UserError(f"{key} is not in the local cache and the Hugging Face hub cannot be reached; {embedded}")
-        try:
-            return cls(name, AutoTokenizer.from_pretrained(name))
-        except (OSError, ValueError, ImportError) as error:
-            raise UserError(f"{key} cannot be opened ({first_line(error)}); {embedded}") from None
+            if local and not folder.is_dir():
+                why = "it is not in the local cache and the Hugging Face hub cannot be reached"
+            raise UserError(f"{key}: {why} ({first_line(error)}); {remedy}") from None
+        return cls(name, tokenizer)
 
     def identity(self) -> str:
         """Return everything that decides how it encodes."""

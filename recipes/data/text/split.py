@@ -39,6 +39,11 @@ class Split:
     origin: str = ""
     """Where it comes from, for the start block, such as ``whole documents``."""
 
+    @classmethod
+    def whole(cls, corpus: Corpus, origin: str = "") -> Split:
+        """Return all documents."""
+        return cls(corpus, range(len(corpus.sizes)), origin=origin)
+
     @property
     def identity(self) -> Any:
         """JSON that changes whenever the selected text does."""

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from tests import forks
-from tests.tracked import open_tracker, points, record, runs, tracked
+from tests.tracked import once, open_tracker, points, record, runs, tracked
 from trainer.files import write_json
 from trainer.tracking.mlflow import feed as mlflow_feed
+from trainer.tracking.mlflow.delivery import Delivery
+from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.mlflow.store import connect, publish
 from trainer.tracking.sync import SyncStatus, send
 from trainer.tracking.tracker import Tracker
@@ -92,16 +94,13 @@ def test_a_run_arrives_whole(folder: Path, store: str) -> None:
 def test_runs_of_a_sweep_share_a_process_and_nothing_else(folder: Path, store: str) -> None:
     import mlflow
 
-    jobs = {"gpt2-fp32-s0": ("gpt2", "FAILED"), "gpt2-bf16-s0": ("gpt2", "FINISHED"), "x-bf16-s0": ("x", "FINISHED")}
-    client = connect(store)
-    for name, (experiment, status) in jobs.items():
-        tracker = tracked(folder / name, len(name), status, experiment=experiment, tags={"name": name})
-        assert tracker.run_id
-        run = client.get_run(tracker.run_id)
+    for name, experiment, status in (("a", "gpt2", "FAILED"), ("b", "gpt2", "FINISHED"), ("c", "x", "FINISHED")):
+        tracker = tracked(folder / name, 3, status, experiment=experiment, tags={"name": name})
+        run = connect(store).get_run(tracker.run_id or "")
         assert run.info.run_name == run.data.tags["name"] == name
-        assert client.get_experiment(run.info.experiment_id).name == experiment
-        assert run.data.metrics == {"loss": float(len(name))}
-    assert runs(store) == sorted((name, status) for name, (_, status) in jobs.items())
+        assert run.data.metrics == {"loss": 3.0}
+    assert runs(store) == [("a", "FAILED"), ("b", "FINISHED"), ("c", "FINISHED")]
+    assert points(store) == dict.fromkeys("abc", once(3))
     assert mlflow.active_run() is None
     assert not [thread.name for thread in threading.enumerate() if thread.name == "mlflow-feed"]
 
@@ -136,18 +135,15 @@ def test_resuming_continues_the_same_run_and_duplicates_no_point(folder: Path, s
     assert run.data.tags["changed_on_resume"] == "steps=14"
 
 
-def test_a_line_is_sent_when_it_is_whole(folder: Path, store: str, caplog: pytest.LogCaptureFixture) -> None:
-    tracker = open_tracker(folder / "run")
-    tracker.log(1, {"loss": 1.0})
-    wait_for_run(tracker)
-    with (folder / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "time": 1.0, ')
-        file.flush()
-        time.sleep(0.4)
-        file.write('"loss": 2.0}\n')
-    tracker.close("FINISHED", {})
+def test_a_line_is_sent_when_it_is_whole(folder: Path, store: str) -> None:
+    tracked(folder / "run", mlflow=False)
+    delivery = Delivery(folder / "run", store, RunInfo("e", "run", {}, {}, store), training=True)
+    delivery.begin()
+    for part in ("", '{"step": 2, "time": 1.0, ', '"loss": 2.0}\n'):
+        with (folder / "run" / "metrics.jsonl").open("a") as file:
+            file.write(part)
+        delivery.send_metrics()
     assert points(store) == {"run": Counter([1, 2])}
-    assert not caplog.text
 
 
 def test_a_run_deleted_in_mlflow_continues_as_a_new_one(
@@ -225,7 +221,7 @@ def test_an_absent_server_neither_slows_nor_fails_a_run(
     assert json.loads((folder / "run" / "summary.json").read_text()) == {"status": "FINISHED", "loss": 1.0}
 
 
-def test_a_deleted_experiment_is_named_and_a_restored_one_gets_what_it_missed(
+def test_a_refused_run_is_reported_and_gets_what_it_missed_gets_what_it_missed(
     folder: Path, store: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(store)
@@ -235,7 +231,7 @@ def test_a_deleted_experiment_is_named_and_a_restored_one_gets_what_it_missed(
         tracker = open_tracker(folder / "run", experiment="gpt2")
         tracker.log(1, {"loss": 1.0})
         deadline = time.monotonic() + 300
-        while "the experiment gpt2 was deleted" not in caplog.text:
+        while "does not accept this run yet" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert tracker.run_id is None
@@ -268,9 +264,11 @@ def test_system_metrics_are_sampled_and_end_with_the_run(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     first.close("KILLED", {})
+    before = points(store, metric)["run"].total()
     second = open_tracker(folder / "run", system_metrics=True, resume_step=0)
-    wait_for_run(second)
-    time.sleep(1.0)
+    while points(store, metric)["run"].total() < before + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     second.close("FINISHED", {})
     steps = points(store, metric)["run"]
     assert steps == Counter(range(len(steps)))

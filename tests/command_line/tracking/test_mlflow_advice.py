@@ -77,6 +77,6 @@ def test_local_runs_are_not_sent_and_a_store_that_fails_is_named(
 ) -> None:
     assert publish(advice(), compose([*TINY, "tracking=local"]), "", []) == []
     assert database.execute("select count(*) from runs").fetchone() == (0,)
-    monkeypatch.setattr("evidence.advice.publish.connect", lambda uri: json.loads("no store"))
+    monkeypatch.setattr("trainer.tracking.mlflow.store.connect", lambda uri: json.loads("no store"))
     (line,) = publish(advice(), compose(TINY), "", [])
     assert line.startswith("the advice is not in MLflow (")

@@ -176,24 +176,6 @@ def test_sent_again_or_resumed_it_is_the_same_model(
     assert not list((folder / "outputs" / "run").glob(".mlflow-model-*"))
 
 
-def test_a_store_without_models_gets_the_weights_as_files(
-    train: Callable[..., Any], store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow.exceptions import RestException
-
-    real = MlflowClient.search_logged_models
-
-    def unknown(*given: Any, **options: Any) -> None:
-        raise RestException({"error_code": "ENDPOINT_NOT_FOUND", "message": "no such endpoint"})
-
-    monkeypatch.setattr(MlflowClient, "search_logged_models", unknown)
-    assert train(*SMALL, *JOBS["bignet"]).code == 0
-    monkeypatch.setattr(MlflowClient, "search_logged_models", real)
-    client = connect(store)
-    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    assert "best/model.safetensors" in [item.path for item in client.list_artifacts(run.info.run_id, "best")]
-
-
 def test_a_recipe_that_cannot_be_watched_is_sent_as_files(
     train: Callable[..., Any], store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

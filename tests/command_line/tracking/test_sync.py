@@ -152,45 +152,32 @@ def test_a_finished_run_that_is_resumed_finishes_its_delivery(
     train: Callable[..., Any], folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = [*BIGNET, "checkpoint=default", "steps=40", "log_every=1", "resume=auto"]
-    path, database = Path("outputs/bignet-fp32-s0"), Path("mlflow.db")
+    path = Path("outputs/bignet-fp32-s0")
     retry = f"Data is safe in {path}; retry with: python scripts/sync.py {path}\n"
-    real = MlflowClient.log_batch
     monkeypatch.setattr("trainer.tracking.mlflow.feed.LAST_ATTEMPTS", 1)  # the pauses between them take seconds
+    real = MlflowClient.log_batch
 
     def half(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
+        real(self, run_id, metrics=metrics[:30], **others)
         if metrics:
-            metrics = metrics[:30]
-            real(self, run_id, metrics=metrics, **others)
             raise ConnectionError("the network is down")
-        real(self, run_id, **others)
 
-    away = database.rename("away.db")
-    database.mkdir()
-    first = train(*run)
-    assert retry in first.out, first.out
-    again = train(*run)
-    assert "already complete (40 steps)" in again.out
-    assert "lacks this run" in again.out
-    assert retry in again.out
-    database.rmdir()
-    away.rename(database)
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_batch", half)
-        for _ in range(2):
+        for said in ("lacks the last metrics and the artifacts", "already complete (40 steps)"):
             some = train(*run)
-            assert "lacks the last metrics and the artifacts" in some.out
+            assert some.code == 0
+            assert said in some.out
             assert retry in some.out
     assert 0 < points(store)["bignet-fp32-s0"].total() < 40
     assert runs(store) == [("bignet-fp32-s0", "RUNNING")]
 
     done = train(*run)
-    assert [result.code for result in (first, again, some, done)] == [0] * 4
+    assert done.code == 0
     assert "MLflow now has the complete run" in done.out
-    assert "sync.py" not in done.out
     assert points(store) == {"bignet-fp32-s0": once(40)}
     assert runs(store) == [("bignet-fp32-s0", "FINISHED")]
-    silent = train(*run)
-    assert "MLflow" not in silent.out
+    assert "MLflow" not in train(*run).out
 
 
 def test_a_user_who_does_not_wait_for_mlflow_sees_how_to_send_the_run(
@@ -217,34 +204,16 @@ def test_a_user_who_does_not_wait_for_mlflow_sees_how_to_send_the_run(
         assert message.endswith(f"retry with: python scripts/sync.py {tracker.folder}")
 
 
-def test_a_run_says_that_it_has_finished_after_all_else_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed before, it is closed once more when it is resumed; killed after, it is only delivered."""
-    seen = []
-
-    def plot(metrics: Path, plots: Path, title: str) -> None:
-        seen.append((folder / "a" / "summary.json").exists())
-
-    monkeypatch.setattr("trainer.tracking.plots.plot_run", plot)
-    tracked(folder / "a", mlflow=False)
-    assert seen == [False]
-    assert (folder / "a" / "summary.json").exists()
-
-
 def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
     folder: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "outputs" / "a"
-    real, lost = MlflowClient.log_batch, []
+    real = MlflowClient.log_batch
     sent: Counter[tuple[str, int]] = Counter()
 
     def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
         real(self, run_id, metrics=metrics, **others)
         sent.update((metric.key, metric.step) for metric in metrics)
-        if any(metric.key == "best/valid_loss" for metric in metrics) and not lost:
-            lost.append(True)
-            raise ConnectionError("the answer was lost")
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
     for steps, loss in ((4, 2.0), (8, 1.5), (12, 1.75)):
@@ -262,7 +231,6 @@ def test_best_and_final_metrics_arrive_once_and_follow_a_run_that_is_resumed(
         ("final/valid_loss", 8, 1.5),
         ("final/valid_loss", 12, 1.75),
     ]
-    assert lost
     assert set(sent.values()) == {1}
 
 
@@ -311,9 +279,7 @@ def test_sync_reports_what_it_did_with_each_run(
         ("nowhere", "nowhere is not a run folder"),
         (".", "is not a run folder"),
         ("output_dir=nowhere", "output_dir=nowhere: no such folder"),
-        ("--output-dir=runs", "--output-dir=runs: write output_dir=runs, without dashes"),
         ("uri=mlruns", "uri=mlruns is not a URI that MLflow supports; use sqlite:///mlruns"),
-        ("uri=htp://host", "uri=htp://host is not a URI that MLflow supports"),
     ],
 )
 def test_mistakes(folder: Path, sync: Sync, arguments: str, message: str) -> None:
@@ -323,11 +289,10 @@ def test_mistakes(folder: Path, sync: Sync, arguments: str, message: str) -> Non
     assert message in said
 
 
-@pytest.mark.parametrize("user", ["me:s3cret", "s3cret"])
 def test_a_password_is_not_stored_but_requested(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, user: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uri, shown = f"http://{user}@127.0.0.1:9", f"http://{user.replace('s3cret', '***')}@127.0.0.1:9"
+    uri, shown = "http://me:s3cret@127.0.0.1:9", "http://me:***@127.0.0.1:9"
     path = undelivered(folder / "outputs" / "a", uri=uri)
     assert "s3cret" not in "".join(file.read_text() for file in path.glob("*.json*")) + caplog.text
     outcome = send(path)
@@ -335,12 +300,6 @@ def test_a_password_is_not_stored_but_requested(
     assert f"the password of {shown} is not stored" in outcome.message
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     assert f"{shown} lacks this run" in send(path).message  # nothing listens there
-
-
-def test_a_later_run_sends_itself_and_no_other(folder: Path, store: str) -> None:
-    undelivered(folder / "outputs" / "earlier")
-    tracked(folder / "outputs" / "next")
-    assert points(store) == {"next": once(1)}
 
 
 # --- through the real command line ---

@@ -190,30 +190,6 @@ def test_a_dataset_says_whether_its_batches_use_the_global_generator(
         assert dataset.uses_global_generator is generator.manual_seed.called
 
 
-def test_a_larger_magnitude_changes_more_and_more_operations_do_too() -> None:
-    grey = Image.fromarray(np.tile(np.arange(64, dtype=np.uint8)[:, None, None] * 4, (1, 64, 3)))
-
-    def change(operations: int, magnitude: int) -> float:
-        whole = {"min_area": 1.0, "flip": False}
-        views = [
-            RandAugment(operations=operations, magnitude=magnitude, **whole).view(64, 64, seed, 64)
-            for seed in range(60)
-        ]
-        original = square(grey, 64, ImageNet(**whole).view(64, 64, 0, 64)).astype(float)
-        return float(np.mean([np.abs(square(grey, 64, view) - original).mean() for view in views]))
-
-    assert change(1, 2) < change(1, 15) < change(1, 30)
-    assert change(1, 9) < change(4, 9)
-
-
-def test_images_in_memory_and_decoded_ones_are_changed_alike() -> None:
-    train = replace(Digits(), augment=TrivialAugment(min_area=1.0, flip=False, mixup=0.2)).images(32).train
-    alone = train.batch([SampleId(3, 5)])["image"][0]
-    batch = train.batch([SampleId(7, 1), SampleId(3, 5)])
-    assert torch.equal(batch["image"][1], alone)
-    assert set(batch) == {"image", "label", "share", "pasted"}
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -283,19 +259,6 @@ def test_training_and_evaluation_may_have_sizes_of_their_own() -> None:
         trainer_of(*RUN, "recipe.arch=vit_b_32", "recipe.image_size=32", "recipe.train_image_size=24")
 
 
-def test_accumulation_does_not_change_the_gradient_of_mixed_images() -> None:
-    def step(micro: int) -> tuple[float, Tensor]:
-        # Without batch norm, which sees one microbatch at a time.
-        trainer = trainer_of(*RUN, "recipe.arch=squeezenet1_1", "recipe.image_size=32", f"micro_batch_size={micro}")
-        trainer.model.apply(lambda module: setattr(module, "p", 0.0) if isinstance(module, torch.nn.Dropout) else None)
-        loss = trainer.gradients(next(trainer.batches())).loss.item()
-        return loss, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-
-    (whole, gradient), (parts, others) = step(8), step(2)
-    assert parts == pytest.approx(whole, rel=1e-6)
-    assert (gradient - others).norm() < 1e-5 * gradient.norm()
-
-
 def test_training_sees_mixed_images_and_evaluation_does_not() -> None:
     mixed, plain = trainer_of(*RUN), trainer_of(*RUN[:3], *RUN[6:])
     assert mixed.evaluate() == plain.evaluate()
@@ -309,13 +272,6 @@ def test_training_sees_mixed_images_and_evaluation_does_not() -> None:
     pixels = mixed.model.normalise(batch["image"], torch.channels_last)  # type: ignore[operator]
     assert torch.equal(seen[0], mixing.apply(pixels, batch))
     assert not torch.equal(seen[0], pixels)
-
-
-def test_an_automatic_microbatch_is_even() -> None:
-    plan = compose(*RUN, "batch_size=66").resolve(CPU).plan
-    assert plan.batching.micro_batch_size == 22
-    plan = compose(*RUN[:3], "batch_size=66").resolve(CPU).plan
-    assert plan.batching.micro_batch_size == 33
 
 
 # --------------------------------------------------------------------------------------------- the loss

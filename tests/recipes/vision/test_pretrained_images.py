@@ -125,13 +125,6 @@ def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: 
         assert not torch.equal(state["fc.weight"], exported["fc.weight"])
 
 
-def test_the_same_seed_gives_the_same_new_head_and_the_same_training(hub: None) -> None:
-    one, other = (trainer_of(*SMALL, "recipe.pretrained=DEFAULT") for _ in range(2))
-    assert same_bits(one.model.state_dict(), other.model.state_dict())
-    fit(one), fit(other)
-    assert same_bits(one.model.state_dict(), other.model.state_dict())
-
-
 def test_a_forecast_reads_no_weights(hub: None) -> None:
     trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT")
     assert next(meta_model(trainer.recipe, trainer.datasets).parameters()).is_meta
@@ -170,13 +163,6 @@ def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None
     assert lr == 1e-4
     assert "optimizer.lr" in keys
     assert rate("recipe.pretrained=DEFAULT", "optimizer=sgd")[0] == pytest.approx(0.1 * rate("optimizer=sgd")[0])
-
-
-def test_a_typed_learning_rate_stays() -> None:
-    from trainer.config.compose import compose as compose_typed
-
-    config = compose_typed(["recipe=resnet", "recipe.pretrained=DEFAULT", "optimizer.lr=0.003"])
-    assert config.optimizer.lr == 0.003
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from recipes.vision import architectures
 from recipes.vision.pretrained import read_config
 from tests.helpers import CPU, fit, same_bits, trainer_of
 from tests.recipes.vision.opened import open_classifier
-from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
@@ -93,21 +92,6 @@ def test_a_model_without_a_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ------------------------------------------------------------------------------------------------ exported
-
-
-@pytest.mark.parametrize("arch", ["timm/test_resnet", "shufflenet_v2_x0_5"])
-def test_an_exported_folder_opens_as_what_was_evaluated(arch: str, trained: Trainer, tmp_path: Path) -> None:
-    trainer = trained if arch.startswith("timm") else trainer_of(*TIMM, f"recipe.arch={arch}")
-    model = trainer.model.eval()
-    trainer.recipe.export(model, trainer.datasets, tmp_path)
-    opened = open_classifier(tmp_path)
-    assert same_bits(opened.model.state_dict(), model.state_dict())
-    assert opened.config["classes"] == [str(digit) for digit in range(10)]
-    pixels = trainer.datasets.valid.batch([SampleId(5, None)])["image"]
-    image = Image.fromarray(pixels[0].permute(1, 2, 0).contiguous().numpy())
-    evaluated = model.normalise(pixels, torch.contiguous_format)  # type: ignore[operator]
-    torch.testing.assert_close(opened.transform(image)[None], evaluated)
-    trainer.model.train()
 
 
 def test_mlflow_serves_a_model_of_timm_and_names_the_package(trained: Trainer, tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from tests.helpers import copied, same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Checkpoint, Snapshot
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.determinism import random_state, set_random_state
 from trainer.errors import NonFiniteError, UserError
 from trainer.optim.optimizer import Optimizer
+from trainer.optim.state import training_state
 from trainer.parallel.world import World
 from trainer.run.folder import RunFolder
 

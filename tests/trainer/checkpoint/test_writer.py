@@ -15,10 +15,10 @@ from tests.helpers import same_bits
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint import writer
 from trainer.checkpoint.reader import load
-from trainer.checkpoint.state import training_state
 from trainer.checkpoint.store import Checkpoint
 from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.errors import NonFiniteError
+from trainer.optim.state import training_state
 from trainer.parallel.world import World
 
 

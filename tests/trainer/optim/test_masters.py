@@ -27,7 +27,8 @@ from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP
-from trainer.precision.modes import Precision, dtypes_in_use
+from trainer.precision.manifest import dtypes_in_use, manifest_of, warning_if_slow
+from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
 from trainer.profiling.ledger import Ledger, MemoryLedger
 from trainer.trainer import Trainer
@@ -101,7 +102,7 @@ def test_weights_gradients_and_optimizer_have_the_formats_of_the_manifest(mode: 
     assert moments == {changed}
     names = [str(one).removeprefix("torch.") for one in (dtype, changed)]
     assert list(dtypes_in_use(trainer.model, trainer.optimizer).values()) == [*names, []]
-    manifest = trainer.config.precision.manifest(trainer.hardware, trainer.fp32_modules)
+    manifest = manifest_of(trainer.config.precision, trainer.hardware, trainer.fp32_modules)
     assert manifest["effective"]["matmul_dtype"] == names[0]
     assert trainer.loss_scale.recovers == mode.startswith("fp16")
 
@@ -499,5 +500,5 @@ def test_contradictions_are_refused() -> None:
 def test_support_is_that_of_the_format() -> None:
     amx = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
     assert amx.support("bf16_master") == "native"
-    assert Precision("bf16_sr").warning(amx, {}) is None
-    assert "has no fp16 instructions" in str(Precision("fp16_pure").warning(amx, {"fp32": 0.1, "fp16": 0.001}))
+    assert warning_if_slow(Precision("bf16_sr"), amx, {}) is None
+    assert "has no fp16 instructions" in str(warning_if_slow(Precision("fp16_pure"), amx, {"fp32": 0.1, "fp16": 0.001}))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from mantissa.manifest import DtypeRecorder
 from tests.helpers import copied, same_bits, trainer_of
 from trainer.determinism import random_state
 from trainer.precision import attention
-from trainer.profiling.dtypes import ModuleDtypes
+from trainer.profiling.attention import KernelsTaken
 from trainer.trainer import Trainer
 
 GPT2 = ("recipe=gpt2", "recipe.context=32", "data=synthetic", "data.vocab_size=64", "batch_size=4", "steps=4")
@@ -21,7 +22,7 @@ RESNET = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=32", "data
 
 
 def kernels(trainer: Trainer) -> list[dict[str, Any]]:
-    recorder = attention.KernelsTaken()
+    recorder = KernelsTaken()
     trainer.observe(recorder)
     return recorder.rows()
 
@@ -58,7 +59,7 @@ def test_the_forward_pass_changes_nothing(options: tuple[str, ...]) -> None:
     trainer = trainer_of(*recipe, *options, "batch_size=4", "steps=2")
     trainer.model.eval()
     before = copied(trainer.model.state_dict()), random_state(trainer.device)
-    trainer.observe(attention.KernelsTaken(), ModuleDtypes(trainer.model))
+    trainer.observe(KernelsTaken(), DtypeRecorder(trainer.model))
     assert same_bits((trainer.model.state_dict(), random_state(trainer.device)), before)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert not trainer.model.training

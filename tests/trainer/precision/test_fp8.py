@@ -16,7 +16,8 @@ from tests.helpers import compose, fit, start
 from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision import fp8, modes
-from trainer.precision.modes import Precision, dtypes_in_use
+from trainer.precision.manifest import dtypes_in_use
+from trainer.precision.modes import Precision
 from trainer.precision.scaler import StaticScaler
 
 CPU = torch.device("cpu")

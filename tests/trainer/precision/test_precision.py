@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.hardware import Hardware
+from trainer.precision.manifest import manifest_of, warning_if_slow
 from trainer.precision.modes import Precision
 from trainer.precision.names import matching
 
@@ -111,7 +112,7 @@ def test_an_environment_that_lowers_fp32_is_refused(variable: str, value: str, m
     with pytest.raises(UserError, match=f"{variable}={value} lowers fp32.*unset {variable}"):
         Precision("fp32").check(PLAIN_CPU)
     Precision("bf16").check(PLAIN_CPU)
-    assert Precision("bf16").manifest(AMX, [])["environment"] == {variable: value}
+    assert manifest_of(Precision("bf16"), AMX, [])["environment"] == {variable: value}
 
 
 def test_an_environment_that_turns_tf32_off_is_refused_for_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,18 +134,18 @@ def test_unavailable_precisions_are_refused_and_emulated_ones_reported() -> None
             Precision("tf32").check(hardware)
     Precision("tf32").check(H100)
     Precision("bf16").check(T4)
-    assert Precision("bf16").warning(AMX, RATES) is None
-    assert "no bf16 instructions" in str(Precision("bf16").warning(T4, RATES))
-    assert Precision("fp32").warning(PLAIN_CPU, RATES) is None
+    assert warning_if_slow(Precision("bf16"), AMX, RATES) is None
+    assert "no bf16 instructions" in str(warning_if_slow(Precision("bf16"), T4, RATES))
+    assert warning_if_slow(Precision("fp32"), PLAIN_CPU, RATES) is None
 
 
 def test_the_warning_about_an_emulated_format_has_the_measured_rates() -> None:
     """That fp16 is 100 times slower must not read as "no faster"."""
-    slow = str(Precision("fp16", kernels="native").warning(PLAIN_CPU, {"fp32": 0.09, "fp16": 0.0009}))
+    slow = str(warning_if_slow(Precision("fp16", kernels="native"), PLAIN_CPU, {"fp32": 0.09, "fp16": 0.0009}))
     assert "matmuls are 100 times slower than in fp32 (0.0009 against 0.09 TFLOP/s, measured)" in slow
     assert slow.endswith("set precision.kernels=auto")
-    assert str(Precision("bf16").warning(T4, {"fp32": 8.0, "bf16": 2.0})).endswith("set precision=fp32")
-    even = str(Precision("bf16_master").warning(PLAIN_CPU, {"fp32": 0.09, "bf16": 0.081}))
+    assert str(warning_if_slow(Precision("bf16"), T4, {"fp32": 8.0, "bf16": 2.0})).endswith("set precision=fp32")
+    even = str(warning_if_slow(Precision("bf16_master"), PLAIN_CPU, {"fp32": 0.09, "bf16": 0.081}))
     assert "do not expect a speedup over fp32 (matmuls: 0.081 against 0.09 TFLOP/s, measured)" in even
 
 
@@ -163,7 +164,7 @@ def test_the_manifest_has_the_effective_values(mode: str, dtype: str, monkeypatc
     monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
     precision = Precision(mode)
     precision.apply()
-    manifest = precision.manifest(AMX, ["head"] if mode == "bf16" else [])
+    manifest = manifest_of(precision, AMX, ["head"] if mode == "bf16" else [])
     assert json.loads(json.dumps(manifest)) == manifest
     assert manifest["requested"] == {"mode": mode, "fp32_modules": []}
     support = {"fp32": "native", "tf32": "not available", "bf16": "native", "fp16": "emulated"}
@@ -181,7 +182,7 @@ def test_the_manifest_reads_back_rather_than_repeating_the_request() -> None:
     precision = Precision("fp32")
     precision.apply()
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    assert precision.manifest(AMX, [])["effective"]["fp32_in_cudnn_conv"] == "tf32"
+    assert manifest_of(precision, AMX, [])["effective"]["fp32_in_cudnn_conv"] == "tf32"
 
 
 def test_autocast_is_entered_afresh_so_a_weight_update_is_seen() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from recipes.language_model import torch_can_chunk
 from tests.helpers import trainer_of
@@ -205,26 +204,6 @@ def test_an_operator_without_a_formula_is_named() -> None:
         torch.fft.rfft(x)
         nn.functional.bilinear(x, x, torch.randn(2, 20, 20))
     assert flops.unknown == {"aten._fft_r2c", "aten._trilinear"}
-
-
-def test_a_formula_makes_a_custom_operator_known() -> None:
-    packet = torch.ops.mantissa_test.products
-
-    @register_flop_formula(packet)
-    def of_products(x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
-        return 2 * math.prod(x) * int(weight[1])
-
-    try:
-        x, weight = torch.randn(5, 20), torch.randn(20, 3)
-        assert counted(lambda: products(x, weight)) == 2 * 5 * 20 * 3
-    finally:
-        del flop_registry[packet]
-
-
-def test_a_model_without_products_has_no_mfu() -> None:
-    with ModelFlops() as flops:
-        torch.ones(3).exp()
-    assert flops.facts("rows", 3)["unknown"] == "no matrix products in a forward pass over 3 rows"
 
 
 def test_mfu_is_the_share_of_all_devices_rate() -> None:

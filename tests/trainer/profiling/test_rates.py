@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mantissa.formats import FP32, Number
-from trainer import files
+from trainer.cache import cached
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
 from trainer.precision import kernels
@@ -22,7 +22,7 @@ PLAIN_CPU = Hardware(CPU, "an old CPU", 2**34, 2)
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MANTISSA_CACHE", str(tmp_path))
-    monkeypatch.setattr(rates, "remembered", files.remembered)
+    monkeypatch.setattr(rates, "cached", cached)
     return tmp_path / "products"
 
 

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import DictConfig
 
 from mantissa.display import loss
-from tests.helpers import compose
+from tests.helpers import CONF, compose
+from trainer.config.registration import register
 from trainer.run.sweep import Sweep, jobs_folder, name_of, swept_keys
 
 
@@ -29,25 +33,26 @@ def test_the_swept_keys_are_those_of_the_command_line() -> None:
         ([], {"optimizer.betas": "[0.9,0.95]"}, "bignet-fp32-s0-betas_0.9_0.95"),
         ([], {"optimizer.betas": "[0.95,0.9]"}, "bignet-fp32-s0-betas_0.95_0.9"),
         ([], {"data.path": "'/my data/a.txt'"}, "bignet-fp32-s0-path_my_data_a.txt"),
+        (["run_name=mine"], {"run_name": "mine", "seed": "3"}, "mine"),
         ([], {"data.path": "a", "recipe.path": "b"}, "bignet-fp32-s0-data.path_a-recipe.path_b"),
         (["run_name=mine"], {"seed": "1", "precision": "fp32"}, "mine-seed_1-fp32"),
     ],
 )
 def test_a_run_is_named_by_what_is_swept(typed: list[str], values: dict[str, str], name: str) -> None:
-    assert name_of(compose("recipe=bignet", *typed), values) == name
+    config = compose("recipe=bignet", *typed)
+    assert name_of(config.name, values, config.run_name is not None) == name
 
 
 def test_long_names_stay_short_and_apart() -> None:
-    config = compose("recipe=bignet")
-    one, other = (name_of(config, {"data.path": 300 * "x" + end}) for end in "ab")
+    one, other = (name_of("bignet-fp32-s0", {"data.path": 300 * "x" + end}) for end in "ab")
     assert one != other
     assert len(one) < 200
 
 
-def test_a_sweep_of_names_keeps_them() -> None:
-    sweep = Sweep(["run_name", "seed"])
-    config = compose("recipe=bignet", "run_name=mine")
-    assert sweep.begin(config, ["run_name=mine", "seed=3"]).run_name == "mine"
+def composed(*overrides: str) -> DictConfig:
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra_compose("config", ["recipe=bignet", *overrides])
 
 
 def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> None:
@@ -57,9 +62,8 @@ def test_the_table_is_sorted_by_the_best_score_and_keeps_failed_runs_last() -> N
 
     sweep = Sweep(["optimizer.lr"])
     for value, result in (("1", {}), ("2", summary(0.5)), ("3", summary(1.2e-5, run="bignet-fp32-s0-lr_3-2"))):
-        sweep.begin(compose("recipe=bignet"), ["steps=3", f"optimizer.lr={value}"])
-        if result:
-            sweep.end(result)
+        sweep.begin(composed(), ["steps=3", f"optimizer.lr={value}"])
+        sweep.end(0, 0 if result else 3, stopped=False, summary=result)
     lines = [line.split() for line in sweep.table().splitlines()]
     assert lines[0] == ["run", "optimizer.lr", "best", "at", "step", "final", "throughput", "peak", "memory", "status"]
     assert lines[1] == [
@@ -103,20 +107,18 @@ def test_what_jobs_leave_is_in_the_table_of_the_command(tmp_path: Path) -> None:
     with sweep.scratch() as scratch:
         pass
     assert sweep.jobs == Path(scratch)
-    for number, seed in enumerate("34"):  # the last one's job is lost
+    best = {"status": "FINISHED", "best": {"step": 2.0, "value": 0.5}}
+    for number, ended in enumerate([(0, False, best), (143, True, {})]):  # the last one's job is lost
         job = pickle.loads(pickle.dumps(sweep))
-        job.begin(compose("recipe=bignet", f"seed={seed}"), [f"seed={seed}"])
-        if seed == "3":
-            job.end({"status": "FINISHED", "best": {"step": 2.0, "value": 0.5}})
-        else:
-            job.stop()
-        job.leave(number, 0 if seed == "3" else 143)
+        config = job.begin(composed(f"seed={number + 3}"), [f"seed={number + 3}"])
+        assert (config.run_name, config.resume) == (f"bignet-fp32-s{number + 3}", "same")
+        job.end(number, *ended)
     assert not sweep.rows
-    assert sweep.collect(arguments) == [0, 143, 1]
+    sweep.collect(arguments)
+    assert [row.code for row in sweep.rows] == [0, 143, 1]
     lines = [line.split() for line in sweep.table().splitlines()]
     assert [(line[0], line[1], line[-1]) for line in lines[1:3]] == [
         ("bignet-fp32-s3", "3", "finished"), ("bignet-fp32-s4", "4", "stopped"),
     ]  # fmt: skip
     assert lines[3] == ["5", "5", "failed"]
     assert sweep.stopped
-    assert Sweep(["seed"]).collect(arguments) == []

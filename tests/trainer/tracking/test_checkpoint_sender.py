@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_reported_once(run: Path, client: Any, caplog: p
     assert said.startswith("The checkpoint step-00000020 is damaged (state.json does not match")
     assert kept(client) == ["step-00000010"]
     shutil.rmtree(damaged)
-    save(run, 20)  # saved anew
+    save(run, 20, score=1.0)  # saved anew
     send(sender, client)
     assert kept(client) == ["step-00000010", "step-00000020"]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -62,21 +60,6 @@ def fit_plan(
 
     size, why = world.on_first(look)
     return resolved.with_micro_batch_size(size, why) if why else resolved
-
-
-def earlier_plan(folder: Path, resolved: Resolved) -> Resolved:
-    """Return it with the microbatch that the run in ``folder`` started with, whatever memory is free now.
-
-    With another number of processes, among which it cannot be divided, it stays as it is.
-    """
-    try:
-        size = int(json.loads((folder / "config.json").read_text())[KEY])
-    except (OSError, ValueError, KeyError, TypeError):  # the comparison with the config will report it
-        return resolved
-    batching = resolved.plan.batching
-    if size < 1 or size == batching.micro_batch_size or batching.batch_size % (size * batching.ranks):
-        return resolved
-    return resolved.with_micro_batch_size(size, "as at the start of the run")
 
 
 def rough_bytes(recipe: Recipe, datasets: Datasets, micro_batch_size: int) -> int | None:

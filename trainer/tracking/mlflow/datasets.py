@@ -23,6 +23,7 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
     from trainer.data.contract import Datasets
     from trainer.data.loader import fingerprint  # with torch, which sending a run to MLflow does not need
 
+    place: dict[str, Any]
     options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
     if isinstance(options.get("path"), str) and options["path"]:
         kind, place = "local", {"uri": str(Path(options["path"]).expanduser().absolute())}

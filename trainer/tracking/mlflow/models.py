@@ -45,20 +45,14 @@ def log_best(
         upload_s: seconds that the upload may take.
 
     Returns:
-        The model's id; None: the folder has no model, or the store is of a version of MLflow without logged models.
+        The model's id; None: the folder has no model.
     """
     from mlflow.entities import LoggedModelOutput
-    from mlflow.exceptions import MlflowException
 
     facts = read_object(folder / SERVING / "serving.json")
     if not facts or not (folder / BEST).is_dir():
         return None
-    try:
-        model = _find_or_create(client, run, folder, info.params)
-    except MlflowException as error:
-        if error.error_code not in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED"):
-            raise
-        return None
+    model = _find_or_create(client, run, folder, info.params)
     progress(0)
     step, run_id, model_id = int(facts["step"]), run.info.run_id, str(model.model_id)
     if str(model.status) != "READY":

@@ -6,6 +6,7 @@ Beside it are ``best/``, the exported weights, and ``serving/``: ``serving.json`
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,7 +186,7 @@ class Forward:
         return {name: value.numpy() for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
-_KINDS = {
+_KINDS: dict[str, Callable[[Path, dict[str, Any]], Callable[..., Any]]] = {
     "text_generation": TextGeneration,
     "text_to_text": TextToText,
     "question_answering": QuestionAnswering,

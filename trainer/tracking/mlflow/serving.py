@@ -85,7 +85,7 @@ def source_files(module: str) -> list[Path]:
     """Return the files of this project that a module's file imports, directly or not, in functions too, and itself."""
     finder = ModuleFinder([str(PROJECT)])
     finder.run_script(module)
-    return [Path(found.__file__) for found in finder.modules.values() if found.__file__]
+    return [Path(file) for found in finder.modules.values() if (file := getattr(found, "__file__", None))]
 
 
 def _forward_facts(target: Path, recipe: Recipe, datasets: Datasets, model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -144,27 +144,14 @@ def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: 
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    from mlflow.exceptions import MlflowException
-
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        database = database_file(uri)
-        folder = re.sub(r"[^\w.-]", "_", name)
-        location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
-        try:
-            # If the kind is set, MLflow's page does not ask the user for it.
-            tags = {"mlflow.experimentKind": "custom_model_development"}
-            return str(client.create_experiment(name, artifact_location=location, tags=tags))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run was faster
-                raise
-        experiment = client.get_experiment_by_name(name)
-    if experiment.lifecycle_stage != "active":
-        raise RuntimeError(
-            f"the experiment {name} was deleted; restore it with `mlflow experiments restore "
-            f"--experiment-id {experiment.experiment_id}`, or choose another with tracking.experiment=<name>"
-        )
-    return str(experiment.experiment_id)
+    if experiment := client.get_experiment_by_name(name):
+        return str(experiment.experiment_id)
+    database = database_file(uri)
+    folder = re.sub(r"[^\w.-]", "_", name)
+    location = (database.parent / "mlartifacts" / folder).as_uri() if database else None
+    # If the kind is set, MLflow's page does not ask the user for it.
+    tags = {"mlflow.experimentKind": "custom_model_development"}
+    return str(client.create_experiment(name, artifact_location=location, tags=tags))
 
 
 def publish(
@@ -200,7 +187,7 @@ def publish(
         files: artifacts.
         children: by MLflow's id of each run below this one, the tags that it gets.
         status: RUNNING, or how it ended.
-        ended_s: seconds since the epoch; None: now.
+        ended_s: seconds since the epoch; None: now, if the run has not had this status yet.
     """
     from mlflow.entities import Metric, Param, RunTag
 
@@ -221,10 +208,10 @@ def publish(
     for child, own in (children or {}).items():
         for each, text in {"mlflow.parentRunId": run_id, **own}.items():
             client.set_tag(child, each, text)
-    if status != "RUNNING":
+    if status != "RUNNING" and (ended_s or status != run.info.status):
         client.set_terminated(run_id, status, int((ended_s or now_s) * 1000))
-    elif run.info.status != "RUNNING":
-        client.update_run(run_id, status="RUNNING")
+    elif status != run.info.status:
+        client.update_run(run_id, status=status)
     return run
 
 

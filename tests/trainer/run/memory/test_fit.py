@@ -16,10 +16,12 @@ from trainer.hardware import detect
 from trainer.parallel.world import World
 from trainer.profiling.ledger import MIB, STEADY, Ledger
 from trainer.recipe import Choice
+from trainer.run.folder import RunFolder
 from trainer.run.memory import fit, shortage
-from trainer.run.memory.fit import earlier_plan, fit_plan, rough_bytes
+from trainer.run.memory.fit import fit_plan, rough_bytes
 from trainer.run.memory.forecast import forecast, required_bytes
 from trainer.run.memory.shortage import USABLE
+from trainer.run.resume import as_before
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=8", "data.samples=64", "checkpoint=none"]
 
@@ -155,11 +157,12 @@ def test_a_model_that_cannot_be_forecast_is_trained(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_resumed_run_keeps_its_microbatch(tmp_path: Path) -> None:
-    resolved = compose(*BIGNET).resolve(detect("cpu"))
-    for recorded, expected in (('{"micro_batch_size": 32}', 32), ('{"micro_batch_size": 3}', 512), ("{", 512)):
-        (tmp_path / "config.json").write_text(recorded)
-        config, kept, explained, _ = earlier_plan(tmp_path, resolved)
-        assert config.micro_batch_size == kept.batching.micro_batch_size == expected
+    config = compose(*BIGNET)
+    resolved = config.resolve(detect("cpu"))
+    for recorded, expected in ((32, 32), (3, 512)):
+        before = {"micro_batch_size": recorded}
+        now, kept, explained, _ = as_before(RunFolder(tmp_path), before, config, resolved)
+        assert now.micro_batch_size == kept.batching.micro_batch_size == expected
         assert [choice.value for choice in explained if choice.key == "micro_batch_size"] == [expected]
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mantissa.manifest import LOSS, DtypeRecorder
 from tests.helpers import copied, fit, same_bits, trainer_of
 from trainer.determinism import random_state
-from trainer.precision.attention import KernelsTaken
-from trainer.profiling.dtypes import LOSS, ModuleDtypes
+from trainer.profiling.attention import KernelsTaken
 from trainer.profiling.flops import ModelFlops
 from trainer.run.record import precision_manifest
 from trainer.trainer import Trainer
@@ -86,10 +86,10 @@ class Parts(nn.Module):
 
 def test_own_operators_are_those_that_compute_and_belong_to_no_child() -> None:
     model = Parts()
-    recorder = ModuleDtypes(model)
+    recorder = DtypeRecorder(model)
     with recorder:
         model(torch.ones(1, 2))["wide"].sum()
-    rows = {row.pop("module"): row for row in recorder.rows()}
+    rows = {row.pop("module"): row for row in recorder.modules()}
     assert rows == {
         "": {"type": "Parts", "weights": "", "compute": "bfloat16, float32", "output": "float32"},
         "narrow": {"type": "Linear", "weights": "bfloat16", "compute": "bfloat16", "output": "bfloat16"},
@@ -108,7 +108,7 @@ def test_a_run_has_the_same_bits_with_and_without_it(options: tuple[str, ...]) -
     for trainer in (seen, unseen):
         torch.manual_seed(5)
         if trainer is seen:
-            trainer.observe(ModelFlops(), ModuleDtypes(trainer.model), KernelsTaken())
+            trainer.observe(ModelFlops(), DtypeRecorder(trainer.model), KernelsTaken())
         losses = [record.loss for record in fit(trainer)]
         states.append((losses, copied(trainer.model.state_dict()), random_state(trainer.device)))
     assert same_bits(*states)

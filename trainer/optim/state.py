@@ -1,8 +1,7 @@
-"""What a checkpoint holds of the training, by name: weights, optimizer state and generators."""
+"""The state of the training by name, as a checkpoint holds it: weights, optimizer state and generators."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -94,41 +93,3 @@ def parameter_names(model: nn.Module | MasterWeights, optimizer: torch.optim.Opt
     """Return the names of the optimizer's parameters in its own order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def state_after_step(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return, for each parameter, what its state looks like after a step: tensors without data, or other values.
-
-    Each kind of parameter is tested on a small copy, so this works for every optimizer. A tensor without dimensions,
-    such as a count of steps, is on the device where the optimizer keeps it.
-    """
-    tried: dict[tuple[Any, ...], dict[str, Any]] = {}
-    expected = []
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            key = (number, parameter.dtype, parameter.device, parameter.ndim)
-            if key not in tried:
-                twin = twin_after_step(type(optimizer), group, parameter)
-                tried[key] = next(iter(twin.state.values()), {})  # plain SGD keeps nothing
-            shape = tuple(parameter.shape)
-            expected.append({name: _stretched(value, shape) for name, value in tried[key].items()})
-    return expected
-
-
-def twin_after_step(cls: Any, group: dict[str, Any], parameter: Tensor) -> torch.optim.Optimizer:
-    """Return such an optimizer over a parameter of the same type, 2 × 3 × 4 …, which has taken a step."""
-    shape = tuple(range(2, 2 + parameter.ndim))
-    twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=local_part(parameter).device))
-    twin.grad = torch.zeros_like(twin)
-    options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-    other: torch.optim.Optimizer = cls([{**options, "params": [twin]}])
-    other.step()
-    return other
-
-
-def _stretched(value: Any, shape: tuple[int, ...]) -> Any:
-    """Return a tensor of the twin's state in the sizes of a parameter of ``shape``, on the meta device."""
-    if not isinstance(value, Tensor) or not value.ndim:
-        return value
-    sizes = [1 if size == 1 else length for size, length in zip(value.shape, shape, strict=True)]
-    return torch.empty(sizes, dtype=value.dtype, device="meta")

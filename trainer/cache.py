@@ -1,0 +1,44 @@
+"""Results that are kept for later processes, in a folder of files that can be generated again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache: ``$MANTISSA_CACHE``, or ``~/.cache/mantissa``."""
+    return Path(os.environ.get("MANTISSA_CACHE") or "~/.cache/mantissa").expanduser()
+
+
+def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
+    """Return what ``work`` returned when it was first called for ``kind`` and ``of``, here or in an earlier process.
+
+    If the cache cannot be read or written, ``work`` is called every time.
+
+    Args:
+        kind: the name of a folder in the cache.
+        of: everything that the result depends on, as JSON.
+        work: returns JSON.
+    """
+    key = json.dumps(of, sort_keys=True)
+    path = cache_folder() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["of"] == json.loads(key):
+            result: T = known["result"]
+            return result
+    result = work()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"of": of, "result": result}), encoding="utf-8")
+        partial.replace(path)  # never a part of it under this name
+    return result

@@ -1,0 +1,87 @@
+"""What a precision is in effect: the manifest, read back from torch, and a warning where it is slow."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mantissa.display import about, dtype_name, quantity
+from mantissa.formats import FP32
+from trainer.hardware import EMULATED, Hardware
+from trainer.precision import fp8, kernels
+from trainer.precision.modes import SILENT, Precision
+
+
+def warning_if_slow(precision: Precision, hardware: Hardware, rates: dict[str, float]) -> str | None:
+    """Return a warning for the user if this hardware has no instructions for the mode and its matmuls are slow.
+
+    ``rates`` are measured, of products in 10^12 FLOP/s: of the mode's format and of fp32, see ``product_rates``.
+    """
+    if hardware.support(precision.mode) != EMULATED or (precision.half and kernels.in_use(precision.half, "mm")):
+        return None
+    name = precision.format.number.name
+    text = f"{hardware.name} has no {name} instructions: results are as in {name}, but "
+    figures = f"{quantity(rates[name])} against {quantity(rates[FP32.name])} TFLOP/s, measured"
+    slowdown = rates[FP32.name] / rates[name]
+    if slowdown < 1.5:
+        return f"{text}do not expect a speedup over fp32 (matmuls: {figures})"
+    remedy = "precision=fp32"
+    if hardware.device.type == "cpu":
+        remedy = "precision.kernels=" + ("auto" if precision.kernels == "native" else "fp32")
+    return f"{text}matmuls are {about(slowdown)} times slower than in fp32 ({figures}); set {remedy}"
+
+
+def manifest_of(precision: Precision, hardware: Hardware, fp32_modules: list[str]) -> dict[str, Any]:
+    """Return what was requested and what is effective, read back from torch and tested on the device.
+
+    ``matmul_dtype`` is the dtype of the result of a matmul of two matrices in the dtype of the weights.
+    ``dtypes_in_use`` adds what depends on the model.
+    """
+    with precision.autocast(hardware.device):
+        one = torch.ones(8, 8, device=hardware.device, dtype=precision.format.weights)
+        product = (one @ one).dtype
+    backends = torch.backends
+    return {
+        "requested": {"mode": precision.mode, "fp32_modules": list(precision.fp32_modules)}
+        | ({} if precision.fp8_scaling is None else {"fp8_scaling": precision.fp8_scaling})
+        | precision.listed,
+        "support": hardware.support(precision.mode),
+        "effective": {
+            "device": str(hardware.device),
+            "matmul_dtype": dtype_name(product),
+            "fp32_modules": fp32_modules,
+            "fp32_in_cuda_matmul": backends.cuda.matmul.fp32_precision,
+            "fp32_in_cudnn_conv": backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+            "fp32_in_cudnn_rnn": backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
+            "fp32_in_mkldnn_matmul": backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+            "fp32_in_mkldnn_conv": backends.mkldnn.conv.fp32_precision,  # type: ignore[attr-defined]
+            "fp16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+            "bf16_reduced_precision_reduction": bool(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+        },
+        "environment": {name: os.environ[name] for name in SILENT[FP32] if name in os.environ},
+    }
+
+
+def dtypes_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the manifest's dtypes of the model's weights and of the weights that the optimizer updates.
+
+    Read from their tensors; of several dtypes, the one with most weights comes first.
+    """
+    changed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        "weights_dtype": _dtypes(model.parameters()),
+        "optimizer_dtype": _dtypes(changed),
+        "fp8_modules": fp8.converted(model),
+    }
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
+    count: Counter[str] = Counter()
+    for tensor in tensors:
+        count[dtype_name(tensor.dtype)] += tensor.numel()
+    return ", ".join(name for name, _ in count.most_common())
