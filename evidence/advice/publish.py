@@ -13,7 +13,6 @@ from trainer.errors import first_line
 from trainer.profiling.ledger import MIB
 from trainer.tracking.mlflow import store
 from trainer.tracking.mlflow.addresses import tracking_uri
-from trainer.tracking.mlflow.store import connect
 from trainer.tracking.ui import shown_at
 
 EXPERIMENT = "-advice"
@@ -43,7 +42,7 @@ def publish(advice: Advice, config: Config, sentence: str, files: list[Path]) ->
 
 
 def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[Path]) -> str:
-    client, key, now = connect(uri), advice.key, time.time()
+    client, key, now = store.connect(uri), advice.key, time.time()
     params = {
         "goal": advice.goal,
         "steps": str(advice.steps),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import asdict
 
@@ -12,7 +11,7 @@ from evidence.advice.report import sentence
 from evidence.advice.schema import AHEAD, BUDGET, FAILED, HUNG, LEFT_OUT, SEVERAL, Advice, Entry, _entry
 from evidence.advice.search import FINAL_TURNS, LEAST_PAIRS, MOST_FAULTS, PAIRS
 from mantissa.statistics import ratio_interval
-from tests.evidence.advice.machine import FACTORS, SPACE, Machine, every, new, space, times
+from tests.evidence.advice.machine import SPACE, Machine, every, new, space, times
 from trainer.errors import RunError, UserError
 
 BEST = "bf16 + compile, micro=32"
@@ -118,18 +117,6 @@ def test_compiling_must_be_faster_in_a_whole_run_of_fresh_processes() -> None:
     assert compiled.run_interval is not None
     assert compiled.interval.low > 1.1
     assert compiled.run_interval.high < 1.0
-
-
-def test_a_whole_run_is_compared_with_the_best_that_does_not_compile() -> None:
-    """Compiling pays against its own form, but another setting without it is nearly as fast."""
-
-    def step_s(label: str) -> float:
-        base = 0.03 if "16" in label else 0.02
-        return base * (0.3 if "compile" in label else 0.33 if "micro=32" in label else 1.0)
-
-    short = Machine(step_s, compile_s=60.0).advise(steps=5000, budget_s=1200.0)
-    assert short.winner == "fp32, micro=32"
-    assert "compile" in Machine(step_s, compile_s=60.0).advise(steps=500_000, budget_s=1200.0).winner
 
 
 def test_where_the_default_compiles_a_short_run_does_not() -> None:
@@ -247,12 +234,6 @@ def test_processes_that_do_not_fit_together_run_one_after_the_other() -> None:
     assert (fp16.status, fp16.reason) == (FAILED, "out of memory: beside 0 others")
 
 
-def test_what_a_start_without_enough_memory_has_compiled_counts_as_compile_time() -> None:
-    here = Machine(times({"compile": 0.6}), device_bytes=5000, memory=lambda label: 4500, noise=0.0)
-    found = here.advise(among=space("fp32", compile=["default"]))
-    assert entries(found)["fp32 + compile"].compile_s >= 10.0
-
-
 def test_least_memory_in_at_most_one_and_a_half_times_the_time() -> None:
     def memory(label: str) -> int:
         return 1000 - 100 * ("micro=8" in label) - 300 * ("bf16" in label) - 600 * ("eager" in label)
@@ -308,28 +289,3 @@ def test_an_interrupted_search_continues_where_it_was() -> None:
     assert found.winner == BEST
     assert "fp16" not in later.started, "it was measured before"
     assert found.spent_s > spent_s
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        (100, "fp32, train.py's default: no setting is clearly faster here in a run of 100 steps"),
-        (10_000, " steps; 1.82x [1.82, 1.82] as fast in a run of 10000 steps, compile time included"),
-    ],
-)
-def test_the_sentence_tells_steps_from_whole_runs(steps: int, expected: str) -> None:
-    """10 s to compile, and steps of 0.01 s instead of 0.02 s: 110 s instead of 200 s for 10,000 steps."""
-    among = space("fp32", compile=["default"])
-    found = Machine(times({"compile": 0.5}), noise=0.0).advise(among=among, steps=steps)
-    assert expected in sentence(found)
-
-
-def test_no_ratio_depends_on_a_setting_that_compiles_and_fails() -> None:
-    """It would gain most, before it fails."""
-    usual = times(FACTORS)
-    here = Machine(lambda label: usual(label) * (0.5 if label == "bf16 + compile" else 1.0))
-    here.broken["bf16 + compile"] = "later"
-    found = here.advise(steps=100)
-    assert entries(found)["bf16 + compile"].status == FAILED
-    assert not any("(bf16 + compile)" in note for note in found.notes)
-    assert math.isfinite(winner(found).speed or math.inf)
