@@ -11,8 +11,8 @@ from torch import nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
-from trainer.run.folder import RunFolder
 from trainer.run.terminal import Terminal
+from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.serving import remove_serving, write_serving
 from trainer.trainer import Trainer
 

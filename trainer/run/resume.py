@@ -23,8 +23,8 @@ from trainer.data.loader import OnDeviceLoader
 from trainer.debug import Overfit
 from trainer.errors import UserError
 from trainer.files import check_output_dir, final_status, read_object
-from trainer.run.folder import RunFolder, local_folder, named, same_place, to_continue
 from trainer.run.record import FAILURE
+from trainer.run_folder import RunFolder, local_folder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
 
