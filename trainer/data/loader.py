@@ -32,9 +32,6 @@ class DataOrder:
         self.seed = seed
         # An epoch and its permutation, replaced together: see ``Prefetched``.
         self._kept = -1, np.empty(0, dtype=np.int64)
-            -1,
-            np.empty(0, dtype=np.int64),
-        )  # an epoch and its permutation, replaced together: see ``Prefetched``
 
     def samples(self, first: int, count: int) -> list[SampleId]:
         """Return the ``count`` samples from position ``first`` on."""
