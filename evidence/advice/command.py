@@ -31,7 +31,7 @@ from trainer.config.compose import CONF, combinations, compose
 from trainer.config.options import parse
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.data.loader import fingerprint
+from trainer.data.fingerprint import fingerprint
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT, check_output_dir, in_use, make_folder, write_json
 from trainer.hardware import Hardware, available_bytes, detect

@@ -16,7 +16,7 @@ from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch
-from trainer.data.loader import fingerprint
+from trainer.data.fingerprint import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World

@@ -65,7 +65,7 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     normalised = trainer.model.normalise(batch, torch.contiguous_format)  # type: ignore[operator]
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     torch.testing.assert_close(normalised[0], (batch[0] / 255 - mean) / std)
-    (choice,) = (choice for choice in trainer.choices if choice.key == "recipe.pretrained")
+    (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
     assert choice.why.startswith(
         "a new head for 10 classes (fc.weight, fc.bias); images are normalised as it needs (0.485"
     )
@@ -75,7 +75,9 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
 def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:
     trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT", "data=synthetic", "recipe.image_size=32")
     assert same_bits(trainer.model.state_dict(), published)
-    assert [choice.why[:16] for choice in trainer.choices if choice.key == "recipe.pretrained"] == ["its head is kept"]
+    assert [choice.why[:16] for choice in trainer.decisions if choice.key == "recipe.pretrained"] == [
+        "its head is kept"
+    ]
 
 
 @pytest.mark.parametrize("form", ["plain.pth", "timm.pth", "weights.safetensors"])
@@ -88,7 +90,7 @@ def test_weights_from_a_file(form: str, published: dict[str, Tensor], tmp_path: 
     else:
         save_file(published, file)
     trainer = trainer_of(*SMALL, f"recipe.pretrained={file}")
-    (choice,) = (choice for choice in trainer.choices if choice.key == "recipe.pretrained")
+    (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
     assert "as weights of ImageNet need it (0.485" in choice.why
     assert choice.why.endswith("set recipe.mean and recipe.std for others")
     assert same_bits(body(trainer.model.state_dict()), body(published))
