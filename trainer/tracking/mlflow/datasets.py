@@ -25,7 +25,6 @@ def dataset_facts(source: DataSource, datasets: Datasets) -> list[dict[str, Any]
 
     place: dict[str, Any]
     options = {entry.name: getattr(source, entry.name) for entry in dataclasses.fields(source)}
-    place: dict[str, Any]
     if isinstance(options.get("path"), str) and options["path"]:
         kind, place = "local", {"uri": str(Path(options["path"]).expanduser().absolute())}
     elif source.kind == "hub":
