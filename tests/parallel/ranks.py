@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,6 @@ MODES: dict[str, Callable[[], Parallel]] = {"single": Parallel, "ddp": DDP, "fsd
 class Gradients(ClipNorm):
     """Clips, and keeps the gradients, which the step clears, before and after."""
 
-    kind: ClassVar[str] = "copy"
     max_norm: float = 0.01
     before: list[Tensor] = field(default_factory=list)
     after: list[Tensor] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +54,6 @@ class Tagging(Recipe):
 class Copy(Clip):
     """Changes nothing and keeps the gradients, which the step clears."""
 
-    kind: ClassVar[str] = "copy"
     gradients: list[Tensor] = field(default_factory=list)
 
     def apply(self, gradients: list[Tensor], norm: Tensor) -> None:
