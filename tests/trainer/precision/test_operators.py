@@ -27,10 +27,10 @@ from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
-from trainer.run.folder import RunFolder
 from trainer.run.memory.forecast import forecast
 from trainer.run.record import precision_manifest
 from trainer.run.resume import check_same
+from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
