@@ -16,12 +16,11 @@ from evidence.budget import Budget, duration, in_words
 from evidence.claims import results
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
-from evidence.claims.reproduce import LEFT_FILE, Reproduction, machine_name, ordered, part_facts, rest_in_words, save
+from evidence.claims.reproduce import Reproduction, machine_name, ordered, part_facts, rest_in_words, save
 from evidence.runs import TRAIN, merged
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
-from trainer.files import make_folder, write_json
 from trainer.hardware import Hardware, detect
 
 
@@ -93,8 +92,6 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
     if new and not reproduction.reduced:
         results.update()
     if reproduction.budget:
-        make_folder(reproduction.folder)
-        write_json(reproduction.folder / LEFT_FILE, left)
         tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
         absent = f"; {len(new) - len(tested)} not testable here" if len(new) > len(tested) else ""
         taken = in_words(time.monotonic() - began)

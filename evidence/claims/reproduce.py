@@ -26,8 +26,6 @@ from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
 from trainer.run.provenance import git_facts, versions
 
-LEFT_FILE = "left.json"
-"""In the folder of the runs: what the last call with a budget left to do."""
 ORDER = PROJECT / "evidence" / "claims" / "order.yaml"
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from evidence.search.space import overrides_of, shown
+from evidence.search.study import Search
 from mantissa.display import columns, loss
 from trainer.config.schema import Config
 from trainer.errors import first_line
 from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.mlflow.store import connect, publish
-
-if TYPE_CHECKING:
-    from evidence.search.search import Search
 
 AT_STEP, WHY = "at_step", "why"
 """Attributes of Optuna's trials: of the best score; why a trial was pruned or has failed."""

@@ -15,9 +15,9 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from evidence.search.search import Search, open_search, pruner_of
 from evidence.search.search import main as search
 from evidence.search.space import parse_space
+from evidence.search.study import Search, open_search, pruner_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
