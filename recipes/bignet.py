@@ -16,7 +16,7 @@ from trainer.data.contract import Batch, Datasets
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
+from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
 
 _BLOCK = 4
 """Linear layers in a block; about √20, where recomputing blocks of 20 layers saves most (Chen et al. 2016)."""
@@ -42,26 +42,26 @@ class BigNet(Recipe):
         if not self.loss_weight > 0:
             raise UserError(f"recipe.loss_weight={self.loss_weight} must be above 0")
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Refuse data that is not vectors."""
         if not isinstance(data, Synthetic):
             raise UserError(f"recipe=bignet cannot read data={data.kind}; use data=synthetic")
         return self._as_pretrained() if self.pretrained else (self, [])
 
-    def _as_pretrained(self) -> tuple[Self, list[Choice]]:
+    def _as_pretrained(self) -> tuple[Self, list[Decision]]:
         assert self.pretrained
         about = read_object(Path(self.pretrained).expanduser() / "config.json")
         if about.get("recipe") != self.name:
             raise UserError(f"recipe.pretrained={self.pretrained} is not the best/ of a run of recipe=bignet; give one")
-        choices = []
+        decisions: list[Decision] = []
         for name in self.architecture:
             now, there = getattr(self, name), about["options"][name]
             if now not in (there, getattr(type(self), name)):
                 raise UserError(
                     f"recipe.{name}={now}, but recipe.pretrained={self.pretrained} has {there}; leave it out"
                 )
-            choices.append(Choice(f"recipe.{name}", there, "of the pretrained model"))
-        return self.chosen(choices), choices
+            decisions.append(Decision(f"recipe.{name}", there, "of the pretrained model"))
+        return self.chosen(decisions), decisions
 
     def sizes(self, hardware: Hardware) -> Sizes:
         """Batch 512 in one piece, long enough to see the loss fall."""

@@ -20,7 +20,7 @@ from recipes.pretrained import open_pretrained, pretrained_config
 from trainer.data.contract import Dataset
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, Recipe, Sizes
+from trainer.recipe import DataSource, Decision, Recipe, Sizes
 
 ATTENTION = ("sdpa", "eager")
 """torch's fused kernels; or a matmul, a softmax and a matmul, which keep scores of T × T."""
@@ -127,7 +127,7 @@ class SizedRecipe(Recipe):
             special=added,
         )
 
-    def choose_model(self, hardware: Hardware) -> list[Choice]:
+    def choose_model(self, hardware: Hardware) -> list[Decision]:
         """Return what ``recipe.size=auto`` becomes; nothing for a size that the user set.
 
         Raises:
@@ -147,15 +147,15 @@ class SizedRecipe(Recipe):
             return []
         if self.size == "auto":
             if hardware.is_gpu:
-                return [Choice("recipe.size", self.on_gpu, "GPU default")]
-            return [Choice("recipe.size", self.on_cpu, "CPU default")]
+                return [Decision("recipe.size", self.on_gpu, "GPU default")]
+            return [Decision("recipe.size", self.on_cpu, "CPU default")]
         if self.size not in self.shapes:
             raise UserError(
                 f"recipe.size={self.size} is unknown{nearest(self.size, self.shapes)} ({', '.join(self.shapes)})"
             )
         return []
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Choose the size and the context."""
         chosen = getattr(self._text(data), "tokenizer", OWN_BPE)
         if self.pretrained and chosen not in (OWN_BPE, self.pretrained):  # the default need not be dropped
@@ -163,16 +163,16 @@ class SizedRecipe(Recipe):
                 f"data.tokenizer={chosen} has no effect with recipe.pretrained={self.pretrained}, which has its own "
                 "tokenizer; remove one of them"
             )
-        choices = self.choose_model(hardware)
+        decisions = self.choose_model(hardware)
         if self.context == "auto":
-            tokens = self.chosen(choices).tokens_per_sample
-            choices.append(Choice("recipe.context", tokens, "tokens per sample, the size's own"))
-        resolved = self.chosen(choices)
+            tokens = self.chosen(decisions).tokens_per_sample
+            decisions.append(Decision("recipe.context", tokens, "tokens per sample, the size's own"))
+        resolved = self.chosen(decisions)
         if self.lora.rank and self.lora.target == "auto":
             target = self.lora.targets(self.name)
-            choices.append(Choice("recipe.lora.target", target, f"peft's choice for {self.name}"))
+            decisions.append(Decision("recipe.lora.target", target, f"peft's choice for {self.name}"))
             resolved = replace(resolved, lora=replace(self.lora, target=target))
-        return resolved, choices
+        return resolved, decisions
 
     @property
     def tokens_per_sample(self) -> int:
@@ -203,7 +203,7 @@ class SizedRecipe(Recipe):
 
     def fitted(
         self, weights: dict[str, Tensor], model: Any, datasets: TextDatasets, about: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], list[Choice]]:
+    ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights with this model's padding of the vocabulary."""
         tables, vocabulary = token_tables(_network(model)), datasets.vocabulary
         for name, own in model.named_parameters(remove_duplicate=False):

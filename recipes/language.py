@@ -18,7 +18,7 @@ from recipes.language_model import LanguageModel, torch_can_chunk
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, LossOutput
+from trainer.recipe import DataSource, Decision, LossOutput
 
 _SAMPLE_TOKENS = 120
 
@@ -68,13 +68,13 @@ class LanguageRecipe(SizedRecipe):
         """Return transformers' model in fp32, for so many token ids and positions."""
         raise NotImplementedError
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Choose the size, the context and the form of the loss."""
-        resolved, choices = super().resolve(hardware, data)
+        resolved, decisions = super().resolve(hardware, data)
         if self.chunked_loss is True and not torch_can_chunk():
             raise UserError(f"recipe.chunked_loss=true needs a newer torch than {torch.__version__}; use false or auto")
         chunked = hardware.is_gpu and torch_can_chunk() if self.chunked_loss == "auto" else self.chunked_loss
-        return replace(resolved, chunked_loss=chunked), choices
+        return replace(resolved, chunked_loss=chunked), decisions
 
     def datasets(self, data: DataSource, seed: int) -> TextDatasets:
         """Tokenise and cut into windows."""

@@ -12,7 +12,7 @@ from recipes.language import LanguageRecipe
 from recipes.language_model import LanguageModel
 from trainer.errors import UserError
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, Sizes
+from trainer.recipe import Decision, Sizes
 
 
 class Shape(NamedTuple):
@@ -69,16 +69,16 @@ class Llama(LanguageRecipe):
             if value is not None and value < 1:
                 raise UserError(f"recipe.{key}={value} must be at least 1, or null for the size's own")
 
-    def choose_model(self, hardware: Hardware) -> list[Choice]:
+    def choose_model(self, hardware: Hardware) -> list[Decision]:
         """Choose the size, and refuse numbers that do not fit each other."""
-        choices = super().choose_model(hardware)
+        decisions = super().choose_model(hardware)
         if self.pretrained:
             if self._changed:
                 raise UserError(
                     f"recipe.{next(iter(self._changed))} has no effect with recipe.pretrained; remove one of them"
                 )
-            return choices
-        shape = self.chosen(choices).shape
+            return decisions
+        shape = self.chosen(decisions).shape
         if shape.width % (2 * shape.heads):
             raise UserError(
                 f"recipe.width={shape.width} must be a multiple of 2 × recipe.heads={shape.heads}; "
@@ -90,7 +90,7 @@ class Llama(LanguageRecipe):
                 f"recipe.kv_heads={shape.kv_heads} must divide recipe.heads={shape.heads}; "
                 f"use recipe.kv_heads={fitting}"
             )
-        return choices
+        return decisions
 
     def network(self, vocabulary: int, context: int) -> Any:
         """Return transformers' Llama in fp32: with random weights, or the pretrained one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,7 +17,7 @@ from recipes.vision import architectures, objective, pretrained
 from trainer.data.contract import Batch, SampleId
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware
-from trainer.recipe import Choice, DataSource, LossOutput, Recipe, Sizes
+from trainer.recipe import DataSource, Decision, LossOutput, Recipe, Sizes
 
 TOP5_FROM = 10
 """With fewer classes, a guess is in the first five too often for top-5 to say anything."""
@@ -92,7 +93,7 @@ class ResNet(Recipe):
             )
         objective.check_class_weights(self.class_weights)
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Choose the architecture, or check the requested one."""
         _image_source(data)
         found = {} if self.pretrained is None else pretrained.exported_config(self.pretrained)
@@ -101,16 +102,16 @@ class ResNet(Recipe):
             found, why = {"arch": "resnet50"}, "GPU default; recipe.arch=resnet18 for a smaller one"
         elif not found:
             found, why = {"arch": "resnet18"}, "CPU default; recipe.arch=resnet50 for the published size"
-        choices = [
-            Choice(f"recipe.{name}", found[name], why)
+        decisions = [
+            Decision(f"recipe.{name}", found[name], why)
             for name in ("arch", "image_size")
             if name in found and getattr(self, name) == "auto"
         ]
-        recipe = self.chosen(choices)
+        recipe = self.chosen(decisions)
         architectures.check(recipe.arch)
         if recipe.pretrained is not None:
             pretrained.check(recipe.arch, recipe.pretrained)
-        return recipe, choices
+        return recipe, decisions
 
     def smaller(self) -> list[str]:
         """Return ResNet-18."""
@@ -142,7 +143,7 @@ class ResNet(Recipe):
         mean, std = pretrained.normalisation({"mean": self.mean, "std": self.std})
         return replace(datasets, mean=mean, std=std)
 
-    def decided(self, datasets: ImageDatasets) -> list[Choice]:
+    def decided(self, datasets: ImageDatasets) -> list[Decision]:
         """Return what becomes of the pretrained weights."""
         if self.pretrained is None:
             return []
@@ -150,12 +151,12 @@ class ResNet(Recipe):
         new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
         if self.mean is not None:
             how = f"by recipe.mean and recipe.std ({colours})"
-        elif pretrained.assumes_normalisation(self.pretrained):
+        elif Path(self.pretrained).expanduser().exists() and not pretrained.exported_config(self.pretrained):
             how = f"as weights of ImageNet need it ({colours}); set recipe.mean and recipe.std for others"
         else:
             how = f"as it needs ({colours})"
         why = f"{new if datasets.new_head else 'its head is kept'}; images are normalised {how}"
-        return [Choice("recipe.pretrained", self.pretrained, why)]
+        return [Decision("recipe.pretrained", self.pretrained, why)]
 
     def build_model(self, datasets: ImageDatasets) -> nn.Module:
         """Build the classifier, random or pretrained. Its attribute ``normalise`` makes its input of pixels."""
@@ -209,14 +210,14 @@ class ResNet(Recipe):
 
     def fitted(
         self, weights: dict[str, Tensor], model: nn.Module, datasets: ImageDatasets, about: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], list[Choice]]:
+    ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return the weights, but a new head where the classes are others."""
         outputs, own = self._outputs(datasets), model.state_dict()
         head = pretrained.new_head(weights, about.get("classes"), self.arch, datasets, outputs)
         if not head:
             return weights, []
         why = f"a new head ({', '.join(head)}): the run it starts from has other classes"
-        return weights | {name: own[name] for name in head}, [Choice("recipe.classes", outputs, why)]
+        return weights | {name: own[name] for name in head}, [Decision("recipe.classes", outputs, why)]
 
     def description(self, datasets: ImageDatasets) -> dict[str, Any]:
         """Return what the model's library needs to build it again, and how images become its input."""

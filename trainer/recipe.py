@@ -38,7 +38,7 @@ class Sizes:
     micro_batch_size: int
 
 
-class Choice(NamedTuple):
+class Decision(NamedTuple):
     """One ``auto`` that was resolved: what it became, and why."""
 
     key: str
@@ -105,7 +105,7 @@ class Augment(SetOnce):
         """Return what was asked for, as typed; None: nothing."""
         return None
 
-    def decided(self) -> tuple[Augment, list[Choice]]:
+    def decided(self) -> tuple[Augment, list[Decision]]:
         """Return what ``auto`` became when the data was opened, and the choice to be shown."""
         return self, []
 
@@ -117,7 +117,7 @@ class Augment(SetOnce):
 class FirstWeights:
     """Where a new model's first weights come from, in the place of the recipe's own."""
 
-    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Choice]:
+    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Decision]:
         """Overwrite the weights of a new model, on the host; return what is not taken over.
 
         Raises:
@@ -162,15 +162,15 @@ class Recipe(SetOnce):
     adapter_lr: ClassVar[float | None] = None
     """The same where only low-rank adapters are trained (``recipe.lora``)."""
 
-    def chosen(self, choices: Iterable[Choice]) -> Self:
+    def chosen(self, decisions: Iterable[Decision]) -> Self:
         """Return the recipe with these options (``recipe.<option>``) in the place of its own."""
-        return replace(self, **{choice.key.removeprefix("recipe."): choice.value for choice in choices})
+        return replace(self, **{decision.key.removeprefix("recipe."): decision.value for decision in decisions})
 
     def falls(self, metric: str) -> bool:
         """Return whether the lowest value of a metric (such as ``valid/loss``) is the best."""
         return metric.rpartition("/")[2] not in self.rising
 
-    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Choice]]:
+    def resolve(self, hardware: Hardware, data: DataSource) -> tuple[Self, list[Decision]]:
         """Return the recipe without ``auto``, as far as the hardware decides, and what was chosen.
 
         Called before anything is loaded or written, so it must be quick.
@@ -192,7 +192,7 @@ class Recipe(SetOnce):
         """Open the data. Raises UserError where the user's data cannot work."""
         raise NotImplementedError
 
-    def decided(self, datasets: Any) -> list[Choice]:
+    def decided(self, datasets: Any) -> list[Decision]:
         """Return what was chosen when the data was opened, to be shown."""
         return []
 
@@ -261,7 +261,7 @@ class Recipe(SetOnce):
 
     def fitted(
         self, weights: dict[str, Tensor], model: Any, datasets: Any, about: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], list[Choice]]:
+    ) -> tuple[dict[str, Tensor], list[Decision]]:
         """Return another run's weights as this model needs them, and what is not taken over.
 
         Args:

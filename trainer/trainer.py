@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _RANK_STRIDE = 0x9E3779B9  # keeps the ranks' seeds apart from each other and from the next seeds' runs
 
-_FEW = 2
+_INSPECTED = 2
 """Samples of a forward pass that only inspects the model; batch norm cannot take statistics of one."""
 
 
@@ -90,7 +90,7 @@ class Trainer(Generic[Config]):
         set_determinism(config.deterministic)
         self.datasets = config.debug.datasets(datasets, plan.batching.batch_size)
         """What it trains on and is evaluated on."""
-        config, self.choices = config.with_data(self.datasets, hardware)
+        config, self.decisions = config.with_data(self.datasets, hardware)
         """What was chosen once the data was open."""
         self.config, self.recipe = config, config.recipe
         self.order = DataOrder(len(self.datasets.train), config.seed)
@@ -156,37 +156,34 @@ class Trainer(Generic[Config]):
         """Return the recipe's model with its first weights, on the device. The memory forecast overrides this."""
         model = self.recipe.build_model(self.datasets)
         if self.config.source is not None:
-            self.choices = [*self.choices, *self.config.source.load(self.recipe, model, self.datasets)]
+            self.decisions = [*self.decisions, *self.config.source.load(self.recipe, model, self.datasets)]
         return model.to(self.device)
 
-    def few(self) -> Batch:
+    def first_samples(self) -> Batch:
         """Return the first samples, enough for a forward pass that only inspects the model."""
-        return self.datasets.train.batch(self.order.samples(0, min(_FEW, self.plan.batching.micro_batch_size)))
+        return self.datasets.train.batch(self.order.samples(0, min(_INSPECTED, self.plan.batching.micro_batch_size)))
 
-    def _forward_of_few(self) -> None:
+    def _inspecting_forward(self) -> None:
         """Take one forward pass over the first samples, and restore the state of the generators."""
         generators = random_state(self.device)
         try:
-            self.recipe.loss(self.model, to_device(self.few(), self.device))
+            with self.config.precision.autocast(self.device):
+                self.recipe.loss(self.model, to_device(self.first_samples(), self.device))
         finally:
             set_random_state(generators, self.device)
-
-    def _forward_in_precision(self) -> None:
-        with self.config.precision.autocast(self.device):
-            self._forward_of_few()
 
     def _count_operators(self) -> dict[str, dict[str, int]]:
         """Count them before the model is wrapped: compiled or sharded, it cannot be called just once."""
         listed = self.config.precision.listed
         if not listed or detect_fake_mode() is not None:
             return {}
-        return calls.count(listed, self.model, self._forward_in_precision)
+        return calls.count(listed, self.model, self._inspecting_forward)
 
     def observe(self, *recorders: AbstractContextManager[Any]) -> None:
         """Take an eager forward pass over the first samples under the recorders, and change nothing."""
         # With FSDP, a forward pass without a backward pass would leave stale state in FSDP.
         gradients = self.config.parallel.kind != "fsdp"
-        calls.observe(self.model, self._forward_in_precision, *recorders, gradients=gradients)
+        calls.observe(self.model, self._inspecting_forward, *recorders, gradients=gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the training, see ``optim.state.training_state``."""
@@ -268,11 +265,11 @@ class Trainer(Generic[Config]):
     def metric_names(self) -> list[str]:
         """Return the names of the recipe's metrics, from a forward pass over a few samples."""
         generators = random_state(self.device)
-        few = self.datasets.valid.batch([SampleId(0, None)])
+        sample = self.datasets.valid.batch([SampleId(0, None)])
         self.model.eval()
         try:
             with self.config.precision.autocast(self.device):
-                sums = self.recipe.loss(self.model, to_device(few, self.device)).metric_sums
+                sums = self.recipe.loss(self.model, to_device(sample, self.device)).metric_sums
         finally:
             self.model.train()
             set_random_state(generators, self.device)

@@ -13,6 +13,7 @@ from typing import Any
 
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.diagnosis import Replay
+from mantissa.formats import FORMATS
 from mantissa.updates import UpdateMeter, elementwise
 from trainer.checkpoint import store
 from trainer.checkpoint.reader import CheckpointReader
@@ -137,9 +138,10 @@ def _trainer(config: Config) -> tuple[Trainer, list[str]]:
     config = replace(config, parallel=Parallel())
     mode = config.precision.mode
     if hardware.support(mode) == UNAVAILABLE:
-        nearest = "fp32" if mode == "tf32" else "bf16"
+        half = FORMATS[mode].half is not None
+        nearest = "bf16" if half else "fp32"
         notes.append(f"precision={mode} is not available here: its rung is left out, and steps are taken in {nearest}")
-        precision = Precision() if nearest == "fp32" else replace(config.precision, mode=nearest, fp8_scaling=None)
+        precision = replace(config.precision, mode=nearest, fp8_scaling=None) if half else Precision()
         config = replace(config, precision=precision, scaler=AutoScaler())
     return Trainer.from_config(config, hardware, World()), notes
 

@@ -22,6 +22,7 @@ from mantissa.doctor.provenance import absorbed, find
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
 from mantissa.errors import is_out_of_memory
 from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
+from mantissa.formats import FORMATS
 from mantissa.manifest import OperatorManifest, manifest
 from mantissa.step import Passes, Step
 from mantissa.updates import Counts, judge, keeps_16_bits
@@ -205,7 +206,7 @@ def diagnose(
 
 def _manifest(step: Step) -> OperatorManifest:
     passes = step.own()
-    passes.microbatches = step.few(2)  # formats do not depend on the number of samples; batch norm needs two
+    passes.microbatches = step.first_samples(2)  # formats do not depend on the number of samples; batch norm needs two
     return manifest(passes)
 
 
@@ -327,5 +328,5 @@ def _cure(result: Diagnosis) -> None:
         budget.take("price of the islands", lambda: price(step, islands))
     finding.cure.append(islands.text())
     bf16 = result.trial("bf16")
-    if bf16 is not None and bf16.status == OK and step.format.name != "bf16":
+    if bf16 is not None and bf16.status == OK and step.format is not FORMATS["bf16"]:
         finding.cure.append("or precision=bf16, which is finite here")

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, described
 from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
@@ -63,7 +64,7 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
             inside.detail += f"; inside {cause.op}, opened (fused kernels keep the scores in fp32)"
             return inside
     kind, detail = _kind(passes, modules, cause.number)
-    if kind == DOMAIN and format not in ("fp32", "fp64") and (source := _flushed(passes, modules, cause.number)):
+    if kind == DOMAIN and format not in (FP32, FP64) and (source := _flushed(passes, modules, cause.number)):
         return finding(UNDERFLOW, source, f"{source.lost}; {cause.op} then divides by 0 or takes a logarithm of it")
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from mantissa.formats import BF16, FP8
 from mantissa.step import Passes, Step
 
 OK, BREAKS, DIFFERS, LEFT_OUT = "ok", "BREAKS", "DIFFERS", "left out"
@@ -63,15 +64,15 @@ def format_sweep(step: Step) -> list[FormatTrial]:
     They are those up to the run's own, on fp32 weights; then, where it is another, what the run does: its own stored
     weights, its fp32 modules and operators.
     """
-    half, own = step.format.number.name, step.format.name
+    number, own = step.format.number, step.format.name
     trials = [FormatTrial(FP64, partial(step.reference, torch.float64)), FormatTrial(FP32, partial(step.passes, FP32))]
     if step.available(TF32) and own != FP32:
         trials.append(FormatTrial(TF32, partial(step.passes, TF32)))
     if step.format.half is None:
         return trials
-    if step.available("bf16") and half != "bf16":
-        trials.append(FormatTrial("bf16", partial(step.passes, "bf16")))
-    basic = "bf16" if half == "fp8" else half
+    if number is not BF16 and step.available(BF16.name):
+        trials.append(FormatTrial(BF16.name, partial(step.passes, BF16.name)))
+    basic = (BF16 if number is FP8 else number).name
     trials.append(FormatTrial(basic, partial(step.passes, basic)))
     if step.scales != [1.0]:
         trials.append(FormatTrial(basic + SCALER, partial(step.passes, basic), step.scales))

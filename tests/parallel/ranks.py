@@ -40,6 +40,7 @@ from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.profiling.diagnostics import Numerics
 from trainer.recipe import DataSource, LossOutput
+from trainer.run.export import unsharded
 from trainer.trainer import Trainer
 
 LINUX = sys.platform == "linux"
@@ -244,7 +245,7 @@ def halves(mode: str) -> dict[str, Any]:
             local_part(master.detach()).zero_()
         load(folder).restore(trainer.model, trainer.optimizer, trainer.masters)
         restored = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
-        export = trainer.config.parallel.whole(trainer.model, trainer.build_model)
+        export = unsharded(trainer.model, trainer.build_model)
         result[precision] = {
             "losses": losses,
             "numerics": dict(diagnostics.collect()),
@@ -277,7 +278,7 @@ def averages(mode: str) -> dict[str, Any]:
             local_part(each).zero_()
         load(folder).restore(trainer.model, trainer.optimizer, trainer.masters, trainer.average)
         build = partial(trainer.recipe.build_model, trainer.datasets)
-        export = trainer.config.parallel.whole(trainer.model, build, trainer.average.state_of_model())
+        export = unsharded(trainer.model, build, trainer.average.state_of_model())
         result[precision] = {
             "losses": losses,
             "averages": torch.cat([each.flatten() for each in held.values()]).double().tolist(),

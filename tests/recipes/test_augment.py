@@ -22,7 +22,7 @@ from tests.helpers import CPU, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.recipe import Choice
+from trainer.recipe import Decision
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -141,13 +141,6 @@ def test_what_training_sees_is_a_function_of_the_samples_seed_alone(augment: Ima
     assert (before.shape, before.dtype) == ((3, 24, 24), np.uint8)
 
 
-def test_none_changes_nothing_in_training() -> None:
-    image = noise(32, 32)
-    assert np.array_equal(cut(image, 32, ImageAugment(), 7).transpose(1, 2, 0), np.asarray(image))
-    train = opened(Digits(), ImageAugment()).train
-    assert torch.equal(train.batch([SampleId(3, 5)])["image"], train.batch([SampleId(3, None)])["image"])
-
-
 def test_light_shifts_by_whole_pixels_up_to_its_limit_and_repeats_the_edge() -> None:
     image = noise(32, 32)
     padded = np.pad(np.asarray(image), ((4, 4), (4, 4), (0, 0)), mode="edge").transpose(2, 0, 1)
@@ -225,21 +218,22 @@ def test_a_16_bit_grey_is_scaled_and_not_clipped() -> None:
 
 
 def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> None:
-    def opened(*overrides: str) -> tuple[Datasets, Config, list[Choice]]:
+    def opened(*overrides: str) -> tuple[Datasets, Config, list[Decision]]:
         config = compose(*overrides).resolve(CPU).config
         datasets = config.open_datasets()
         return datasets, *config.with_data(datasets, CPU)
 
-    datasets, config, choices = opened("recipe=resnet", "augment=light", "augment.shift=0.25")
+    datasets, config, decisions = opened("recipe=resnet", "augment=light", "augment.shift=0.25")
     assert datasets.train.augment == config.augment == Light(0.25)
-    assert choices == []
+    assert decisions == []
     assert flatten(compose("recipe=resnet"))["augment"] == "auto"
+    assert compose("recipe=resnet", "augment=imagenet").augment == ImageNet()  # and no class made of it
     _, config, [(key, value, why)] = opened("recipe=resnet")
     assert (key, value, flatten(config)["augment"]) == ("augment", "none", "none")
     assert "augment=light" in why
     assert not any(key.startswith("data.augment") for key in flatten(config))
-    _, config, choices = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
-    assert (choices, flatten(config)["augment"]) == ([], "none")
+    _, config, decisions = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
+    assert (decisions, flatten(config)["augment"]) == ([], "none")
 
 
 def test_the_choice_is_recorded_of_a_recipe_that_wraps_the_images() -> None:
@@ -257,5 +251,5 @@ def test_the_choice_is_recorded_of_a_recipe_that_wraps_the_images() -> None:
 
     config = compose("recipe=resnet", "data=digits").resolve(CPU).config
     datasets = config.open_datasets()
-    _, choices = config.with_data(Datasets(Wrapped(datasets.train), datasets.valid, "wrapped"), CPU)
-    assert [choice[:2] for choice in choices] == [("augment", "none")]
+    _, decisions = config.with_data(Datasets(Wrapped(datasets.train), datasets.valid, "wrapped"), CPU)
+    assert [choice[:2] for choice in decisions] == [("augment", "none")]

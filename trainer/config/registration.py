@@ -20,7 +20,7 @@ from trainer.config.source import adopt
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
 from trainer.optim.classes import accepted_options, optimizer_class
-from trainer.recipe import NO_OPTION, Choice, Recipe
+from trainer.recipe import NO_OPTION, Decision, Recipe
 
 
 def groups() -> dict[str, dict[str, type]]:
@@ -100,7 +100,7 @@ def _check_optimizer(composed: DictConfig, overrides: Sequence[str]) -> None:
         )
 
 
-def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
+def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Decision]:
     """Remove the options of the optimizer's YAML that the class named on the command line does not have."""
     if "optimizer.name" not in typed or "optimizer.options" in typed:
         return []
@@ -113,10 +113,10 @@ def _drop_options(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
             del options[key]
     left = composed.optimizer.options
     why = f"{composed.optimizer.name} has no {' and no '.join(map(str, foreign))}"
-    return [Choice("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
+    return [Decision("optimizer.options", OmegaConf.to_container(left), why)] if foreign else []
 
 
-def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
+def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Decision]:
     """Lower the learning rate for pretrained weights or adapters, if it is the optimizer's default."""
     cls: Any = OmegaConf.get_type(composed.recipe)
     rank = OmegaConf.select(composed, "recipe.lora.rank")
@@ -125,17 +125,17 @@ def _fine_tuned(composed: DictConfig, typed: Collection[str]) -> list[Choice]:
     if is_kept(pretrained) and composed.resume is None:
         run = Path(pretrained).parent
         raise UserError(f"recipe.pretrained={pretrained} holds no weights; use recipe.pretrained={run / 'best'}")
-    choices = []
+    decisions = []
     if rank and not started:
         why = "of random weights, which stay as they are; set init_from or recipe.pretrained"
-        choices.append(Choice("recipe.lora.rank", rank, why))
+        decisions.append(Decision("recipe.lora.rank", rank, why))
     factor = cls.adapter_lr if rank else cls.fine_tuning_lr
     if factor is None or not (started or rank) or {"optimizer.lr", "experiment"} & set(typed):
-        return choices
+        return decisions
     lr = float(f"{factor * composed.optimizer.lr:.6g}")
     why = f"for {'adapters' if rank else 'pretrained weights'}; {composed.optimizer.lr} for random weights"
     composed.optimizer.lr = lr
-    return [*choices, Choice("optimizer.lr", lr, why)]
+    return [*decisions, Decision("optimizer.lr", lr, why)]
 
 
 def _refuse_unknown(node: DictConfig, cls: type, prefix: str) -> None:

@@ -18,7 +18,7 @@ from trainer.data.contract import Datasets
 from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
 from trainer.optim.classes import averages_itself
-from trainer.recipe import Choice, FirstWeights, Recipe
+from trainer.recipe import Decision, FirstWeights, Recipe
 from trainer.run_folder import default_name, to_continue
 
 
@@ -68,7 +68,7 @@ class Source(FirstWeights):
             )
         return cls(path, config, saved, exported=False)
 
-    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Choice]:
+    def load(self, recipe: Recipe, model: nn.Module, datasets: Datasets) -> list[Decision]:
         """Overwrite the weights of a new model, on the host; return what is not taken over.
 
         Raises:
@@ -79,9 +79,9 @@ class Source(FirstWeights):
         else:
             saved = load(self.path / "checkpoints", self.step)
             weights = saved.evaluated(averages_itself(str(self.config.get("optimizer.name"))))
-        weights, choices = recipe.fitted(weights, model, datasets, self.about())
+        weights, decisions = recipe.fitted(weights, model, datasets, self.about())
         fill(model, weights, f"init_from={self.path}")
-        return choices
+        return decisions
 
     def about(self) -> dict[str, Any]:
         """Return the ``config.json`` beside exported weights; of a checkpoint, what the run keeps of its images."""
@@ -109,7 +109,7 @@ def name_of_composed(composed: DictConfig) -> str:
     return composed.run_name or default_name(recipe.name, composed.precision.mode, composed.seed)
 
 
-def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, list[Choice]]:
+def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, list[Decision]]:
     """Find the run that ``init_from`` names, and give the config those of its options that the weights depend on.
 
     A new run that has a checkpoint, and is continued (``resume=auto``, or torchrun's restart), has those options
@@ -161,7 +161,7 @@ def adopt(composed: DictConfig, typed: Collection[str]) -> tuple[Source | None, 
         kept |= _tokenizer(source, given, composed, typed)
     for key, value in kept.items():
         OmegaConf.update(composed, key, value)
-    return source, [Choice(key, value, f"as in {source.path}") for key, value in kept.items()]
+    return source, [Decision(key, value, f"as in {source.path}") for key, value in kept.items()]
 
 
 def _tokenizer(source: Source, given: str, composed: DictConfig, typed: Collection[str]) -> dict[str, Any]:

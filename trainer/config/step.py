@@ -22,7 +22,7 @@ from trainer.parallel.wrap import Parallel
 from trainer.precision import calls
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler
-from trainer.recipe import NO_OPTION, Augment, Choice, DataSource, FirstWeights, Recipe, SetOnce
+from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, FirstWeights, Recipe, SetOnce
 
 _AUTO_FIELDS = ("steps", "batch_size", "micro_batch_size", "eval_every", "eval_samples")
 
@@ -60,7 +60,7 @@ class StepConfig(SetOnce):
     deterministic: bool = False
     source: FirstWeights | None = field(default=None, metadata=NO_OPTION)
     """Where the first weights come from; None: they are the recipe's."""
-    preset: tuple[Choice, ...] = field(default=(), metadata=NO_OPTION)
+    preset: tuple[Decision, ...] = field(default=(), metadata=NO_OPTION)
     """What was chosen while the config was composed."""
 
     def __post_init__(self) -> None:
@@ -93,12 +93,12 @@ class StepConfig(SetOnce):
         """
         return self.recipe.datasets(self.data.augmented(self.augment), self.seed)
 
-    def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Self, list[Choice]]:
-        """Return the config with the ``auto`` values that depend on the data resolved, and the choices to report."""
+    def with_data(self, datasets: Datasets, hardware: Hardware) -> tuple[Self, list[Decision]]:
+        """Return the config with the ``auto`` values that depend on the data resolved, and the decisions to report."""
         workers = self.loader.processes(datasets.decodes, hardware)
-        augment, choices = self.augment.decided()
+        augment, decisions = self.augment.decided()
         config = replace(self, loader=replace(self.loader, workers=workers), augment=augment)
-        return config, [*self.recipe.decided(datasets), *choices]
+        return config, [*self.recipe.decided(datasets), *decisions]
 
     def resolve(self, hardware: Hardware, world: World | None = None) -> Resolved[Self]:
         """Return the config with the ``auto`` values that depend on the hardware resolved, and check it.
@@ -113,14 +113,14 @@ class StepConfig(SetOnce):
         self.precision.check(hardware)
         recipe, chosen = self.recipe.resolve(hardware, self.data)
         world = world or World()
-        choices = [*self.preset, *chosen]
+        decisions = [*self.preset, *chosen]
         sizes = recipe.sizes(hardware)
         numbers: dict[str, Any] = {}
 
         def number(key: str, auto: int, why: str) -> int:
             typed = getattr(self, key)
             if typed == "auto":
-                choices.append(Choice(key, auto, why))
+                decisions.append(Decision(key, auto, why))
             value: int = auto if typed == "auto" else typed
             numbers[key] = value
             return value
@@ -150,7 +150,7 @@ class StepConfig(SetOnce):
             steps, batching, eval_every, number("eval_samples", 10 * batch_size, "at most ten training batches")
         )
         config = replace(self, recipe=recipe, epochs=None, **numbers)
-        return Resolved(config, plan, choices, opened)
+        return Resolved(config, plan, decisions, opened)
 
 
 def _evaluation_interval(steps: int, epoch: float | None) -> tuple[int, str]:
@@ -186,7 +186,7 @@ class Resolved(NamedTuple, Generic[Config]):
     """The same with values in the place of ``auto``, as it is recorded."""
     plan: Plan
     """The numbers among them, and those that follow."""
-    choices: list[Choice]
+    decisions: list[Decision]
     """What was chosen, to be shown."""
     opened: Datasets | None = None
     """The data, where it had to be opened to count the steps of ``epochs``."""
@@ -194,7 +194,7 @@ class Resolved(NamedTuple, Generic[Config]):
     def with_micro_batch_size(self, size: int, why: str) -> Resolved[Config]:
         """Return it with another micro_batch_size."""
         key = "micro_batch_size"
-        others = [choice for choice in self.choices if choice.key != key]
+        others = [each for each in self.decisions if each.key != key]
         plan = replace(self.plan, batching=replace(self.plan.batching, micro_batch_size=size))
         config = replace(self.config, micro_batch_size=size)
-        return self._replace(config=config, plan=plan, choices=[*others, Choice(key, size, why)])
+        return self._replace(config=config, plan=plan, decisions=[*others, Decision(key, size, why)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -12,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
-from trainer.data.loading import Ahead, end_with_the_run, forkserver_context
+from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.loading import Prefetched, end_with_the_run, forkserver_context
 from trainer.errors import RunError, UserError
 from trainer.hardware import Hardware
 
@@ -31,7 +30,8 @@ class DataOrder:
     def __init__(self, length: int, seed: int) -> None:
         self.length = length
         self.seed = seed
-        self._kept = -1, np.empty(0, dtype=np.int64)  # an epoch and its permutation, replaced together: see ``Ahead``
+        # An epoch and its permutation, replaced together: see ``Prefetched``.
+        self._kept = -1, np.empty(0, dtype=np.int64)
 
     def samples(self, first: int, count: int) -> list[SampleId]:
         """Return the ``count`` samples from position ``first`` on."""
@@ -145,7 +145,7 @@ class Batches:
         # Not torch's DataLoader, which takes as long as building a small batch.
         batches = map(self.dataset.batch, self.samples)
         batches = map(_pinned, batches) if self.pins else batches
-        return Ahead(batches, self.ahead, self._prepare) if self.ahead else batches
+        return Prefetched(batches, self.ahead, self._prepare) if self.ahead else batches
 
     def _prepare(self) -> None:
         if self.device.type == "cuda":
@@ -277,19 +277,6 @@ class _Copied(dict[str, torch.Tensor]):
     def __init__(self, batch: Batch, device: torch.device) -> None:
         super().__init__(batch)
         self.on_device = to_device(batch, device)
-
-
-def fingerprint(datasets: Datasets) -> str:
-    """Return a hash of the sizes and of a few samples of both datasets: it changes with corpus, split and tokenizer."""
-    digest = hashlib.sha256()
-    for dataset in (datasets.train, datasets.valid):
-        length = len(dataset)
-        digest.update(str(length).encode())
-        chosen = [SampleId(index, None) for index in sorted({0, length // 3, 2 * length // 3, length - 1})]
-        for name, tensor in sorted(dataset.batch(chosen).items()):
-            digest.update(name.encode() + str((tensor.dtype, tuple(tensor.shape))).encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

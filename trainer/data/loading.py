@@ -48,7 +48,7 @@ def end_with_the_run(worker: int) -> None:
     threading.Thread(target=wait, name="end with the run", daemon=True).start()
 
 
-class Ahead(Iterator[T], Generic[T]):
+class Prefetched(Iterator[T], Generic[T]):
     """The items of another iterator, in its order, which a thread takes from it before they are asked for.
 
     An error of the iterator is raised where its item would have been returned, with the traceback of the thread. The

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -72,28 +71,6 @@ class Parallel:
     def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Return the context of one microbatch's forward and backward; gradients are summed only in the ``last``."""
         return nullcontext()
-
-    def whole(
-        self, model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None = None
-    ) -> nn.Module | None:
-        """Return the model with unsharded weights, for the export; None on other ranks than 0 if it must be built.
-
-        Args:
-            model: in training; every rank has to call this.
-            build: makes another model with the same names, on the host.
-            state: the state dict of a model that is to be built; None: the weights of ``model``.
-        """
-        if state is None and not any(map(is_sharded, model.parameters())):
-            return model
-        other = build() if not dist.is_initialized() or dist.get_rank() == 0 else None
-        target = {} if other is None else other.state_dict()
-        # One after another: the whole need not fit on a device.
-        source: dict[str, Any] = state or model.state_dict()
-        for name, tensor in source.items():
-            gathered = tensor.full_tensor() if is_sharded(tensor) else tensor  # every rank takes part
-            if target:
-                target[name].copy_(gathered)
-        return other
 
 
 @dataclass

@@ -167,7 +167,7 @@ def _fp32_matmuls(number: Number, device: torch.device) -> Iterator[None]:
         if on_gpu:  # torch raises where the older flag disagrees
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                backend.allow_tf32 = value == "tf32"
+                backend.allow_tf32 = value == TF32.name
         backend.fp32_precision = value
 
     try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
+from trainer.parallel.wrap import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.serving import remove_serving, write_serving
@@ -50,7 +53,7 @@ def export_best(trainer: Trainer, folder: RunFolder, best: dict[str, float] | No
     test = {} if trainer.datasets.test is None else trainer.test()
     averages = trainer.average.state_of_model()  # fp32, so that the model is built as the recipe builds it
     build = trainer.build_model if averages is None else partial(config.recipe.build_model, trainer.datasets)
-    model = config.parallel.whole(trainer.model, build, averages)
+    model = unsharded(trainer.model, build, averages)
     if not trainer.world.first or model is None:
         return Export(None, [], test)
     if best is not None and config.checkpoint.enabled and step != best["step"]:
@@ -77,6 +80,29 @@ def export_best(trainer: Trainer, folder: RunFolder, best: dict[str, float] | No
     except torch.OutOfMemoryError:  # trained in shards, the complete model may not fit on one device
         terminal.warn("the complete model does not fit on the device; no sample is generated")
         return Export(None, missing, test)
+
+
+def unsharded(
+    model: nn.Module, build: Callable[[], nn.Module], state: dict[str, Tensor] | None = None
+) -> nn.Module | None:
+    """Return the model with unsharded weights; None on other ranks than 0 if it must be built.
+
+    Args:
+        model: in training; every rank has to call this.
+        build: makes another model with the same names, on the host.
+        state: the state dict of a model that is to be built; None: the weights of ``model``.
+    """
+    if state is None and not any(map(is_sharded, model.parameters())):
+        return model
+    other = build() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    target = {} if other is None else other.state_dict()
+    # One after another: the whole need not fit on a device.
+    source: dict[str, Any] = state or model.state_dict()
+    for name, tensor in source.items():
+        gathered = tensor.full_tensor() if is_sharded(tensor) else tensor  # every rank takes part
+        if target:
+            target[name].copy_(gathered)
+    return other
 
 
 def _write(model: nn.Module, trainer: Trainer, folder: RunFolder) -> str | None:

@@ -60,7 +60,7 @@ def precision_manifest(trainer: Trainer) -> dict[str, Any]:
     trainer.observe(flops, kernels, modules)
     if trainer.device.type == "cuda":
         effective["sdpa_taken"] = kernels.rows()
-    model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.few()))
+    model_flops = flops.facts(config.recipe.unit, config.recipe.count_units(trainer.first_samples()))
     return found | {"model_flops": model_flops, "modules": modules.modules()}
 
 

@@ -16,7 +16,7 @@ from trainer.files import SOURCE_FILE, read_object
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.profiling.utilisation import text as mfu_text
-from trainer.recipe import Choice
+from trainer.recipe import Decision
 from trainer.run.terminal import Rows
 from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
@@ -115,14 +115,14 @@ def _evaluation(trainer: Trainer) -> str:
     return text
 
 
-def choice_rows(choices: list[Choice]) -> Rows:
+def decision_rows(decisions: list[Decision]) -> Rows:
     """Return what was chosen automatically, and why; fractions in lists with three digits."""
 
     def shown(value: object) -> object:
         fractions = isinstance(value, list) and all(isinstance(each, float) for each in value)
         return f"[{', '.join(f'{each:.3g}' for each in value)}]" if fractions and isinstance(value, list) else value
 
-    return [(f"{choice.key}={shown(choice.value)}", choice.why) for choice in choices]
+    return [(f"{decision.key}={shown(decision.value)}", decision.why) for decision in decisions]
 
 
 def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:

@@ -136,7 +136,8 @@ def continuing(folder: RunFolder, arguments: Sequence[str]) -> list[str]:
 
 def _parsed(arguments: Sequence[str]) -> list[Any]:
     """Return the overrides among the arguments of a command line."""
-    return OverridesParser.create().parse_overrides([each for each in arguments if not each.startswith("-")])
+    written = [each for each in arguments if not each.startswith("-") and ("=" in each or each.startswith("~"))]
+    return OverridesParser.create().parse_overrides(written)  # what else there is belongs to a flag, as in --cfg job
 
 
 def _said(group: str, choice: str) -> dict[str, Any]:

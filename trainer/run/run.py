@@ -16,7 +16,7 @@ from trainer.checkpoint.writer import CheckpointWriter, infinite_buffers
 from trainer.config.schema import Config
 from trainer.config.step import Plan
 from trainer.data.contract import Batch
-from trainer.data.loader import fingerprint
+from trainer.data.fingerprint import fingerprint
 from trainer.errors import Interrupted, NonFiniteError, RunError, UserError, first_line
 from trainer.hardware import Hardware, peak_memory_bytes
 from trainer.parallel.world import World
@@ -24,7 +24,7 @@ from trainer.precision import kernels
 from trainer.precision.manifest import warning_if_slow
 from trainer.profiling.energy import EnergyMeter
 from trainer.profiling.profiler import Profiler
-from trainer.recipe import Choice
+from trainer.recipe import Decision
 from trainer.run import report
 from trainer.run.export import export_best
 from trainer.run.monitor import Monitor, NonFiniteGradients
@@ -58,7 +58,7 @@ class Run:
         saved: CheckpointReader | None,
         terminal: Terminal,
         signals: Signals,
-        choices: list[Choice],
+        decisions: list[Decision],
     ) -> None:
         """Restore the checkpoint, if there is one, and record the facts of this run.
 
@@ -68,7 +68,7 @@ class Run:
             saved: the checkpoint that the run continues from; None: a new run.
             terminal: what the user sees.
             signals: requests to stop or to save.
-            choices: the options that were chosen automatically, to be shown.
+            decisions: the options that were chosen automatically, to be shown.
         """
         self.trainer = trainer
         self.world: World = trainer.world
@@ -106,7 +106,7 @@ class Run:
         self.manifest, self.monitor.utilisation = observed(trainer)
         self.tracker: Tracker | None = None
         if self.world.first:
-            self.tracker = self._begin(saved.step if saved else None, choices)
+            self.tracker = self._begin(saved.step if saved else None, decisions)
         profiler = self.config.profiler if self.world.first else Profiler()
         averages = trainer.average.held().values()
         self.profiler = profiler.start(folder.path, trainer.model, trainer.optimizer, trainer.device, averages)
@@ -115,10 +115,10 @@ class Run:
             trainer.model, trainer.update, half, self.plan.steps, self.world
         )
 
-    def _begin(self, resume_step: int | None, choices: list[Choice]) -> Tracker:
+    def _begin(self, resume_step: int | None, decisions: list[Decision]) -> Tracker:
         """Record the facts of this run, show them, and open its metric log."""
         options = write_config(self.folder, self.config)
-        self._show_start(choices)
+        self._show_start(decisions)
         self.folder.write("precision.json", self.manifest)
         forget_failure(self.folder)
         self.folder.mark_launch()
@@ -276,14 +276,14 @@ class Run:
         self.monitor.load_state_dict(saved.progress["monitor"])
         self.scores.load_state_dict(saved.progress)
 
-    def _show_start(self, choices: list[Choice]) -> None:
+    def _show_start(self, decisions: list[Decision]) -> None:
         slow = warning_if_slow(self.config.precision, self.hardware, self.manifest["effective"]["product_tflops"])
         for sentence in filter(None, [slow, *report.warnings(self.trainer, self.folder.path)]):
             self.terminal.warn(sentence)
         title = self.folder.path.name + (f", resumed after step {self.trainer.step}" if self.trainer.step else "")
         self.terminal.block(title, report.start_rows(self.trainer, self.manifest, self.folder.path))
-        if choices:
-            self.terminal.block("chosen automatically (override any of them)", report.choice_rows(choices))
+        if decisions:
+            self.terminal.block("chosen automatically (override any of them)", report.decision_rows(decisions))
 
     def _finish(self) -> tuple[dict[str, Any], list[str]]:
         """Export the best weights, show the summary, finish the profile and the tracking.

@@ -77,7 +77,7 @@ def train(config: Config, overrides: list[str] | None = None, run_class: type[Ru
             Scores(trainer.config).check_known(trainer.metric_names)
             if folder is None:
                 folder = world.on_first(partial(_begun, resolved, datasets, stack))
-            return run_class(trainer, folder, saved, terminal, signals, resolved.choices + trainer.choices).train()
+            return run_class(trainer, folder, saved, terminal, signals, resolved.decisions + trainer.decisions).train()
         except Exception as error:
             if is_out_of_memory(error):
                 raise MemoryRanOut(error, resolved.plan.batching.micro_batch_size) from error

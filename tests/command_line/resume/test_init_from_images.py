@@ -91,7 +91,7 @@ def test_the_normalisation_of_a_run_without_an_export_is_known_and_a_typed_one_s
     assert (typed.mean, typed.std) == ((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
     data: Any = start(composed([*new, "recipe.mean=null", "recipe.std=null"])).datasets
     assert data.mean[0] == pytest.approx(0.05, abs=0.01)
-    assert not [choice for choice in trainer.choices if choice.key == "recipe.classes"]
+    assert not [choice for choice in trainer.decisions if choice.key == "recipe.classes"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_new_classes_get_a_new_head_and_the_same_ones_do_not(train: Train, folde
     before = load_file("outputs/first/best/model.safetensors")
     same = start(compose(*images, "init_from=outputs/first/best"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in same.model.state_dict().items())
-    assert not [choice for choice in same.choices if choice.key == "recipe.classes"]
+    assert not [choice for choice in same.decisions if choice.key == "recipe.classes"]
     (folder / "images" / "class1").rename(folder / "images" / "other")
     other = start(compose(*images, "init_from=outputs/first"))
     kept = {name: torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items()}

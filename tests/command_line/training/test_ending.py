@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from recipes.bignet import BigNet
 from tests.helpers import CPU, compose
 from trainer.checkpoint.reader import load
-from trainer.recipe import Choice
+from trainer.recipe import Decision
 from trainer.tracking.mlflow.summary_metrics import summary_metrics
 from trainer.trainer import Trainer
 
@@ -57,7 +57,7 @@ def test_epochs_count_the_steps_and_can_be_extended(train: Callable[..., Any], f
 def test_every_epoch_is_evaluated(epochs: float, every: int, why: str) -> None:
     resolved = compose("recipe=resnet", "data=digits", "batch_size=64", f"epochs={epochs}").resolve(CPU)
     assert resolved.plan.eval_every == every  # 1,442 samples are 22.5 steps
-    assert Choice("eval_every", every, why) in resolved.choices
+    assert Decision("eval_every", every, why) in resolved.decisions
 
 
 def test_what_has_no_effect_is_said_at_the_start(train: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,11 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recipes.data.images.pixels import IMAGENET_MEAN
 from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
-from tests.recipes.vision.opened import open_classifier
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.run.memory.forecast import meta_model
@@ -43,6 +43,11 @@ def hub(published: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.Monkey
     torch.save(published, file)
 
 
+def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the weights in an exported folder."""
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
 def body(state: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
 
@@ -60,7 +65,7 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     normalised = trainer.model.normalise(batch, torch.contiguous_format)  # type: ignore[operator]
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     torch.testing.assert_close(normalised[0], (batch[0] / 255 - mean) / std)
-    (choice,) = (choice for choice in trainer.choices if choice.key == "recipe.pretrained")
+    (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
     assert choice.why.startswith(
         "a new head for 10 classes (fc.weight, fc.bias); images are normalised as it needs (0.485"
     )
@@ -70,7 +75,9 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
 def test_as_many_classes_keep_the_head(hub: None, published: dict[str, Tensor]) -> None:
     trainer = trainer_of(*SMALL, "recipe.pretrained=DEFAULT", "data=synthetic", "recipe.image_size=32")
     assert same_bits(trainer.model.state_dict(), published)
-    assert [choice.why[:16] for choice in trainer.choices if choice.key == "recipe.pretrained"] == ["its head is kept"]
+    assert [choice.why[:16] for choice in trainer.decisions if choice.key == "recipe.pretrained"] == [
+        "its head is kept"
+    ]
 
 
 @pytest.mark.parametrize("form", ["plain.pth", "timm.pth", "weights.safetensors"])
@@ -83,7 +90,7 @@ def test_weights_from_a_file(form: str, published: dict[str, Tensor], tmp_path: 
     else:
         save_file(published, file)
     trainer = trainer_of(*SMALL, f"recipe.pretrained={file}")
-    (choice,) = (choice for choice in trainer.choices if choice.key == "recipe.pretrained")
+    (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
     assert "as weights of ImageNet need it (0.485" in choice.why
     assert choice.why.endswith("set recipe.mean and recipe.std for others")
     assert same_bits(body(trainer.model.state_dict()), body(published))
@@ -103,13 +110,13 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_of_a_run_gives_architecture_size_head_and_normalisation(best: Path) -> None:
     trainer = trainer_of("recipe=resnet", f"recipe.pretrained={best}", "batch_size=4", "steps=2")
-    exported = open_classifier(best)
+    config, exported = opened(best)
     assert trainer.recipe.arch == ARCH  # type: ignore[attr-defined]
     assert trainer.datasets.image_size == 24  # type: ignore[attr-defined]
-    same = compose("recipe=resnet", f"recipe.pretrained={best}", f"recipe.arch={exported.config['arch']}").resolve(CPU)
+    same = compose("recipe=resnet", f"recipe.pretrained={best}", f"recipe.arch={config['arch']}").resolve(CPU)
     assert same.config.recipe.image_size == 24  # type: ignore[attr-defined]
-    assert same_bits(trainer.model.state_dict(), exported.model.state_dict())
-    assert list(trainer.datasets.mean) == exported.config["mean"]  # type: ignore[attr-defined]
+    assert same_bits(trainer.model.state_dict(), exported)
+    assert list(trainer.datasets.mean) == config["mean"]  # type: ignore[attr-defined]
 
 
 def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: Path) -> None:
@@ -120,7 +127,7 @@ def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: 
     photos = ("data=imagefolder", f"data.path={tmp_path / 'photos'}", "loader.workers=0")
     for source in (best, best / "model.safetensors"):
         trainer = trainer_of(*SMALL, f"recipe.pretrained={source}", "recipe.image_size=24", *photos)
-        exported, state = open_classifier(best).model.state_dict(), trainer.model.state_dict()
+        (_, exported), state = opened(best), trainer.model.state_dict()
         assert same_bits(body(state), body(exported))
         assert not torch.equal(state["fc.weight"], exported["fc.weight"])
 
@@ -156,7 +163,7 @@ def test_weights_of_timm_are_downloaded_under_its_name_for_the_hub(monkeypatch: 
 def test_pretrained_weights_lower_the_default_learning_rate_and_say_so() -> None:
     def rate(*overrides: str) -> tuple[float, list[str]]:
         config = compose("recipe=resnet", f"recipe.arch={ARCH}", *overrides)
-        return config.optimizer.lr, [choice.key for choice in config.resolve(CPU).choices]
+        return config.optimizer.lr, [choice.key for choice in config.resolve(CPU).decisions]
 
     assert rate()[0] == 1e-3
     lr, keys = rate("recipe.pretrained=DEFAULT")

@@ -69,9 +69,9 @@ def test_only_text_is_quoted(override: str) -> None:
 def test_options_of_the_yaml_go_with_its_class() -> None:
     config = compose(["optimizer.name=Adadelta", "+optimizer.options.rho=0.8"])
     assert config.optimizer.options == {"rho": 0.8}
-    choices = config.resolve(detect("cpu")).choices
-    (choice,) = [choice for choice in choices if choice.key == "optimizer.options"]
-    assert "Adadelta has no betas" in choice.why
+    decisions = config.resolve(detect("cpu")).decisions
+    (dropped,) = [each for each in decisions if each.key == "optimizer.options"]
+    assert "Adadelta has no betas" in dropped.why
     config = compose(["optimizer=sgd", "optimizer.name=Rprop"])
     assert config.optimizer.options == {}
     config = compose(["optimizer.name=NAdam"])

@@ -13,13 +13,13 @@ import torch
 from tests.helpers import CPU, Arrays, compose
 from trainer.data.contract import Batch, Datasets, SampleId
 from trainer.data.evaluation import Evaluation, evaluation_samples
+from trainer.data.fingerprint import fingerprint
 from trainer.data.loader import (
     Batching,
     DataOrder,
     Loader,
     OnDeviceLoader,
     PinnedLoader,
-    fingerprint,
     to_device,
 )
 from trainer.errors import UserError

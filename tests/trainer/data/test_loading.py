@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 
 from tests.helpers import PROJECT
-from trainer.data.loading import Ahead
+from trainer.data.loading import Prefetched
 
 PATIENCE_S = 60.0
 """After which an event that never comes fails the test."""
@@ -59,7 +59,7 @@ class Source:
 @pytest.mark.parametrize("length", [0, 1, 2, 50])
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_the_items_come_in_their_order(length: int, count: int) -> None:
-    ahead = Ahead(iter(range(length)), count, nothing)
+    ahead = Prefetched(iter(range(length)), count, nothing)
     assert list(ahead) == list(range(length))
     assert list(ahead) == []
     assert threads() == []
@@ -80,7 +80,7 @@ def test_it_works_on_the_next_items_while_one_is_used_and_not_on_more(
 
     monkeypatch.setattr("trainer.data.loading.threading.Semaphore", Room)
     source = Source()
-    ahead = Ahead(source.items(), count, nothing)
+    ahead = Prefetched(source.items(), count, nothing)
     for number in range(5):
         assert waits.wait(PATIENCE_S)
         assert source.begun == list(range(number + count))  # although nobody has asked for them
@@ -91,14 +91,14 @@ def test_it_works_on_the_next_items_while_one_is_used_and_not_on_more(
 
 def test_the_thread_prepares_itself_first() -> None:
     prepared: list[threading.Thread] = []
-    ahead = Ahead(iter([1]), 2, lambda: prepared.append(threading.current_thread()))
+    ahead = Prefetched(iter([1]), 2, lambda: prepared.append(threading.current_thread()))
     assert next(ahead) == 1
     assert prepared[0] is not threading.main_thread()
     ahead.close()
 
 
 def test_an_error_comes_in_its_place_with_its_traceback() -> None:
-    ahead = Ahead(Source(error_at=3).items(), 2, nothing)
+    ahead = Prefetched(Source(error_at=3).items(), 2, nothing)
     assert [next(ahead) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ZeroDivisionError, match=r"^a bug$") as raised:
         next(ahead)
@@ -112,19 +112,19 @@ def test_an_error_of_the_preparation_is_raised() -> None:
         raise RuntimeError("no such device")
 
     with pytest.raises(RuntimeError, match="no such device"):
-        next(Ahead(iter([1]), 2, fail))
+        next(Prefetched(iter([1]), 2, fail))
     assert threads() == []
 
 
-def _close(held: list[Ahead[int]]) -> None:
+def _close(held: list[Prefetched[int]]) -> None:
     held[0].close()
 
 
-def _forget(held: list[Ahead[int]]) -> None:
+def _forget(held: list[Prefetched[int]]) -> None:
     held.clear()
 
 
-def _collect(held: list[Ahead[int]]) -> None:
+def _collect(held: list[Prefetched[int]]) -> None:
     held.append(held)  # type: ignore[arg-type]  # a cycle
     ahead = held[0]
     ahead.itself = ahead  # type: ignore[attr-defined]
@@ -135,9 +135,9 @@ def _collect(held: list[Ahead[int]]) -> None:
 
 @pytest.mark.parametrize("end", [_close, _forget, _collect])
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_thread_and_generator_end_with_it(end: Callable[[list[Ahead[int]]], None], taken: int) -> None:
+def test_thread_and_generator_end_with_it(end: Callable[[list[Prefetched[int]]], None], taken: int) -> None:
     source = Source()
-    held = [Ahead(source.items(), 2, nothing)]
+    held = [Prefetched(source.items(), 2, nothing)]
     (thread,) = threads()
     source.wait_for(0)
     assert [next(held[0]) for _ in range(taken)] == list(range(taken))
@@ -157,7 +157,7 @@ def test_an_item_in_work_is_finished_before_the_end() -> None:
         finished.append(True)
         yield 0
 
-    ahead = Ahead(items(), 2, nothing)
+    ahead = Prefetched(items(), 2, nothing)
     assert begun.wait(PATIENCE_S)
     closing = threading.Thread(target=ahead.close)
     closing.start()
@@ -171,7 +171,7 @@ def test_an_item_in_work_is_finished_before_the_end() -> None:
 def test_the_garbage_collector_may_end_it_in_its_own_thread() -> None:
     """A thread cannot wait for itself."""
     ended, failures = threading.Event(), []
-    held: list[Ahead[int]] = []
+    held: list[Prefetched[int]] = []
 
     def items() -> Iterator[int]:
         assert ended.wait(PATIENCE_S)
@@ -181,7 +181,7 @@ def test_the_garbage_collector_may_end_it_in_its_own_thread() -> None:
             failures.append(error)
         yield 0
 
-    held.append(Ahead(items(), 2, nothing))
+    held.append(Prefetched(items(), 2, nothing))
     (thread,) = threads()
     ended.set()
     thread.join()
@@ -203,7 +203,7 @@ def test_signals_are_handled_while_an_item_is_waited_for() -> None:
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        assert list(Ahead(items(), 2, nothing)) == [0]
+        assert list(Prefetched(items(), 2, nothing)) == [0]
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert seen == [True]
@@ -213,7 +213,7 @@ def test_a_process_ends_while_an_item_is_in_work() -> None:
     """Held to the end, unclosed; in the middle of an item, which is finished, or the thread would die within it."""
     program = """
 import atexit, threading
-from trainer.data.loading import Ahead
+from trainer.data.loading import Prefetched
 
 begun, at_the_end = threading.Event(), threading.Event()
 
@@ -227,7 +227,7 @@ def items():
     finally:
         print("released", flush=True)
 
-ahead = Ahead(items(), 2, lambda: None)
+ahead = Prefetched(items(), 2, lambda: None)
 atexit.register(at_the_end.set)
 assert next(ahead) == 0
 begun.wait()

@@ -15,7 +15,7 @@ from trainer.errors import OutOfMemory, RunError
 from trainer.hardware import detect
 from trainer.parallel.world import World
 from trainer.profiling.ledger import MIB, STEADY, Ledger
-from trainer.recipe import Choice
+from trainer.recipe import Decision
 from trainer.run.memory import fit, shortage
 from trainer.run.memory.fit import fit_plan, rough_bytes
 from trainer.run.memory.forecast import forecast, required_bytes
@@ -28,7 +28,7 @@ BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=8", "data.samples=6
 
 def fitted(
     monkeypatch: pytest.MonkeyPatch, free_mib: float, *overrides: str, world: World | None = None
-) -> tuple[Plan, list[Choice]]:
+) -> tuple[Plan, list[Decision]]:
     for module in (fit, shortage):
         monkeypatch.setattr(module, "available_bytes", lambda device: int(free_mib * MIB))
     config = compose(*overrides, "device=cpu")
