@@ -95,7 +95,8 @@ def named_run(arguments: Sequence[str]) -> RunFolder | None:
         HydraException: an argument is no override.
         UserError: the folder holds no run to resume, or other arguments start a new one.
     """
-    typed = {each.key_or_group: each.value() for each in _parsed(arguments) if not each.is_sweep_override()}
+    parsed = _parsed([each for each in arguments if "=" in each])  # a flag may have a value
+    typed = {each.key_or_group: each.value() for each in parsed if not each.is_sweep_override()}
     resume = typed.get("resume")
     if resume in NO_FOLDER or not isinstance(resume, str):
         return None
