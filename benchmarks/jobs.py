@@ -155,7 +155,8 @@ class Workload:
         There is one more, for loaders that fetch ahead.
         """
         size = self.batch_size
-        of_steps = [self.order[start : start + size] for start in range(0, (count + 1) * size, size)]
+        starts = range(0, min((count + 1) * size, len(self.order)), size)
+        of_steps = [self.order[start : start + size] for start in starts]
         ready = {samples[0].index: self.fetch(samples) for samples in of_steps}
         workload = copy.copy(self)
         workload.fetch = lambda samples: ready[samples[0].index]

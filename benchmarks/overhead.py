@@ -24,10 +24,10 @@ from mantissa.display import size
 from trainer.errors import RunError
 from trainer.hardware import threads
 from trainer.profiling.ledger import MemoryLedger
-from trainer.run.folder import RunFolder
 from trainer.run.run import Run
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
+from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 MLFLOW_PATIENCE_S = 60.0

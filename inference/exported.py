@@ -10,7 +10,7 @@ from recipes.pretrained import RECIPES
 from trainer.config.registration import groups
 from trainer.errors import UserError
 from trainer.files import BEST, read_object
-from trainer.run.folder import RunFolder
+from trainer.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Step(ABC):
         passes.widen(dtype)
         return passes
 
-    def few(self, samples: int) -> list[Batch]:
+    def first_samples(self, samples: int) -> list[Batch]:
         """Return the first microbatch with only so many samples."""
         return [{name: tensor[:samples] for name, tensor in self.microbatches[0].items()}]
 

@@ -140,10 +140,10 @@ def _check_targets(network: nn.Module, targets: list[str]) -> None:
     modules = {name: module for name, module in network.named_modules() if name and not name.startswith("lm_head")}
     linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
     for target in targets:
-        found = [name for name in modules if name == target or name.endswith(f".{target}")]
-        if not found or not linear.issuperset(found):
+        found = {name for name in modules if f".{name}".endswith(f".{target}")}
+        if not found or not found <= linear:
             endings = dict.fromkeys(name.rpartition(".")[2] for name in sorted(linear))
-            which = "matches no layer" if not found else f"matches {found[0]}, which is no linear layer"
             raise UserError(
-                f"recipe.lora.target: {target!r} {which}{nearest(target, endings)}; it can be {', '.join(endings)}"
+                f"recipe.lora.target: {target!r} must name linear layers; it matches {min(found, default='nothing')}"
+                f"{nearest(target, endings)}; it can be {', '.join(endings)}"
             )

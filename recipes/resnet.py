@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -150,7 +151,7 @@ class ResNet(Recipe):
         new = f"a new head for {self._outputs(datasets)} classes ({', '.join(datasets.new_head)})"
         if self.mean is not None:
             how = f"by recipe.mean and recipe.std ({colours})"
-        elif pretrained.assumes_normalisation(self.pretrained):
+        elif Path(self.pretrained).expanduser().exists() and not pretrained.exported_config(self.pretrained):
             how = f"as weights of ImageNet need it ({colours}); set recipe.mean and recipe.std for others"
         else:
             how = f"as it needs ({colours})"

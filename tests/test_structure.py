@@ -69,6 +69,11 @@ def test_nothing_below_imports_the_evidence_or_the_inference(package: str, above
     assert {name for name, _ in found if not name.startswith((package, *above))} == set()
 
 
+def test_the_library_knows_only_itself() -> None:
+    found = {other for name, others in IMPORTS.items() if name.startswith("mantissa") for other in others}
+    assert {name for name in found if not name.startswith("mantissa")} == set()
+
+
 def test_the_trainer_knows_no_recipe() -> None:
     """But for the registration of config groups, which finds the classes of recipes, data and augmentation."""
     found = {name for name, others in IMPORTS.items() if any(other.startswith("recipes") for other in others)}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -32,9 +31,6 @@ AROUND = 8
 """Microbatches from 1/AROUND to AROUND times the default's are tried."""
 PRECISION, COMPILE = "precision", "compile"
 
-Setting = tuple[int, ...]
-"""For each factor the index of its value; all zeros is the baseline."""
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -43,32 +39,28 @@ class Candidate:
     label: str
     """What differs from the baseline, in the words of the command line: ``bf16 + compile, micro_batch_size=32``."""
     overrides: tuple[str, ...] = ()
-    """Of train.py; they come after the user's own."""
+    """Of train.py, one for each change; they come after the user's own."""
     compiles: bool = False
     """Whether it runs under torch.compile."""
 
 
-@dataclass(frozen=True)
-class Value:
-    """One value of a factor: its words in labels, and the overrides of train.py that set it (none: the default)."""
-
-    words: str
-    overrides: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Factor:
-    """One option that is varied: the default first, then the values nearest to it."""
-
-    name: str
-    values: tuple[Value, ...]
+def key_of(override: str) -> str:
+    """Return the option that an override sets."""
+    return override.partition("=")[0]
 
 
 @dataclass
 class Space:
-    """All candidates of one recipe on one machine: every combination of the factors' values."""
+    """All candidates of one recipe on one machine: every combination of the options' values."""
 
-    factors: list[Factor]
+    precision: str
+    """The default's, in words."""
+    compiles: bool = False
+    """Whether the default runs under torch.compile."""
+    choices: dict[str, list[str]] = field(default_factory=dict)
+    """By option the overrides that set another value than the default's, those nearest to it first."""
+    words: dict[str, str] = field(default_factory=dict)
+    """What overrides are called in labels, where that is not ``option=value``."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Values that are not tried, each with its reason."""
     notes: list[str] = field(default_factory=list)
@@ -76,53 +68,31 @@ class Space:
     refused: Callable[[Candidate], str | None] = lambda candidate: None
     """Returns why a candidate is not to be started: its forecast memory. None: it fits."""
 
-    @property
-    def baseline(self) -> Setting:
-        """The setting without a change."""
-        return (0,) * len(self.factors)
+    def candidate(self, overrides: Iterable[str] = ()) -> Candidate:
+        """Return the candidate with these changes of the default."""
+        changes = {key_of(override): override for override in overrides}
+        ordered = tuple(changes[key] for key in self.choices if key in changes)
+        compiles = not changes[COMPILE].endswith("=off") if COMPILE in changes else self.compiles
+        precision = self.words[changes[PRECISION]] if PRECISION in changes else self.precision
+        others = (self.in_words(each) for each in ordered if key_of(each) not in (PRECISION, COMPILE))
+        label = ", ".join([precision + " + compile" * compiles, *others])
+        return Candidate(label, ordered, compiles)
 
-    @property
-    def varied(self) -> list[str]:
-        """The names of the options that have several values."""
-        return [factor.name for factor in self.factors if len(factor.values) > 1]
+    def in_words(self, override: str) -> str:
+        """Return what an override is called in labels."""
+        return self.words.get(override, override.removeprefix("recipe."))
 
-    def position(self, name: str) -> int:
-        """Return the place of a factor in a setting."""
-        return [factor.name for factor in self.factors].index(name)
+    def changed(self, candidate: Candidate, key: str, override: str | None) -> Candidate:
+        """Return the candidate with another value of one option; None: the default's."""
+        others = [each for each in candidate.overrides if key_of(each) != key]
+        return self.candidate([*others, override] if override else others)
 
-    def candidate(self, setting: Setting) -> Candidate:
-        """Return the candidate of a setting."""
-        first: list[str] = []
-        others: list[str] = []
-        overrides: list[str] = []
-        for factor, index in zip(self.factors, setting, strict=True):
-            value = factor.values[index]
-            overrides += value.overrides
-            if factor.name in (PRECISION, COMPILE):
-                first.append(value.words)
-            elif index:
-                others.append(value.words)
-        label = ", ".join([" + ".join(filter(None, first)), *others])
-        return Candidate(label, tuple(overrides), COMPILE in first)
-
-    def every(self) -> Iterator[Setting]:
-        """Yield all combinations."""
-        return itertools.product(*(range(len(factor.values)) for factor in self.factors))
-
-    def changed(self, setting: Setting, factor: int, value: int) -> Setting:
-        """Return the setting with another value of one factor."""
-        return (*setting[:factor], value, *setting[factor + 1 :])
-
-    def one_change(self, anchor: Setting) -> Iterator[Setting]:
-        """Yield the settings that differ from ``anchor`` in one factor, those nearest to the default first."""
-        for index, factor in enumerate(self.factors):
-            for value in range(len(factor.values)):
-                if value != anchor[index]:
-                    yield self.changed(anchor, index, value)
-
-    def changes(self, setting: Setting) -> int:
-        """Return how many factors differ from the default."""
-        return sum(index != 0 for index in setting)
+    def one_change(self, candidate: Candidate, most: int | None = None) -> Iterator[Candidate]:
+        """Yield the candidates that differ in one option, in at most so many values of each."""
+        for key, choices in self.choices.items():
+            for override in (None, *choices[:most]):
+                if (other := self.changed(candidate, key, override)) != candidate:
+                    yield other
 
 
 def space_of(
@@ -144,55 +114,52 @@ def space_of(
     datasets = config.resolve(hardware).config.open_datasets()
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
-    resolved = config.resolve(hardware)
-    recipe, batching = resolved.config.recipe, resolved.plan.batching
-    scarce = bool(notes)
-    builder = _Builder(config, common, hardware)
-    builder.precision(goal, quality)
-    builder.compile()
-    if scarce or not given(common, "micro_batch_size"):
+    recipe, batching = config.resolve(hardware).config.recipe, config.resolve(hardware).plan.batching
+    fits = Fits(common, hardware, datasets)
+    builder = _Builder(config, common, hardware, notes)
+    builder.precisions(goal, quality)
+    builder.vary(COMPILE, ["default" if config.compile.mode == "off" else "off"])
+    if notes or not given(common, "micro_batch_size"):
         normalises = any(isinstance(each, _BatchNorm) for each in meta_model(recipe, datasets).modules())
-        builder.micro_batch(batching.batch_size, batching.micro_batch_size, normalises)
-    builder.recipe_options(recipe)
+        builder.micro_batches(batching.batch_size, batching.micro_batch_size, normalises)
+    own = {entry.name: getattr(recipe, entry.name) for entry in fields(recipe)}
+    for name in ("channels_last", "chunked_loss"):
+        if name in own:
+            builder.vary(f"recipe.{name}", ["false" if own[name] is True else "true"])
+    if "attention" in own:
+        builder.vary("recipe.attention", [form for form in ("sdpa", "eager") if form != own["attention"]])
     builder.threads()
-    if (goal == "memory" or scarce) and type(recipe).blocks is not Recipe.blocks:
+    if (goal == "memory" or notes) and type(recipe).blocks is not Recipe.blocks:
         now = config.activation_checkpointing.mode
         builder.vary("activation_checkpointing", [mode for mode in CHECKPOINTING if mode != now])
     optimizer = config.optimizer
     if optimizer.fused == "auto" and "fused" in accepted_options(optimizer_class(optimizer.name)):
         builder.vary("optimizer.fused", ["false"])
-    fits = Fits(common, hardware, datasets)
-
-    def refused(candidate: Candidate) -> str | None:
-        return fits([each for each in candidate.overrides if not each.startswith("threads=")])
-
-    return Space(builder.factors, builder.left_out, notes, refused), common
+    builder.space.refused = lambda candidate: fits([each for each in candidate.overrides if key_of(each) != "threads"])
+    return builder.space, common
 
 
-@dataclass
 class _Builder:
-    """Collects the factors; each method adds one, or the reason why there is none."""
+    """Collects the choices; each method adds those of one option, or the reason why there is none."""
 
-    config: Config
-    overrides: list[str]
-    hardware: Hardware
-    factors: list[Factor] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    def __init__(self, config: Config, overrides: list[str], hardware: Hardware, notes: list[str]) -> None:
+        self.config, self.overrides, self.hardware = config, overrides, hardware
+        self.space = Space(self._words(config.precision.mode), config.compile.mode != "off", notes=notes)
 
-    def precision(self, goal: str, quality: bool) -> None:
+    def precisions(self, goal: str, quality: bool) -> None:
         """For speed, what the hardware computes in instructions of its own, or not much slower than fp32."""
-        now = self.config.precision.mode
-        values = [Value(self._words(now))]
         # With fp32 sums at least; purely 16-bit training loses small updates.
         half = [name for name, row in FORMATS.items() if row.half_weights and row.accumulates_in_fp32]
+        modes = []
         for mode in [] if given(self.overrides, PRECISION) else [*BASIC, *half * quality]:
-            if mode == now or self.hardware.support(mode) == UNAVAILABLE:
+            if mode == self.config.precision.mode or self.hardware.support(mode) == UNAVAILABLE:
                 continue
+            self.space.words[f"{PRECISION}={mode}"] = self._words(mode)
             if goal == "speed" and (why := self._too_slow(mode)):
-                self.left_out[mode] = why
+                self.space.left_out[mode] = why
             else:
-                values += self._possible(Value(self._words(mode), (f"precision={mode}",)))
-        self.factors.append(Factor(PRECISION, tuple(values)))
+                modes.append(mode)
+        self.vary(PRECISION, modes)
 
     def _words(self, mode: str) -> str:
         """Return the name of a precision, with what its times are of where that is not its format."""
@@ -205,14 +172,7 @@ class _Builder:
         times, number = slowdown(mode, self.hardware), FORMATS[mode].number.name
         return f"{number} matmuls are {about(times)} times slower than fp32's here" if times > SLOWER else None
 
-    def compile(self) -> None:
-        """On and off."""
-        off = self.config.compile.mode == "off"
-        other = Value(COMPILE, ("compile=default",)) if off else Value("", ("compile=off",))
-        more = [] if given(self.overrides, COMPILE) else self._possible(other)
-        self.factors.append(Factor(COMPILE, (Value("" if off else COMPILE), *more)))
-
-    def micro_batch(self, batch_size: int, now: int, normalises: bool) -> None:
+    def micro_batches(self, batch_size: int, now: int, normalises: bool) -> None:
         """Powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
         least = self.config.augment.micro_batch_multiple
         sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
@@ -220,53 +180,38 @@ class _Builder:
         others = [size for size in near if size != now and batch_size % size == 0 and size % least == 0]
         if normalises and others:
             why = "not varied: it would change batch norm's statistics, which are those of a microbatch"
-            self.left_out["other values of micro_batch_size"] = why
+            self.space.left_out["other values of micro_batch_size"] = why
             return
         others.sort(key=lambda size: (max(size, now) / min(size, now), -size))
-        self._add(
-            "micro_batch_size", [Value(f"micro_batch_size={size}", (f"micro_batch_size={size}",)) for size in others]
-        )
-
-    def recipe_options(self, recipe: Recipe) -> None:
-        """The order in memory of images, the loss in chunks, and the form of attention, where the recipe has them."""
-        own = {entry.name for entry in fields(recipe)}
-        for name in ("channels_last", "chunked_loss"):
-            if name in own:
-                self.vary(f"recipe.{name}", ["false" if getattr(recipe, name) is True else "true"])
-        if "attention" in own:
-            now = vars(recipe)["attention"]
-            self.vary("recipe.attention", [form for form in ("sdpa", "eager") if form != now])
+        self._add("micro_batch_size", others)
 
     def threads(self) -> None:
         """One, half of the cores, all cores: on a CPU, unless the user or the environment says how many."""
         if self.hardware.device.type != "cpu" or given(self.overrides, "threads"):
             return
         if number := os.environ.get("OMP_NUM_THREADS"):
-            self.left_out["other numbers of threads"] = f"OMP_NUM_THREADS={number} is set; unset it to try them"
+            self.space.left_out["other numbers of threads"] = f"OMP_NUM_THREADS={number} is set; unset it to try them"
             return
         cores = self.hardware.cpu_cores
         counts = sorted({1, max(1, cores // 2), cores} - {torch.get_num_threads()}, reverse=True)
-        self._add("threads", [Value(f"{n} thread{'s' * (n > 1)}", (f"threads={n}",)) for n in counts])
+        self.space.words |= {f"threads={count}": f"{count} thread{'s' * (count > 1)}" for count in counts}
+        self._add("threads", counts)
 
-    def vary(self, key: str, choices: list[str]) -> None:
+    def vary(self, key: str, values: Sequence[object]) -> None:
         """Other values of an option that the user has not set."""
         if not given(self.overrides, key):
-            name = key.removeprefix("recipe.")
-            self._add(key, [Value(f"{name}={choice}", (f"{key}={choice}",)) for choice in choices])
+            self._add(key, values)
 
-    def _add(self, name: str, values: list[Value]) -> None:
-        possible = [found for value in values for found in self._possible(value)]
-        if possible:
-            self.factors.append(Factor(name, (Value(""), *possible)))
-
-    def _possible(self, value: Value) -> list[Value]:
-        """Return the value, or nothing where train.py refuses it."""
-        try:
-            config = compose(merged(self.overrides, value.overrides))
-            config.resolve(self.hardware)
-            if config.compile.mode != "off":
-                config.compile.apply([], self.hardware.device)  # it looks for a C++ compiler
-        except UserError as error:
-            self.left_out[value.words] = first_line(error)
-            return []
-        return [value]
+    def _add(self, key: str, values: Sequence[object]) -> None:
+        """Add those values that train.py does not refuse."""
+        for override in (f"{key}={value}" for value in values):
+            try:
+                config = compose(merged(self.overrides, [override]))
+                config.resolve(self.hardware)
+                if config.compile.mode != "off":
+                    config.compile.apply([], self.hardware.device)  # it looks for a C++ compiler
+            except UserError as error:
+                words = COMPILE if key == COMPILE else self.space.in_words(override)
+                self.space.left_out[words] = first_line(error)
+            else:
+                self.space.choices.setdefault(key, []).append(override)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence.advice.experiment import overrides_of
-from evidence.advice.schema import NOT_EXAMINED, Advice
+from evidence.advice.schema import Advice
 from evidence.comparison.compare import Comparison, check_arms, compare
 from evidence.comparison.report import write_report
 from evidence.doctor.report import VERDICT
@@ -47,8 +47,8 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: La
         launch: runs the doctor.
 
     Returns:
-        ``faults``: what the doctor found, in words; ``notes``; ``healthy``: whether it found nothing and ended.
-        A setting that could not be examined is not healthy and has no faults.
+        ``faults``: what the doctor found, in words; ``missed``: what it did not examine, and why; ``healthy``: whether
+        it found nothing and ended. A setting that could not be examined is not healthy and has no faults.
     """
     try:
         samples = min(SAMPLES, compose(overrides).resolve(hardware).plan.batching.micro_batch_size)
@@ -67,17 +67,16 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: La
     found = next((read_object(path) for path in folder.glob(f"doctor/*/{VERDICT}")), {})
     if code not in EXIT_CODES.values() or "findings" not in found:
         return _unexamined(f"the doctor ended with exit code {code}; run it: {shlex.join(['python', *command[1:]])}")
-    missing = [f"{NOT_EXAMINED[0]}: {item}" for item in found.get("left_out", [])]
     return {
         "faults": [_in_words(finding) for finding in found["findings"]],
-        "notes": [*found.get("notes", []), *missing],
+        "missed": [f"left out: {item}" for item in found.get("left_out", [])],
         "healthy": found["verdict"] == HEALTHY,
         "samples": samples,
     }
 
 
 def _unexamined(why: str) -> dict[str, Any]:
-    return {"faults": [], "notes": [f"{NOT_EXAMINED[1]}: {why}"], "healthy": False}
+    return {"faults": [], "missed": [f"not examined: {why}"], "healthy": False}
 
 
 def _in_words(finding: dict[str, Any]) -> str:

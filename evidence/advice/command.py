@@ -21,8 +21,8 @@ from evidence.advice.candidates import COMPILE, space_of
 from evidence.advice.checkup import check, quality
 from evidence.advice.publish import publish
 from evidence.advice.report import picture, print_advice, sentence
-from evidence.advice.schema import GOALS, SPEED, Advice, Entry, read
-from evidence.advice.search import BUDGET, Search
+from evidence.advice.schema import BUDGET, GOALS, SPEED, Advice, Entry, read
+from evidence.advice.search import Search
 from evidence.advice.timing import Timer
 from evidence.advice.worker import COMPILED, Worker, prepare
 from evidence.claims.reproduce import machine_name
@@ -155,10 +155,10 @@ def _search(
 
     space, common = space_of(overrides, hardware, options.goal, options.quality)
     advice.overrides = common
-    say(f"varied: {', '.join(space.varied) or 'nothing, all options are set'}")
+    say(f"varied: {', '.join(space.choices) or 'nothing, all options are set'}")
     for label, why in space.left_out.items():
         say(f"left out: {label} ({why})")
-    if COMPILE in space.varied and options.goal == SPEED:  # otherwise all compile, or none
+    if COMPILE in space.choices and options.goal == SPEED:  # otherwise all compile, or none
         say(f"ranked by the time of a run of {advice.steps} steps, compile time included")
     budget_s = 60 * options.budget_minutes
     timer = Timer(

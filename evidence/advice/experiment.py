@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from evidence.advice.candidates import Candidate
 from evidence.advice.schema import SPEED, Advice
 from evidence.runs import merged
-from trainer.config.compose import CONF, checked_arguments, compose, quoted
+from trainer.config.compose import CONF, compose, quoted
+from trainer.config.options import unquoted
 from trainer.config.registration import flatten
-from trainer.errors import UserError
 from trainer.files import make_folder, write_text
 
 PREFIX = "advised_"
@@ -48,7 +47,7 @@ def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment
     """Write ``experiment/advised_<recipe>_<machine>.yaml``, and return it with the command that runs it.
 
     The file is replaced by the next advice for the recipe on this machine. It holds what differs from the defaults, and
-    is composed once: it gives the config of the winner's command line, or it is not kept.
+    is composed: it gives the config of the winner's command line, or it is not kept.
 
     Args:
         advice: with a winner that was measured.
@@ -58,66 +57,51 @@ def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment
     """
     overrides = overrides_of(advice.overrides, advice.entry(advice.winner).candidate)
     name = PREFIX + "_".join(re.sub(r"\W+", "_", part).strip("_") for part in (advice.recipe, advice.machine))
-    plain = shlex.join(["python", "scripts/train.py", *overrides])
-    if removed := [text for text in overrides if text.startswith("~")]:
-        return Experiment(None, plain, f"{removed[0]} removes an option, which an experiment cannot")
-    note = ""
+    plain, note = shlex.join(["python", "scripts/train.py", *overrides]), ""
+    wanted = flatten(compose(overrides))
+    typed = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    choices = {key: unquoted(value) for key, value in typed.items() if (CONF / key).is_dir()}
+    leaves = {key for key in wanted if not any(other.startswith(f"{key}.") for other in wanted)}
+    options = {key for key in leaves for each in typed.keys() - choices if f"{key}.".startswith(f"{each}.")}
     for place in (conf, folder / "conf"):
         path = place / "experiment" / f"{name}.yaml"
-        options = [] if place == CONF else [f"--config-dir={place}"]
-        command = shlex.join(["python", "scripts/train.py", *options, f"experiment={name}"])
-        head = _head(advice, sentence, command)
+        own = place == CONF
+        command = ["python", "scripts/train.py", *[f"--config-dir={place}"] * (not own), f"experiment={name}"]
+        search = [] if own else [f"hydra.searchpath={quoted([f'file://{place.absolute()}'])}"]
+        head = _head(advice, sentence, shlex.join(command))
+        different: set[str] = set()
         try:
             make_folder(path.parent)
-            _write(path, head, overrides, advice.recipe)
-            if missing := _differences(overrides, name, place):
-                # What the command line decides by itself, such as a lower learning rate for given weights.
-                more = [f"{key}={quoted(value)}" for key, value in missing.items()]
-                _write(path, head, [*overrides, *more], advice.recipe)
-                missing = _differences(overrides, name, place)
-            why = ", ".join(missing)
+            for _ in range(2):  # then with what the command line decides by itself, such as a rate for given weights
+                options |= different & leaves
+                write_text(path, head + _body({key: wanted[key] for key in wanted if key in options}, choices, advice))
+                found = flatten(compose([*search, f"experiment={name}"]))
+                different = {key for key in {*wanted, *found} if wanted.get(key, path) != found.get(key, path)}
         except OSError as error:
             note = f"{path} cannot be written ({error.strerror})"
             continue
-        except UserError as error:
-            why = str(error)
-        if not why:
-            return Experiment(path, command, note)
-        path.unlink(missing_ok=True)
-        return Experiment(None, plain, f"an experiment cannot say all of it ({why})")
+        if not different:
+            return Experiment(path, shlex.join(command), note)
+        path.unlink()
+        return Experiment(None, plain, f"an experiment cannot say all of it ({', '.join(sorted(different))})")
     return Experiment(None, plain, note)
 
 
-def _differences(overrides: Sequence[str], name: str, conf: Path) -> dict[str, Any]:
-    """Return the options that the file gives other values than the command line, with those of the command line."""
-    search = [] if conf == CONF else [f"hydra.searchpath={quoted([f'file://{conf.absolute()}'])}"]
-    wanted, found = flatten(compose(overrides)), flatten(compose([*search, f"experiment={name}"]))
-    return {key: value for key, value in wanted.items() if key not in found or found[key] != value}
-
-
-def _write(path: Path, head: str, overrides: Sequence[str], recipe: str) -> None:
-    """Write the YAML: the choices of groups as a defaults list, all other options nested."""
-    bases: list[Any] = []
-    choices: dict[str, Any] = {"recipe": recipe}
-    options: dict[str, Any] = {}
-    for override in OverridesParser.create().parse_overrides(checked_arguments(overrides)):
-        key, value = override.key_or_group, override.value()
-        if key == "experiment":
-            bases.append(value)
-        elif isinstance(value, str) and (CONF / key).is_dir():
-            choices[key] = value
-        else:
-            node = options
-            *above, last = key.split(".")
-            for part in above:
-                node = node.setdefault(part, {})
-            node[last] = value
-    if bases and not any(text.startswith("recipe=") for text in overrides):
-        del choices["recipe"]  # it is the experiment's
-    defaults = [*bases, *({f"override /{key}": value} for key, value in choices.items()), "_self_"]
-    content = {"defaults": defaults} | options
-    body = yaml.safe_dump(content, sort_keys=False, default_flow_style=False, allow_unicode=True, width=WIDTH)
-    write_text(path, head + body)
+def _body(options: dict[str, Any], choices: dict[str, str], advice: Advice) -> str:
+    """Return the YAML: the choices of groups as a defaults list, all other options nested."""
+    nested: dict[str, Any] = {}
+    for key, value in options.items():
+        node = nested
+        *above, last = key.split(".")
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = value
+    bases = [choices["experiment"]] if "experiment" in choices else []
+    groups = {} if bases else {"recipe": advice.recipe}
+    groups |= {key: value for key, value in choices.items() if key != "experiment"}
+    defaults = [*bases, *({f"override /{key}": value} for key, value in groups.items()), "_self_"]
+    content = {"defaults": defaults} | nested
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=False, allow_unicode=True, width=WIDTH)
 
 
 def _head(advice: Advice, sentence: str, command: str) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Entry
 from trainer.config.schema import Config
@@ -15,9 +14,6 @@ from trainer.profiling.ledger import MIB
 from trainer.tracking.mlflow import store
 from trainer.tracking.mlflow.addresses import tracking_uri
 from trainer.tracking.ui import shown_at
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 EXPERIMENT = "-advice"
 """What follows the recipe's experiment in the name of the advice's: its runs have no curves to draw beside others."""
@@ -39,17 +35,14 @@ def publish(advice: Advice, config: Config, sentence: str, files: list[Path]) ->
     if not config.tracking.mlflow:
         return []
     uri = tracking_uri(config.tracking.uri)
-    experiment = f"{config.tracking.experiment or advice.recipe}{EXPERIMENT}"
     try:
-        client = store.connect(uri)
-        parent = _send(client, advice, uri, experiment, sentence, files)
+        return [_send(advice, uri, f"{config.tracking.experiment or advice.recipe}{EXPERIMENT}", sentence, files)]
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"the advice is not in MLflow ({first_line(error)}); run the same command again to retry"]
-    return [shown_at(uri, parent.info.experiment_id, parent.info.run_id)]
 
 
-def _send(client: MlflowClient, advice: Advice, uri: str, experiment: str, sentence: str, files: list[Path]) -> Any:
-    key, now = advice.key, time.time()
+def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[Path]) -> str:
+    client, key, now = store.connect(uri), advice.key, time.time()
     params = {
         "goal": advice.goal,
         "steps": str(advice.steps),
@@ -80,7 +73,6 @@ def _send(client: MlflowClient, advice: Advice, uri: str, experiment: str, sente
     )
     for entry in advice.entries:
         if entry.status != LEFT_OUT:
-            overrides = " ".join(entry.candidate.overrides)
             store.publish(
                 client,
                 uri,
@@ -88,12 +80,12 @@ def _send(client: MlflowClient, advice: Advice, uri: str, experiment: str, sente
                 entry.label,
                 hashlib.sha256(f"{key}-{entry.label}".encode()).hexdigest()[:32],  # labels may hold quotes
                 started_s=now - sum(entry.step_s),
-                params={"overrides": overrides} if overrides else {},
+                params={"overrides": text} if (text := " ".join(entry.candidate.overrides)) else {},
                 metrics=_numbers(entry),
                 tags={"mlflow.parentRunId": parent.info.run_id, "status": entry.status, "reason": entry.reason},
                 status=_STATUS[entry.status],
             )
-    return parent
+    return shown_at(uri, parent.info.experiment_id, parent.info.run_id)
 
 
 def _numbers(entry: Entry) -> dict[str, float]:
@@ -103,9 +95,9 @@ def _numbers(entry: Entry) -> dict[str, float]:
         "speed_high": entry.interval.high if entry.interval else None,
         "run_speed": entry.run_speed,
         "memory_mib": entry.memory_bytes and entry.memory_bytes / MIB,
-        "step_time_ms": 1e3 * statistics.median(entry.step_s) if entry.step_s else None,
+        "step_time_ms": 1e3 * statistics.median(entry.step_s) if entry.turns else None,
         "compile_s": entry.compile_s or None,
         "pays_after_steps": entry.pays_after_steps,
-        "rounds": entry.rounds,
+        "rounds": entry.processes + len(entry.final),
     }
     return {name: float(value) for name, value in found.items() if value is not None}

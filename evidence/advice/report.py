@@ -96,7 +96,6 @@ def print_advice(advice: Advice, console: Console) -> None:
             say(f"{entry.status}: {entry.label} ({entry.reason})", "dim")
         elif entry.candidate.compiles:
             pays = f" and pays after {entry.pays_after_steps} steps" if entry.pays_after_steps is not None else ""
-            pays = " and never pays" if entry.never_pays else pays
             say(f"compiling took {entry.compile_s:.1f} s{pays}: {entry.label}", "dim")
     for note in advice.notes:
         say(f"Note: {note}.")

@@ -15,9 +15,7 @@ from trainer.files import read_object
 
 MEASURED, FAILED, HUNG, LEFT_OUT = "measured", "failed", "hung", "left out"
 SPEED, MEMORY = GOALS = ("speed", "memory")
-
-NOT_EXAMINED = ("left out", "not examined")
-"""Begin the notes on what the doctor did not do."""
+AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
 
 Turn = tuple[float, ...]
 """Seconds of a step in two blocks that took turns: a candidate's, and the reference's."""
@@ -32,16 +30,14 @@ class Entry:
     """``measured``, ``failed``, ``hung`` or ``left out`` (not measured, and might be with more time)."""
     reason: str = ""
     """Why it was not measured, in words."""
-    rounds: int = 0
-    """Processes in which it was timed, those of the final round too."""
     start_s: float = 0.0
     """From nothing to the end of the warm-up, at its last start."""
     warm_up_s: list[float] = field(default_factory=list)
     """Seconds of each step of its first warm-up, which compiles."""
-    step_s: list[float] = field(default_factory=list)
-    """Seconds of one optimizer step in each block of the search."""
-    reference_s: list[float] = field(default_factory=list)
-    """The same of the reference in the same turns; empty: it is the reference."""
+    turns: list[Turn] = field(default_factory=list)
+    """Of the search; where it is the reference, both numbers are its own."""
+    processes: int = 0
+    """In which ``turns`` were measured."""
     final: list[list[Turn]] = field(default_factory=list)
     """The turns of each pair of fresh processes in the final round."""
     memory_bytes: int | None = None
@@ -60,8 +56,6 @@ class Entry:
     """Seconds that compiling took; 0: it does not compile."""
     pays_after_steps: int | None = None
     """Optimizer steps after which compiling has saved the time it took; None: not compiled, never, or not known."""
-    never_pays: bool = False
-    """Whether compiling makes no step faster."""
 
     @property
     def label(self) -> str:
@@ -71,7 +65,12 @@ class Entry:
     @property
     def timed(self) -> bool:
         """Whether it was measured without a failure."""
-        return self.status == MEASURED and bool(self.step_s)
+        return self.status == MEASURED and bool(self.turns)
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds of one optimizer step in each block of the search."""
+        return [own_s for own_s, _ in self.turns]
 
     def fastest_s(self) -> float:
         """Return the seconds of a step, of the fastest: other programs may have slowed down single ones."""
@@ -129,7 +128,7 @@ class Advice:
     @property
     def key(self) -> str:
         """What names the measurement, the same whatever is found out about the winner later."""
-        times = sorted([entry.label, entry.step_s, entry.final] for entry in self.entries)
+        times = sorted([entry.label, entry.turns, entry.final] for entry in self.entries)
         of = [self.recipe, self.goal, self.overrides, self.machine, self.versions, self.git, self.date, times]
         return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:32]
 

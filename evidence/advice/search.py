@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.advice.candidates import COMPILE, PRECISION, Candidate, Setting, Space
-from evidence.advice.schema import LEFT_OUT, MEASURED, MEMORY, NOT_EXAMINED, SPEED, Advice, Entry, Turn
+from evidence.advice.candidates import COMPILE, PRECISION, Candidate, Space, key_of
+from evidence.advice.schema import (
+    AHEAD,
+    BUDGET,
+    LEFT_OUT,
+    MEASURED,
+    MEMORY,
+    SEVERAL,
+    SPEED,
+    Advice,
+    Entry,
+    Turn,
+)
 from evidence.advice.timing import Timer
-from evidence.advice.worker import Failed, Hung
+from evidence.advice.worker import Failed
 from mantissa.statistics import Interval, ratio_interval
 from trainer.errors import RunError, UserError
 
-AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
 EQUAL = 1.03
 """Two settings are equal within this factor; among such, the simplest is advised."""
 TIME_FOR_MEMORY = 1.5
@@ -47,8 +55,6 @@ FRESH_S = 6.0
 """That two new processes of Python take to import torch and the trainer, about."""
 MOST_FAULTS = 3
 """Settings with a fault, after which no other one is examined."""
-PROMISING = 1.05
-"""Times as fast a step that compiles must be for a note on longer runs."""
 
 
 @dataclass
@@ -68,31 +74,23 @@ class Search:
     """Labels of candidates for which there was no time."""
 
     def __post_init__(self) -> None:
-        self._settings = {self.space.candidate(setting).label: setting for setting in self.space.every()}
         self._began = self.timer.clock() - self.advice.spent_s
         # What was left out may be tried now: there may be more time.
-        kept = [each for each in self.advice.entries if each.label in self._settings and each.status != LEFT_OUT]
-        self.entries = {entry.label: entry for entry in kept}
-        for entry in kept:  # a new conclusion has a final round of its own
-            entry.rounds, entry.final, entry.interval, entry.run_interval = (
-                entry.rounds - len(entry.final),
-                [],
-                None,
-                None,
-            )
+        self.entries = {entry.label: entry for entry in self.advice.entries if entry.status != LEFT_OUT}
+        for entry in self.entries.values():  # a new conclusion has a final round of its own
+            entry.final, entry.interval, entry.run_interval = [], None, None
         self.advice.excluded, self.advice.notes = {}, []
-        self._mixed = COMPILE in self.space.varied and self.advice.goal == SPEED
+        self._mixed = COMPILE in self.space.choices and self.advice.goal == SPEED
 
     # --- what is known ---
 
-    def entry(self, setting: Setting) -> Entry:
-        """Return what is known of a setting; a new entry is kept as soon as it holds a measurement."""
-        candidate = self.space.candidate(setting)
+    def entry(self, candidate: Candidate) -> Entry:
+        """Return what is known of a candidate; a new entry is kept as soon as it holds a measurement."""
         return self.entries.get(candidate.label) or Entry(candidate)
 
     @property
     def reference(self) -> Entry:
-        """What ratios are over: the default; where it fails, the first setting that works.
+        """What ratios are over: the default; where it fails, the first candidate that works.
 
         Raises:
             RunError: none works.
@@ -100,7 +98,7 @@ class Search:
         working = [entry for entry in self.entries.values() if entry.timed]
         if not working:
             raise RunError(f"no candidate works; the first error: {self._first_error()}")
-        default = self.entry(self.space.baseline)
+        default = self.entry(self.space.candidate())
         return default if default.timed else working[0]
 
     def _first_error(self) -> str:
@@ -124,8 +122,9 @@ class Search:
 
     def logs(self, entry: Entry, whole: bool = True) -> list[float]:
         """Return the logarithms of its ratios in the search; 0 for the reference."""
-        turns = zip(entry.step_s, entry.reference_s, strict=False)
-        return [math.log(self.ratio(entry, turn, whole)) for turn in turns] or [0.0]
+        if entry is self.reference:
+            return [0.0]
+        return [math.log(self.ratio(entry, turn, whole)) for turn in entry.turns]
 
     def speed(self, entry: Entry, whole: bool = True) -> float:
         """Return the logarithm of its speed over the reference's.
@@ -162,73 +161,69 @@ class Search:
         """Return the standard error of its merit, that of the process included."""
         logs = self.logs(entry)
         blocks = statistics.variance(logs) / len(logs) if len(logs) > 1 else 0.0
-        return math.sqrt(blocks + PROCESS**2 / max(1, entry.rounds))
+        return math.sqrt(blocks + PROCESS**2 / max(1, entry.processes))
 
     def choose(self) -> Entry:
         """Return the simplest of the settings that are as good as the best."""
         contenders = self.contenders()
         near = math.log(EQUAL if self.advice.goal == SPEED else LEAST_MEMORY)
         alike = [each for each in contenders if self.merit(contenders[0]) - self.merit(each) < near]
-        return min(alike, key=lambda each: (self.space.changes(self._settings[each.label]), -self.merit(each)))
+        return min(alike, key=lambda each: (len(each.candidate.overrides), -self.merit(each)))
 
-    def effect(self, factor: int, value: int) -> float:
-        """Return the most that a change added to the merit of a measured setting; 0 where that is not known.
+    def effects(self) -> dict[str, float]:
+        """Return the most that each change added to the merit of a measured setting; 0 where that is not known.
 
         A pair of settings that differ in nothing else measures it.
         """
-        merits = {self._settings[entry.label]: self.merit(entry) for entry in self.ranked()}
-        pairs = ((setting, self.space.changed(setting, factor, 0)) for setting in merits if setting[factor] == value)
-        return max((merits[setting] - merits[without] for setting, without in pairs if without in merits), default=0.0)
+        merits = {entry.candidate: self.merit(entry) for entry in self.ranked()}
+        known: dict[str, list[float]] = {each: [] for choices in self.space.choices.values() for each in choices}
+        for candidate, merit in merits.items():
+            for change in candidate.overrides:
+                without = self.space.changed(candidate, key_of(change), None)
+                if without in merits:
+                    known[change].append(merit - merits[without])
+        return {change: max(found, default=0.0) for change, found in known.items()}
 
     # --- what comes next ---
 
-    def untried(self, settings: Iterable[Setting]) -> list[Setting]:
+    def untried(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return those that were not started and are forecast to fit; none compiles where that took too long."""
         compiled = [entry for entry in self.entries.values() if entry.candidate.compiles]
         endless = any(each.status == LEFT_OUT for each in compiled) and not any(each.timed for each in compiled)
-        found = []
-        for setting in dict.fromkeys(settings):
-            candidate = self.space.candidate(setting)
-            known = candidate.label in self.entries.keys() | self.late
-            if not (known or (endless and candidate.compiles) or self.space.refused(candidate)):
-                found.append(setting)
-        return found
-
-    def precisions(self) -> list[Setting]:
-        """Return the baseline and the other precisions."""
-        position = self.space.position(PRECISION)
-        values = range(len(self.space.factors[position].values))
-        return [self.space.changed(self.space.baseline, position, value) for value in values]
-
-    def single_changes(self) -> list[Setting]:
-        """Return the settings with one change of the best precision."""
-        known = [entry for setting in self.precisions() if (entry := self.entry(setting)).timed]
-        anchor = self._settings[max(known, key=self.merit, default=self.reference).label]
-        position = self.space.position(PRECISION)
-        found = [setting for setting in self.space.one_change(anchor) if setting[position] == anchor[position]]
-        return [setting for setting in found if max(setting[:position] + setting[position + 1 :], default=0) <= REACH]
-
-    def promising(self) -> list[Setting]:
-        """Return untried settings: combinations of changes that helped, and neighbours of the best."""
-        top = self.ranked()[0]
-        best, merit = self._settings[top.label], self.merit(top)
-        effects = [
-            [self.effect(index, value) if value else 0.0 for value in range(len(factor.values))]
-            for index, factor in enumerate(self.space.factors)
+        return [
+            each
+            for each in dict.fromkeys(candidates)
+            if each.label not in self.entries.keys() | self.late
+            and not (endless and each.compiles)
+            and not self.space.refused(each)
         ]
 
-        def expected(setting: Setting) -> float:
-            return sum(known[value] for known, value in zip(effects, setting, strict=True))
+    def precisions(self) -> list[Candidate]:
+        """Return the default and the other precisions."""
+        changes = [[], *([each] for each in self.space.choices.get(PRECISION, []))]
+        return [self.space.candidate(each) for each in changes]
 
-        helpful = [
-            [value for value, effect in enumerate(known) if value in (0, own) or effect > HELPS]
-            for known, own in zip(effects, best, strict=True)
+    def single_changes(self) -> list[Candidate]:
+        """Return the candidates with one change of the best precision."""
+        known = [entry for each in self.precisions() if (entry := self.entry(each)).timed]
+        best = max(known, key=self.merit, default=self.reference).candidate
+        precision = {each for each in best.overrides if key_of(each) == PRECISION}
+        return [
+            each for each in self.space.one_change(best, REACH) if precision == {*best.overrides} & {*each.overrides}
         ]
-        combined = [each for each in itertools.product(*helpful) if expected(each) > merit - HELPS]
-        combined.sort(key=lambda setting: (-round(expected(setting), 2), self.space.changes(setting)))
-        near = [each for each in self.space.one_change(best) if expected(best) - expected(each) < WORTH]
-        near.sort(key=expected, reverse=True)
-        return (self.untried(combined) or self.untried(near))[:AT_ONCE]
+
+    def promising(self) -> list[Candidate]:
+        """Return untried candidates: the best with the changes that helped elsewhere, and with each other change."""
+        best = self.ranked()[0].candidate
+        effects = self.effects()
+        helpful = {key_of(each): each for each in sorted(effects, key=effects.__getitem__) if effects[each] > HELPS}
+        combined = self.space.candidate([*helpful.values(), *best.overrides])
+
+        def gain(other: Candidate) -> float:
+            return sum(effects[each] for each in other.overrides) - sum(effects[each] for each in best.overrides)
+
+        near = [each for each in self.space.one_change(best) if gain(each) > -WORTH]
+        return self.untried([combined, *sorted(near, key=gain, reverse=True)])[:AT_ONCE]
 
     # --- measuring ---
 
@@ -253,7 +248,7 @@ class Search:
             contenders = self.contenders() if self.ranked() else []
             if len(contenders) < 2 or self.advice.goal == MEMORY:
                 break
-            self._measure("halving", [self._settings[each.label] for each in contenders[:most]], TURNS * 2**number)
+            self._measure("halving", [each.candidate for each in contenders[:most]], TURNS * 2**number)
         dropped = any(entry.status == LEFT_OUT for entry in self.entries.values())
         winner = self._confirmed()
         several = SEVERAL if len(self.contenders()) > 1 else AHEAD
@@ -262,7 +257,7 @@ class Search:
 
     def _first(self) -> None:
         """Time the default, and refuse a budget in which it and one more candidate cannot be compared."""
-        default = self.entry(self.space.baseline)
+        default = self.entry(self.space.candidate())
         if self.entries:
             return
         self.show(f"starting {default.label}, train.py's default")
@@ -281,17 +276,17 @@ class Search:
         """Return what a pair of fresh processes is expected to take, if both are like this one."""
         return FRESH_S + 2 * (entry.start_s + FINAL_TURNS * self.timer.block_of(entry))
 
-    def _measure(self, kind: str, settings: Sequence[Setting], turns: int = TURNS) -> None:
-        """Give settings so many turns; those for which there is no time are late."""
-        entries = [self.entry(setting) for setting in settings]
-        entries = [each for each in entries if each.status == MEASURED and len(each.step_s) < turns]
+    def _measure(self, kind: str, candidates: Sequence[Candidate], turns: int = TURNS) -> None:
+        """Give candidates so many turns; those for which there is no time are late."""
+        entries = [self.entry(each) for each in candidates]
+        entries = [each for each in entries if each.status == MEASURED and len(each.turns) < turns]
         if entries:
             self.show(f"{kind}: {', '.join(each.label for each in entries)}")
         for entry in entries:
-            working = [each for each in self.entries.values() if each.timed]
+            working = any(each.timed for each in self.entries.values())
             reserved_s = min(LEAST_PAIRS * self._pair_s(self.reference), 0.3 * self.budget_s) if working else 0.0
             left_s = self._began + self.budget_s - reserved_s - self.timer.clock()
-            more = turns - len(entry.step_s)
+            more = turns - len(entry.turns)
             if left_s < self._start_s(entry) + 2 * more * self.timer.block_of(entry):
                 self.late.add(entry.label)
             else:
@@ -304,29 +299,36 @@ class Search:
         alike = [each.start_s for each in known if each.candidate.compiles == entry.candidate.compiles]
         return entry.start_s or statistics.median(alike or [each.start_s for each in known] or [0.0])
 
-    def _visit(self, entry: Entry, turns: int, left_s: float = math.inf) -> bool:
-        """Time a candidate beside the reference; the first that works is the reference. Return whether it worked."""
+    def _visit(self, entry: Entry, turns: int, left_s: float = math.inf, fresh: bool = False) -> bool:
+        """Time a candidate beside the reference; the first that works is the reference.
+
+        Returns:
+            Whether it worked; a failure is in its entry.
+
+        Raises:
+            RunError: the reference failed.
+        """
         reference = self.reference if any(each.timed for each in self.entries.values()) else entry
         self.entries[entry.label] = entry
-        with self._failing(entry, reference):
-            self.timer.visit(entry, reference, turns, left_s)
+        try:
+            found = self.timer.turns(entry, reference, turns, left_s, fresh)
+        except Failed as error:
+            if entry is not reference and reference.status != MEASURED:
+                self.entries = {label: each for label, each in self.entries.items() if each.status != MEASURED}
+                self._save()
+                raise RunError(
+                    f"{reference.label}, which the others were compared with, failed: {reference.reason}; run the same "
+                    "command again to compare them with the next one that works"
+                ) from error
+        else:
+            if fresh:
+                entry.final.append(found)
+            else:
+                entry.turns += found
+                entry.processes += 1
+                reference.turns += [(turn[1], turn[1]) for turn in found if entry is not reference]
         self._save()
         return entry.timed
-
-    @contextmanager
-    def _failing(self, entry: Entry, reference: Entry) -> Iterator[None]:
-        """Go on where a candidate fails, which its entry records; not where the reference does."""
-        try:
-            yield
-        except (Failed, Hung) as error:
-            if entry is reference or reference.status == MEASURED:
-                return
-            self.entries = {label: each for label, each in self.entries.items() if each.status != MEASURED}
-            self._save()
-            raise RunError(
-                f"{reference.label}, which the others were compared with, failed: {reference.reason}; run the same "
-                "command again to compare them with the next one that works"
-            ) from error
 
     def _save(self) -> None:
         self.advice.entries = list(self.entries.values())
@@ -341,7 +343,7 @@ class Search:
         Otherwise the reference; after a fault the next best setting, with a final round of its own.
         """
         excluded, faulty = self.advice.excluded, 0
-        default = self.space.candidate(self.space.baseline).label
+        default = self.space.candidate().label
         while True:
             if not self.ranked():
                 why = next(iter(excluded.values()), "") or self._first_error()
@@ -358,9 +360,8 @@ class Search:
                     chosen = reference
             if chosen.label == default:
                 return chosen
-            if not chosen.health:
-                chosen.health = self.check_up(chosen)
-                self._save()
+            chosen.health = chosen.health or self.check_up(chosen)
+            self._save()
             if not (faults := chosen.health["faults"]):
                 return chosen
             excluded[chosen.label] = (
@@ -379,13 +380,9 @@ class Search:
             began = self.timer.clock()
             if len(chosen.final) >= LEAST_PAIRS and began + pair_s > self._began + self.budget_s:
                 return
-            with self._failing(chosen, reference):
-                chosen.final.append(self.timer.confirm(chosen, reference, FINAL_TURNS))
-            if not chosen.timed:
+            if not self._visit(chosen, FINAL_TURNS, fresh=True):
                 return
-            chosen.rounds += 1
             pair_s = self.timer.clock() - began
-            self._save()
 
     def _final_interval(self, entry: Entry, whole: bool) -> Interval | None:
         """Return the speed by pairs of processes, the spread between them included; None: no final round."""
@@ -406,65 +403,36 @@ class Search:
 
     def _conclude(self, winner: Entry) -> None:
         """Write the conclusion into the advice."""
-        advice, reference = self.advice, self.reference
+        advice = self.advice
         for entry in self.entries.values():
-            self._describe(entry)
+            if entry.timed:
+                self._describe(entry)
         contenders = [entry.label for entry in self.contenders()]
-        advice.baseline, advice.winner = reference.label, winner.label
+        advice.baseline, advice.winner = self.reference.label, winner.label
         advice.equal = [each for each in contenders if each != winner.label] if winner.label in contenders else []
         left_out = dict.fromkeys(self.late - self.entries.keys(), "the budget had no time for it") | self.space.left_out
         others = [Entry(Candidate(label), LEFT_OUT, why) for label, why in left_out.items()]
-        advice.entries = [*sorted(self.entries.values(), key=lambda entry: self._order(entry, winner)), *others]
-        missed = [note for note in winner.health.get("notes", []) if note.startswith(NOT_EXAMINED)]
-        health = [f"check-up of {winner.label}: {'; '.join(missed)}"] * bool(missed)
-        notes = [*self.space.notes, *advice.excluded.values(), *advice.notes, *health, self._longer_run(winner)]
-        advice.notes = list(dict.fromkeys(filter(None, notes)))
-        advice.spent_s = self.timer.clock() - self._began
 
-    def _order(self, entry: Entry, winner: Entry) -> tuple[float, ...]:
-        if entry is winner or not entry.timed:
-            return (0,) if entry is winner else (2,)
-        return (1, float(entry.memory_bytes or 0) if self.advice.goal == MEMORY else -(entry.run_speed or 0.0))
+        def place(entry: Entry) -> tuple[bool, bool, float]:
+            rank = -(entry.run_speed or 0.0) if advice.goal == SPEED else float(entry.memory_bytes or 0)
+            return entry is not winner, not entry.timed, rank
+
+        advice.entries = [*sorted(self.entries.values(), key=place), *others]
+        missed = [f"check-up of {winner.label}: {'; '.join(notes)}" for notes in [winner.health.get("missed")] if notes]
+        advice.notes = list(dict.fromkeys([*self.space.notes, *advice.excluded.values(), *advice.notes, *missed]))
+        advice.spent_s = self.timer.clock() - self._began
 
     def _describe(self, entry: Entry) -> None:
         """Add to an entry what follows from its times."""
-        if not entry.timed:
-            return
         entry.interval = self._final_interval(entry, whole=False)
         entry.speed = entry.interval.mean if entry.interval else math.exp(self.speed(entry, whole=False))
         if self.advice.goal == SPEED:
             entry.run_interval = self._final_interval(entry, whole=True)
             entry.run_speed = entry.run_interval.mean if entry.run_interval else math.exp(self.speed(entry))
-        entry.compile_s = entry.compiling_s()
-        if (gain := self._gain(entry)) is not None:
-            saved_s = statistics.median(entry.step_s) * (gain - 1)
-            entry.never_pays = saved_s <= 0
-            entry.pays_after_steps = None if entry.never_pays else math.ceil(self.compile_s / saved_s)
-
-    def _gain(self, entry: Entry) -> float | None:
-        """Return how many times as fast compiling makes a step; None: it does not compile, or that is unknown."""
-        if not (entry.candidate.compiles and entry.timed and COMPILE in self.space.varied):
-            return None
-        position, setting = self.space.position(COMPILE), self._settings[entry.label]
-        eager = self.entry(self.space.changed(setting, position, 1 - setting[position]))
-        return math.exp(self.speed(entry, whole=False) - self.speed(eager, whole=False)) if eager.timed else None
-
-    def _longer_run(self, winner: Entry) -> str:
-        """Return from how many steps on compiling the winner would pay, as a sentence; empty: it does, or is unknown.
-
-        It is estimated by the setting whose steps gain the most from compiling.
-        """
-        allowed = [entry for entry in self.entries.values() if entry.label not in self.advice.excluded]
-        gains = {entry.label: gain for entry in allowed if (gain := self._gain(entry)) is not None}
-        label = max(gains, key=gains.__getitem__, default="")
-        if self.advice.goal == MEMORY or winner.candidate.compiles or gains.get(label, 1.0) < PROMISING:
-            return ""
-        compile_s, steps = self.compile_s, self.advice.steps
-        needed = math.ceil(compile_s / (statistics.median(winner.step_s) * (1 - 1 / gains[label])))
-        if needed <= steps:
-            return ""
-        return (
-            f"compiling takes {compile_s:.0f} s and makes a step {gains[label]:.2f}x as fast ({label}); if it does the "
-            f"same for {winner.label}, it saves time in a run of about {needed} steps or more; this advice is for "
-            f"{steps} steps, so for a longer run call advise.py with steps="
-        )
+        entry.compile_s, entry.pays_after_steps = entry.compiling_s(), None
+        if entry.candidate.compiles and COMPILE in self.space.choices:
+            off = None if not self.space.compiles else self.space.choices[COMPILE][0]
+            eager = self.entry(self.space.changed(entry.candidate, COMPILE, off))
+            if eager.timed and (gain := math.exp(self.speed(entry, whole=False) - self.speed(eager, whole=False))) > 1:
+                saved_s = statistics.median(entry.step_s) * (gain - 1)
+                entry.pays_after_steps = math.ceil(self.compile_s / saved_s)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from evidence.advice.candidates import Candidate
 from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, Entry, Turn
-from evidence.advice.worker import OUT_OF_MEMORY, Failed, Hung, Worker
+from evidence.advice.worker import Failed, Hung, Worker
+from evidence.turns import in_turns
 
 PATIENCE = 20.0
 """Times the time that is expected, after which a candidate counts as hung; and seconds beyond that."""
@@ -48,75 +49,50 @@ class Timer:
         self._slowest_start_s = 0.0
         """Of a candidate that does not compile."""
 
-    def close(self, entry: Entry | None = None) -> None:
-        """End the process of a candidate, or all."""
-        for label in list(self.running) if entry is None else [entry.label] * (entry.label in self.running):
+    def close(self, *kept: Entry) -> None:
+        """End the processes of all other candidates."""
+        for label in self.running.keys() - {entry.label for entry in kept}:
             self.running.pop(label).close()
 
-    def visit(self, entry: Entry, reference: Entry, turns: int, left_s: float = math.inf) -> None:
-        """Time a candidate beside the reference, and record it in their entries; or the reference alone.
-
-        A failure is recorded in the entry of the candidate or of the reference, with its reason.
+    def turns(
+        self, entry: Entry, reference: Entry, count: int, left_s: float = math.inf, fresh: bool = False
+    ) -> list[Turn]:
+        """Return the seconds of a step of a candidate and of the reference, by blocks of both in turns.
 
         Args:
-            entry: of the candidate.
-            reference: its entry.
-            turns: blocks of each.
-            left_s: seconds that its start may take; where that ends it, it is left out and not a failure.
+            entry: of the candidate; where it is the reference, it is measured alone.
+            reference: its entry; its process stays, unless ``fresh``.
+            count: blocks of each.
+            left_s: seconds that the start may take; where that ends it, it is left out and not a failure.
+            fresh: in new processes of Python.
 
         Raises:
-            Failed: of either. (So for the other.)
-            Hung: see there.
+            Failed: of either; its entry records the reason.
         """
-        if entry is reference:
-            self._begin(entry, left_s)
-            entry.step_s += [self._block(entry) for _ in range(turns)]
+        sides = [reference] * (entry is not reference) + [entry]
+        if fresh:
+            self.close()
+            sides = sides[:: -1 if len(entry.final) % 2 else 1]
+        seconds: dict[str, list[float]] = {side.label: [] for side in sides}
+        if not self.apart:
+            for side in sides:
+                self._begin(side, left_s if side is entry else math.inf, fresh)
+        if self.apart:
+            for side in sorted(sides, key=lambda side: side.label not in self.running):
+                self._begin(side, left_s if side is entry else math.inf, fresh)
+                seconds[side.label] = [self._block(side) for _ in range(count)]
         else:
-            if not self.apart:
-                self._begin(reference)
-            self._begin(entry, left_s)
-            for own_s, reference_s in self._turns(entry, reference, turns):
-                entry.step_s.append(own_s)
-                entry.reference_s.append(reference_s)
-                reference.step_s.append(reference_s)
-            self.close(entry)
-        entry.rounds += 1
-
-    def confirm(self, entry: Entry, reference: Entry, turns: int) -> list[Turn]:
-        """Return the turns of a candidate and the reference in two fresh processes; see ``visit``."""
-        self.close()
-        both = (entry, reference)
-        for each in both[:: -1 if len(entry.final) % 2 else 1]:
-            if not self.apart:
-                self._begin(each, fresh=True)
-        found = self._turns(*both, turns, fresh=True)
-        self.close()
-        return found
+            for side, _ in in_turns(sides, range(count)):
+                seconds[side.label].append(self._block(side))
+        self.close(*[] if fresh else [reference])
+        return list(zip(seconds[entry.label], seconds[reference.label], strict=True))
 
     def block_of(self, entry: Entry) -> float:
         """Return the seconds that a block of a candidate takes."""
         return max(self.block_s, entry.fastest_s())
 
-    def _turns(self, entry: Entry, reference: Entry, count: int, fresh: bool = False) -> list[Turn]:
-        """Return blocks in turn, in reverse order every second time; one after the other where both do not fit."""
-        if self.apart:
-            times: list[list[float]] = []
-            for each in (entry, reference):
-                self._begin(each, fresh=fresh)
-                times.append([self._block(each) for _ in range(count)])
-            return list(zip(*times, strict=True))
-        found: list[Turn] = []
-        for turn in range(count):
-            first, second = (entry, reference)[:: -1 if turn % 2 else 1]
-            pair = (self._block(first), self._block(second))
-            found.append(pair[:: -1 if turn % 2 else 1])
-        return found
-
-    def _begin(self, entry: Entry, left_s: float = math.inf, fresh: bool = False) -> None:
-        """Make sure that a candidate runs; at its first start its memory is measured.
-
-        It starts alone where memory runs out beside the other.
-        """
+    def _begin(self, entry: Entry, left_s: float, fresh: bool) -> None:
+        """Make sure that a candidate runs; alone where memory runs out beside the other."""
         if entry.label in self.running:
             return
         if self.running and self.free_bytes() < ROOM * self._held_bytes:
@@ -130,29 +106,29 @@ class Timer:
             try:
                 self._start(entry, limit_s, fresh)
             except Failed as error:
-                if not (str(error).startswith(OUT_OF_MEMORY) and self.running):
+                if not (error.out_of_memory and self.running):
                     raise
                 self.apart, spent_s = True, self.clock() - began
                 self.close()
                 self._start(entry, max(1.0, limit_s - spent_s), fresh, spent_s)
 
     def _start(self, entry: Entry, limit_s: float, fresh: bool, spent_s: float = 0.0) -> None:
+        """Start a process; at a candidate's first start its memory is measured."""
         process = self.launch(entry.candidate, fresh)
         try:
-            started = process.start(limit_s)
+            start_s, warm_up_s, held_bytes = process.start(limit_s)
             if not entry.warm_up_s:
-                first_s, *later_s = started.warm_up_s
                 # A start that ran out of memory may have compiled already.
-                entry.warm_up_s = [first_s + spent_s * entry.candidate.compiles, *later_s]
-                entry.memory_bytes = process.memory(_patience(sum(started.warm_up_s)))
+                entry.warm_up_s = [warm_up_s[0] + spent_s * entry.candidate.compiles, *warm_up_s[1:]]
+                entry.memory_bytes = process.memory(_patience(sum(warm_up_s)))
         except BaseException:
             process.close()
             raise
         self.running[entry.label] = process
-        entry.start_s = started.start_s
-        self._held_bytes = max(self._held_bytes, started.held_bytes)
+        entry.start_s = start_s
+        self._held_bytes = max(self._held_bytes, held_bytes)
         if not entry.candidate.compiles:
-            self._slowest_start_s = max(self._slowest_start_s, started.start_s)
+            self._slowest_start_s = max(self._slowest_start_s, start_s)
 
     def _block(self, entry: Entry) -> float:
         """Return the seconds of a step, by one block of a candidate that runs."""
@@ -166,11 +142,12 @@ class Timer:
         """Record a failure; where the budget has ended a start, that it had no more than ``all_there_was``."""
         try:
             yield
-        except (Failed, Hung) as error:
-            self.close(entry)
-            if isinstance(error, Failed) or not all_there_was:
+        except Failed as error:
+            if entry.label in self.running:
+                self.running.pop(entry.label).close()
+            if not (isinstance(error, Hung) and all_there_was):
                 entry.status, entry.reason = (HUNG if isinstance(error, Hung) else FAILED), str(error)
-            elif not entry.step_s:  # else it was measured before, and is as good as it was
+            elif not entry.turns:  # else it was measured before, and is as good as it was
                 what = "compiling" if entry.candidate.compiles else "its start"
                 entry.status = LEFT_OUT
                 entry.reason = f"{what} did not end within {all_there_was}, which is all the budget had for it"

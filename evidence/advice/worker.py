@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,32 +32,22 @@ END_S = 10.0
 """For the end of a process that waits for a command; then it is killed."""
 COMPILED = "compiled"
 """The folder below the advice's for what torch.compile keeps."""
-OUT_OF_MEMORY = "out of memory: "
-"""What such an error begins with."""
 
 
 class Failed(Exception):
     """A candidate that ended with an error, or whose process died."""
 
+    def __init__(self, reason: str, out_of_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.out_of_memory = out_of_memory
 
-class Hung(Exception):
+
+class Hung(Failed):
     """A candidate that did not answer in time."""
 
 
-@dataclass(frozen=True)
-class Started:
-    """What was measured at a candidate's start."""
-
-    start_s: float
-    """From nothing to the end of the warm-up."""
-    warm_up_s: list[float]
-    """Of each step of the warm-up; the first ones compile."""
-    held_bytes: int
-    """Of the device's memory, by the whole process."""
-
-
 class Worker:
-    """The parent's side: each call waits for the answer, at most so long."""
+    """The parent's side: each call waits for the answer, at most so long, and raises ``Failed`` or ``Hung``."""
 
     def __init__(self, candidate: Candidate, common: Sequence[str], folder: Path, fresh: bool = False) -> None:
         """Start the process.
@@ -81,23 +71,23 @@ class Worker:
         self._waits = False
         """Whether it has answered the last command."""
 
-    def start(self, limit_s: float) -> Started:
+    def start(self, limit_s: float) -> tuple[float, list[float], int]:
         """Build the trainer and warm it up.
 
-        Raises:
-            Failed: with its error. (So for the others.)
-            Hung: no answer within the limit.
+        Returns:
+            Seconds from nothing to the end of the warm-up, those of each of its steps (the first ones compile), and the
+            bytes of the device's memory that the process holds.
         """
-        steps, held = self._ask(("start",), limit_s)
-        return Started(time.monotonic() - self._began, steps, held)
+        warm_up_s, held_bytes = self._ask("start", limit_s)
+        return time.monotonic() - self._began, warm_up_s, held_bytes
 
     def block(self, steps: int, limit_s: float) -> float:
         """Return the seconds of so many optimizer steps, the device's work included."""
-        return float(self._ask(("block", steps), limit_s))
+        return float(self._ask("block", limit_s, steps))
 
     def memory(self, limit_s: float) -> int:
         """Return the peak bytes allocated in a step."""
-        return int(self._ask(("memory",), limit_s))
+        return int(self._ask("memory", limit_s))
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -107,21 +97,21 @@ class Worker:
         self._process.join()
         self._process.close()
 
-    def _ask(self, command: tuple[Any, ...], limit_s: float) -> Any:
+    def _ask(self, command: str, limit_s: float, *arguments: int) -> Any:
         self._waits = False
         try:
-            self._connection.send(command)
+            self._connection.send((command, *arguments))
             if not self._connection.poll(limit_s):
                 raise Hung(f"no answer within {limit_s:.0f} s")
-            answer, error = self._connection.recv()
+            answer, failure = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode or 0
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise Failed(f"its process ended with {how}") from None
         self._waits = True
-        if error:
-            raise Failed(error)
+        if failure:
+            raise Failed(*failure)
         return answer
 
 
@@ -136,7 +126,7 @@ def prepare() -> None:
 
 
 def serve(connection: Connection, overrides: Sequence[str], folder: str, compiled: str) -> None:
-    """Answer the parent's commands with (result, error) until it closes the pipe. Runs in the worker."""
+    """Answer the parent's commands with (result, what ``Failed`` takes) until it closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     log = os.open(os.path.join(folder, "workers.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -150,15 +140,12 @@ def serve(connection: Connection, overrides: Sequence[str], folder: str, compile
         except EOFError:
             return
         try:
-            if command == "start":
-                subject = Subject(overrides)
-                answer: Any = (subject.warm_up(), subject.held())
-            else:
-                answer = getattr(subject, command)(*arguments)
-            connection.send((answer, ""))
+            subject = subject or Subject(overrides)
+            connection.send((getattr(subject, command)(*arguments), None))
         except Exception as error:  # of any kind: the parent reports it, and measures the other candidates
-            kind = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-            connection.send((None, (OUT_OF_MEMORY if is_out_of_memory(error) else kind) + first_line(error)))
+            scarce = is_out_of_memory(error)
+            kind = "out of memory" if scarce else "" if isinstance(error, RunError) else type(error).__name__
+            connection.send((None, (": ".join(filter(None, (kind, first_line(error)))), scarce)))
 
 
 def _end_with_the_parent() -> None:
@@ -179,15 +166,14 @@ class Subject:
         self.trainer = Trainer.from_config(replace(config, steps=10**9, epochs=None))
         self.block = stopwatch(steps_of(self.trainer), self.trainer.device)
 
-    def warm_up(self) -> list[float]:
-        """Return the seconds of the first steps, at least two."""
+    def start(self) -> tuple[list[float], int]:
+        """Return the seconds of the first steps, at least two, and the bytes that the process then holds."""
         seconds = [self.block(1), self.block(1)]
         while sum(seconds[1:]) < WARM_UP_S and len(seconds) < 10:
             seconds.append(self.block(1))
-        return seconds
+        return seconds, self._held()
 
-    def held(self) -> int:
-        """Return what the process holds of the device's memory."""
+    def _held(self) -> int:
         device = self.trainer.device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

@@ -29,9 +29,9 @@ from trainer.parallel.wrap import Parallel
 from trainer.precision import kernels
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.run.folder import RunFolder, local_folder
 from trainer.run.provenance import git_facts, versions
 from trainer.run.resume import check_same, recorded_overrides
+from trainer.run_folder import RunFolder, local_folder
 from trainer.trainer import Trainer
 
 _MAY_CHANGE = ("device", "loader", "loader.workers")

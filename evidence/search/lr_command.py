@@ -15,7 +15,7 @@ from trainer.config.schema import Config
 from trainer.errors import RunError, UserError
 from trainer.hardware import detect
 from trainer.parallel.world import launched_processes
-from trainer.run.folder import RunFolder
+from trainer.run_folder import RunFolder
 
 
 @dataclass

@@ -172,7 +172,7 @@ class Recording:
                 module.inplace = False  # type: ignore[assignment]
         least = least_samples(reference.model)
         have = min(len(tensor) for tensor in step.microbatches[0].values())
-        reference.microbatches = step.few(least)
+        reference.microbatches = step.first_samples(least)
         calls, cost = _calls(reference)
         taken, notes = min(have, SAMPLES), []
         fits = int(least * step.free_bytes() / 2 / max(1, _held_bytes(calls)))
@@ -180,9 +180,9 @@ class Recording:
             notes.append(f"errors of modules: {max(least, fits)} of {have} samples, to need at most half of the memory")
         taken = max(least, min(taken, fits, int(least * MULTIPLICATIONS / max(1, cost))))
         if taken > least:
-            reference.microbatches = step.few(taken)
+            reference.microbatches = step.first_samples(taken)
             calls, _ = _calls(reference)
-        low.microbatches = step.few(taken)
+        low.microbatches = step.first_samples(taken)
         _note_low(low, calls)
         return cls(low, reference, dtype, calls, notes)
 

@@ -110,7 +110,7 @@ def measure(step: Step) -> Range:
     """
     reference = step.reference()
     name = step.format.name
-    few = step.few(least_samples(reference.model))
+    few = step.first_samples(least_samples(reference.model))
     if not step.format.needs_loss_scale:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, few), notes=[note])

@@ -48,8 +48,6 @@ def described(
 class Node(Operator):
     """An operator whose result was not finite."""
 
-    nan: bool
-    """Whether the result has NaN; else it has infinities only."""
     given: bool
     """Whether the infinities were asked for (a mask of -inf), and not computed."""
     sources: list[Node] = field(default_factory=list)
@@ -128,17 +126,10 @@ class Tape(TorchDispatchMode):
             else:
                 outside.append(self._names.get(key, "the data"))
                 wrong_outside |= key in self._weights or bool(tensor.isnan().any())  # a buffer may be a mask
-        nan = bool(result.isnan().any())
-        numbers = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, float)]
-        asked = any(not math.isfinite(value) for value in numbers)
+        asked = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves(arguments))
         passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
-        return Node(
-            *described(number, func, result, self.modules),
-            nan,
-            given=not nan and (asked or passed),
-            sources=sources,
-            outside=outside,
-        )
+        given = (asked or passed) and not bool(result.isnan().any())
+        return Node(*described(number, func, result, self.modules), given, sources, outside)
 
     def writers(self, tensor: Tensor) -> list[Node]:
         """Return the operators that wrote what is not finite in the storage of a tensor."""

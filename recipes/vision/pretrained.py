@@ -39,30 +39,20 @@ class Weights:
     """The names of the head's outputs, where they are known."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the ``config.json`` of an exported classifier.
+def exported_config(pretrained: str) -> dict[str, Any]:
+    """Return the ``config.json`` of an exported folder, also where its weights file is given; empty for all else.
 
     Raises:
         UserError: it is not there, or is of something else.
     """
+    path = Path(pretrained).expanduser()
+    folder = path.parent if path.name == "model.safetensors" else path
+    if not path.is_dir() and not (path.is_file() and (folder / "config.json").is_file()):
+        return {}
     config = read_object(folder / "config.json")
     if not {"arch", "arch_options", "classes", "image_size", "mean", "std"} <= config.keys():
         raise UserError(f"{folder} is not the exported folder of an image classifier; use the best/ of such a run")
     return config
-
-
-def exported_config(pretrained: str) -> dict[str, Any]:
-    """Return the ``config.json`` of an exported folder, also where its weights file is given; empty for all else."""
-    path = Path(pretrained).expanduser()
-    folder = path.parent if path.name == "model.safetensors" else path
-    if path.is_dir() or (path.is_file() and (folder / "config.json").is_file()):
-        return read_config(folder)
-    return {}
-
-
-def assumes_normalisation(pretrained: str) -> bool:
-    """Whether it is a file of weights alone: which images they were trained on is not known."""
-    return Path(pretrained).expanduser().exists() and not exported_config(pretrained)
 
 
 def check(arch: str, pretrained: str) -> None:

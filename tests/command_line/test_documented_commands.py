@@ -83,7 +83,9 @@ def test_a_shell_passes_every_command_unchanged(shell: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(PROJECT)))
 def test_files_and_sections_that_the_pages_name_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:conf|docs|evidence|recipes|scripts|tests|trainer)/[\w/.-]+)`", text):
+    for name in re.findall(
+        r"`((?:benchmarks|conf|docs|evidence|inference|mantissa|recipes|scripts|tests|trainer)/[\w/.-]+)`", text
+    ):
         assert (PROJECT / name).exists(), name
     for target, section in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", text):
         other = page.parent / target if target else page

@@ -26,90 +26,48 @@ from trainer.config.early_stopping import EarlyStopping
 from trainer.config.schema import Config
 
 HERE = "tests/command_line"
-OWN = (f"{HERE}/training/test_own_recipe.py::test_runs_and_learns_as_documented", "its recipe is written by the reader")
-HOSTS = "tests/parallel/test_command.py::test_two_hosts_connect_and_train_together"
-RANKS = "tests/parallel/test_command.py::test_a_run_goes_from_two_processes_to_one_and_back"
-COMPARISON = f"{HERE}/test_compare_command.py::test_it_continues_where_it_was_interrupted_and_keeps_what_failed"
-GPU = "tests/benchmarks/test_gpu.py::test_every_command_has_options_that_exist"
 TRAIN = "python scripts/train.py"
+GPU, PHOTOS = "tests/benchmarks/test_gpu.py", "tests/recipes/vision/test_pretrained_images.py"
+STORIES, RANKS = f"{HERE}/test_doctor_stories.py", "tests/parallel/test_command.py"
 
-# What is not run here, by how it begins: the test that runs such a command whole, and why this one does not.
+# What is not run here, by how it begins: where such a command is run whole. It installs packages or downloads, needs
+# several processes or another machine, takes minutes, fails on purpose, or needs a file that the reader writes.
 ELSEWHERE = {
-    "make train": (".ci/run", "installs packages"),
-    "make test": (".ci/run", "runs this test"),
-    "make bench-peers": (
-        "tests/benchmarks/test_peers.py::test_loops_of_the_same_job_are_side_by_side", "installs packages",
-    ),
-    "source .venv/bin/activate": ("Makefile", "the environment that make train makes"),
-    "sbatch ": ("tests/parallel/test_slurm.py::test_the_job_starts_torchrun_with_its_arguments", "needs SLURM"),
-    "torchrun --nnodes": (HOSTS, "needs several machines"),
-    "torchrun --standalone": (RANKS, "starts several processes"),
-    "python scripts/advise.py": (
-        "tests/evidence/advice/test_advise.py::test_the_command_answers_writes_and_repeats_its_answer", "takes minutes",
-    ),
-    "python benchmarks/bench.py": ("tests/benchmarks/test_ratios.py::test_speedups_are_measured", "takes half an hour"),
-    "python scripts/certify.py": (f"{HERE}/test_certify.py::test_a_healthy_job_is_bitwise", "kills many processes"),
-    "python scripts/compare.py": (COMPARISON, "starts many processes"),
-    "python scripts/doctor.py": (
-        f"{HERE}/test_doctor_stories.py::test_an_overflow_in_t5", "examines runs that fail",
-    ),
-    "pip install --no-index": (GPU, "is for a machine without a network"),
-    "PYTHONPATH=": (GPU, "needs a GPU"),
-    "pip download": (GPU, "downloads"),
-    "pip wheel": (GPU, "downloads"),
-    "python benchmarks/gpu.py reduced=true": (GPU, "takes some minutes"),
-    "python scripts/lr_range.py": (
-        "tests/evidence/search/test_lr_range.py::test_the_command_suggests_a_rate_and_leaves_no_run", "takes a minute",
-    ),
-    "python scripts/max_batch.py": (
-        f"{HERE}/test_memory_commands.py::test_max_batch_prints_what_to_paste", "fills memory",
-    ),
-    "python scripts/reproduce.py claim=": (f"{HERE}/test_claims.py::test_every_claim_runs_reduced", "takes an hour"),
-    "python scripts/search.py": (
-        "tests/evidence/search/test_search.py::test_a_search_trains_its_trials_and_ends_with_what_to_paste",
-        "many runs",
-    ),
-    "python scripts/sync.py": (
-        f"{HERE}/tracking/test_sync.py::test_sync_reports_what_it_did_with_each_run", "needs runs that MLflow lacks",
-    ),
-    "python scripts/ui.py": (
-        f"{HERE}/tracking/test_ui.py::test_it_serves_the_newest_runs_until_it_is_stopped", "serves until it is stopped",
-    ),
-    f"{TRAIN} -m hydra/launcher=submitit_slurm": (
-        f"{HERE}/test_sweep.py::test_a_sweep_makes_a_folder_and_an_mlflow_run_for_each", "needs SLURM",
-    ),
-    f"{TRAIN} -m recipe=tumour": OWN,
-    f"{TRAIN} recipe=tumour": OWN,
-    f"{TRAIN} recipe=t5 data=synthetic": (f"{HERE}/test_doctor_stories.py::test_an_overflow_in_t5", "fails on purpose"),
-    f"{TRAIN} recipe=llama recipe.size=nano": (
-        f"{HERE}/test_doctor_stories.py::test_norm_weights_that_never_move", "is the start of a story",
-    ),
-    f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit": (
-        f"{HERE}/training/test_ending.py::test_one_batch_must_be_learnt",
-        "two steps do not learn it",
-    ),
-    f"{TRAIN} recipe=gpt2 data=hub": (f"{HERE}/test_commands.py::test_every_choice_runs_two_steps", "downloads"),
-    f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT": (
-        "tests/recipes/vision/test_pretrained_images.py::test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation",
-        "downloads",
-    ),
-    "python scripts/evaluate.py run=outputs/photos split=test": (
-        "tests/inference/test_evaluate.py::test_the_best_metrics_of_the_run_come_out_again",
-        "of the command before",
-    ),
-    "python scripts/predict.py run=outputs/photos path=new_photos": (
-        "tests/inference/test_predict.py::test_a_folder_of_photos_is_classified_as_in_evaluation",
-        "of the command before",
-    ),
-    f"{TRAIN} recipe=resnet recipe.pretrained=DEFAULT": (
-        "tests/recipes/vision/test_pretrained_images.py::test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation",
-        "downloads",
-    ),
-    f"{TRAIN} resume=mlflow:RUN_ID": (
-        f"{HERE}/tracking/test_mlflow_checkpoints.py::test_a_run_is_continued_on_an_empty_machine_bit_for_bit",
-        "needs a server",
-    ),
-}  # fmt: skip
+    "make train": ".ci/run",
+    "make test": ".ci/run",
+    "make bench-peers": "tests/benchmarks/test_peers.py",
+    "source .venv/bin/activate": "Makefile",
+    "sbatch ": "tests/parallel/test_slurm.py",
+    "torchrun --nnodes": RANKS,
+    "torchrun --standalone": RANKS,
+    "pip install --no-index": GPU,
+    "PYTHONPATH=": GPU,
+    "pip download": GPU,
+    "pip wheel": GPU,
+    "python benchmarks/gpu.py reduced=true": GPU,
+    "python benchmarks/bench.py": "tests/benchmarks/test_ratios.py",
+    "python scripts/advise.py": "tests/evidence/advice/test_advise.py",
+    "python scripts/certify.py": f"{HERE}/test_certify.py",
+    "python scripts/compare.py": f"{HERE}/test_compare_command.py",
+    "python scripts/doctor.py": STORIES,
+    "python scripts/lr_range.py": "tests/evidence/search/test_lr_range.py",
+    "python scripts/max_batch.py": f"{HERE}/test_memory_commands.py",
+    "python scripts/reproduce.py claim=": f"{HERE}/test_claims.py",
+    "python scripts/search.py": "tests/evidence/search/test_search.py",
+    "python scripts/sync.py": f"{HERE}/tracking/test_sync.py",
+    "python scripts/ui.py": f"{HERE}/tracking/test_ui.py",
+    "python scripts/evaluate.py run=outputs/photos split=test": "tests/inference/test_evaluate.py",
+    "python scripts/predict.py run=outputs/photos path=new_photos": "tests/inference/test_predict.py",
+    f"{TRAIN} -m hydra/launcher=submitit_slurm": f"{HERE}/test_sweep.py",
+    f"{TRAIN} -m recipe=tumour": f"{HERE}/training/test_own_recipe.py",
+    f"{TRAIN} recipe=tumour": f"{HERE}/training/test_own_recipe.py",
+    f"{TRAIN} recipe=t5 data=synthetic": STORIES,
+    f"{TRAIN} recipe=llama recipe.size=nano": STORIES,
+    f"{TRAIN} recipe=gpt2 recipe.size=nano debug=overfit": f"{HERE}/training/test_ending.py",
+    f"{TRAIN} recipe=gpt2 data=hub": f"{HERE}/test_commands.py",
+    f"{TRAIN} recipe=resnet recipe.arch=resnet18 recipe.pretrained=DEFAULT": PHOTOS,
+    f"{TRAIN} resume=mlflow:RUN_ID": f"{HERE}/tracking/test_mlflow_checkpoints.py",
+}
 PROGRAMS = {"python", "torchrun", "make", "srun", "pip", "docker", "source", "git", "bash", "sbatch", "cd", "export"}
 SMALL = {
     "gpt2": ("recipe.context=16",),
@@ -206,11 +164,9 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
     assert len(found) > 40
     for command in found:
         assert elsewhere(command) or command.startswith("python scripts/"), f"neither run nor in ELSEWHERE: {command}"
-    for start, (test, _) in ELSEWHERE.items():
+    for start, file in ELSEWHERE.items():
         assert any(command.startswith(start) for command in found), f"no page has {start}"
-        file, _, name = test.partition("::")
-        text = (PROJECT / file).read_text(encoding="utf-8")
-        assert not name or f"def {name}(" in text, f"{file} has no {name}"
+        assert (PROJECT / file).exists(), file
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -72,6 +72,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "seed=x": ("seed=x must be a whole number",),
     "seed=null": ("seed=null must be given a value",),
     "seed=-1": ("seed=-1 must lie between",),
+    "seed=4294967296": ("seed=4294967296 must lie between",),
     "optimizer.lr=abc": ("optimizer.lr=abc must be a number",),
     "optimizer.name=Adamw": ("optimizer.name=Adamw is not in torch.optim; did you mean 'AdamW'? (ASGD, Adadelta, ",),
     "deterministic=maybe": ("deterministic=maybe must be true or false",),

@@ -179,23 +179,17 @@ def test_what_was_not_measured_is_none_and_never_0(runs: Runs) -> None:
         assert arm.speed.ratio is None
 
 
-def test_energy_is_joules_per_unit(runs: Runs) -> None:
+def test_energy_is_of_a_unit_and_memory_the_allocators_on_cuda_and_the_ledgers_elsewhere(runs: Runs) -> None:
     for seed in (0, 1):
-        runs.add(FP32, seed, energy_j=200.0)
-        runs.add(BF16, seed, energy_j=100.0)
+        runs.add(FP32, seed, device="cuda:0", peak_bytes=4_000, energy_j=200.0)
+        runs.add(BF16, seed, device="cpu", peak_bytes=3_500, energy_j=100.0, skipped_steps=2)
     found = runs.judged([FP32, BF16])
     assert found["fp32"].energy.values == [4.0, 4.0]
     assert found["bf16"].energy.ratios == [0.5, 0.5]
-
-
-def test_memory_is_the_allocators_on_cuda_and_the_ledgers_elsewhere(runs: Runs) -> None:
-    for seed in (0, 1):
-        runs.add(FP32, seed, device="cuda:0", peak_bytes=4_000)
-        runs.add(BF16, seed, device="cpu", peak_bytes=3_500)
-    found = runs.judged([FP32, BF16])
     assert found["fp32"].memory.values == [7_000, 7_000]
     assert found["bf16"].memory.values == [3_500, 3_500]
     assert found["bf16"].ledger == {"weights": 3_500}
+    assert found["bf16"].skipped_steps == 4
 
 
 def test_a_negative_loss_keeps_its_direction(runs: Runs) -> None:
@@ -232,13 +226,6 @@ def test_curves_separate_where_they_are_further_apart_than_any_null_curve(
 
 def test_one_null_run_does_not_measure_the_noise(runs: Runs) -> None:
     assert separation(runs, (5.0, 5.0, 5.0), seeds=1) is None
-
-
-def test_skipped_steps_are_added_up(runs: Runs) -> None:
-    for seed in (0, 1):
-        runs.add(FP32, seed)
-        runs.add(BF16, seed, skipped_steps=2)
-    assert runs.judged([FP32, BF16])["bf16"].skipped_steps == 4
 
 
 def test_an_error_is_found_behind_what_was_still_buffered(tmp_path: Path) -> None:

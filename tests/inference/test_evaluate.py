@@ -52,18 +52,6 @@ def test_the_best_metrics_of_the_run_come_out_again(name: str, here: Path, tmp_p
     assert f"loss {expected['loss']:.4f}" in done.out
 
 
-def test_of_all_samples_in_another_batch_size_and_place(here: Path, tmp_path: Path) -> None:
-    done = evaluate("run=outputs/images/best", "split=all", f"output={tmp_path}")
-    assert done.code == 0, done.err
-    found = results(tmp_path)
-    assert found["samples"] == 90
-    assert found["run"] == "outputs/images"
-    assert sum(row["samples"] for row in found["classes"]) == 90
-    valid = evaluate("run=outputs/images", "micro_batch_size=5", f"output={tmp_path}")
-    assert "batches of 5" in valid.out
-    assert results(tmp_path)["metrics"]["loss"] == pytest.approx(recorded(Path("outputs/images"))["loss"], rel=1e-3)
-
-
 def test_results_are_in_the_run_folder_unless_another_is_given(here: Path) -> None:
     assert evaluate("run=outputs/images").code == 0
     folder = Path("outputs/images/evaluation")

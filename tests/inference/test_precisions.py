@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from inference.evaluate import Evaluation
-from inference.precisions import Cost, compared, paired, table, verdict
+from inference.precisions import Cost, paired, verdict
 from tests.inference.conftest import script
 
 evaluate = script("inference.evaluation:evaluation")
@@ -42,14 +40,6 @@ def test_the_verdict_follows_the_interval() -> None:
     assert "gains 0.02 ± 0.01" in verdict("bf16", "fp32", Cost(-0.02, 0.01), 2.0)
     assert verdict("bf16", "fp32", Cost(0, 0), 2.0) == "bf16: the same loss as fp32 in every batch"
     assert "not finite; use fp32" in verdict("fp16", "fp32", Cost(math.nan, math.nan), 2.0)
-
-
-def test_a_difference_of_exactly_zero_is_shown_as_0() -> None:
-    sums = {"loss": np.array([1.0, 2.0]), "top1": np.array([3.0, 4.0])}
-    one = Evaluation({"loss": 1.5}, np.array([5, 5]), sums, 10, 5, 100.0)
-    other = replace(one, sums=sums | {"loss": np.array([1.5, 2.0])})
-    lines = table({"fp32": one, "bf16": other}, compared({"fp32": one, "bf16": other}), "images").splitlines()
-    assert lines[2].split()[2:] == ["+0.05", "±", "0.6", "0", "100"]
 
 
 def test_precisions_are_compared_on_twenty_batches_of_the_same_samples(here: Path, tmp_path: Path) -> None:

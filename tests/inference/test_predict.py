@@ -109,11 +109,8 @@ MISTAKES = {
     "run=outputs/images path=text.txt": "text.txt cannot be read as an image; it is left out",
     "run=outputs/images path=cut": "path=cut: no photo can be read; give images such as .jpg or .png files",
     "run=outputs/images pth=photos": "pth is not an option; did you mean 'path'?",
-    "run=outputs/images path=": "path= has no value; write path=…",
     "run=outputs/gpt2 path=photos": "run=outputs/gpt2 is a gpt2, which does not classify images; give a run of recipe",
     "run=outputs/images path=photos top=0": "top=0 must be a whole number of at least 1",
-    "run=outputs/images path=photos data=digits": "data has no effect on a model that is trained",
-    "run=outputs/images path=photos tpo=3": "tpo is not an option",
     "run=outputs/images path=photos output=photos/x/y.csv": "output=photos/x/y.csv cannot be written",
 }
 

@@ -141,13 +141,6 @@ def test_what_training_sees_is_a_function_of_the_samples_seed_alone(augment: Ima
     assert (before.shape, before.dtype) == ((3, 24, 24), np.uint8)
 
 
-def test_none_changes_nothing_in_training() -> None:
-    image = noise(32, 32)
-    assert np.array_equal(cut(image, 32, ImageAugment(), 7).transpose(1, 2, 0), np.asarray(image))
-    train = opened(Digits(), ImageAugment()).train
-    assert torch.equal(train.batch([SampleId(3, 5)])["image"], train.batch([SampleId(3, None)])["image"])
-
-
 def test_light_shifts_by_whole_pixels_up_to_its_limit_and_repeats_the_edge() -> None:
     image = noise(32, 32)
     padded = np.pad(np.asarray(image), ((4, 4), (4, 4), (0, 0)), mode="edge").transpose(2, 0, 1)
@@ -234,6 +227,7 @@ def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> No
     assert datasets.train.augment == config.augment == Light(0.25)
     assert decisions == []
     assert flatten(compose("recipe=resnet"))["augment"] == "auto"
+    assert compose("recipe=resnet", "augment=imagenet").augment == ImageNet()  # and no class made of it
     _, config, [(key, value, why)] = opened("recipe=resnet")
     assert (key, value, flatten(config)["augment"]) == ("augment", "none", "none")
     assert "augment=light" in why

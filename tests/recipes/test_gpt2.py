@@ -121,15 +121,6 @@ def test_the_padding_is_left_out_in_one_compiled_graph() -> None:
     assert not results[1][1][90:].any()
 
 
-@pytest.mark.parametrize(("vocabulary", "padded"), [(64, 64), (65, 128), (90, 128), (1000, 1024)])
-def test_the_vocabulary_is_padded_to_a_multiple_of_64(vocabulary: int, padded: int) -> None:
-    trainer = trainer_of(*TINY, f"data.vocab_size={vocabulary}")
-    gpt2 = trainer.model.gpt2
-    assert gpt2.transformer.wte.weight.shape == (padded, 32)
-    assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
-    assert gpt2.config.vocab_size == padded
-
-
 def test_attention_is_sdpa_and_causal() -> None:
     trainer = trainer_of(*TINY)
     gpt2 = trainer.model.gpt2.eval()

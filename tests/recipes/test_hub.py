@@ -153,16 +153,6 @@ def test_short_rows_without_titles_are_held_out_in_one_stretch(tmp_path: Path) -
     assert "the last 200 of 1,000 rows" in data.description
 
 
-def test_long_rows_are_documents_and_held_out_wherever_they_stand(tmp_path: Path) -> None:
-    rows = [f"Document [{number}]. " + "And so on. " * 60 for number in range(100)]
-    data = Hub(name=str(write_rows(tmp_path / "documents.jsonl", rows)), tokenizer="bytes").tokens(None)
-    train, valid = ({int(number) for number in re.findall(r"\[(\d+)\]", text)} for text in texts(data))
-    assert not train & valid
-    assert len(valid) == 10
-    assert min(valid) < 50
-    assert "(whole documents)" in data.description
-
-
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     text = "a line\n\nanother\n" * 100
     (tmp_path / "a.txt").write_text(text)
@@ -329,15 +319,3 @@ def test_files_that_do_not_open(tmp_path: Path, file: str, content: bytes, messa
         (tmp_path / "data" / file).write_bytes(content)
     with pytest.raises(UserError, match=f"data.name=.*data.*{file}.* {message}"):
         Hub(name=str(tmp_path / "data" / file)).tokens(None)
-
-
-def test_a_hub_name_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"data.name=nobody/nothing .*data=python_docs or data=text"):
-        Hub(name="nobody/nothing").tokens(None)
-    with pytest.raises(UserError, match=r"data.name=nobody/nothing .*data=digits"):
-        Hub(name="nobody/nothing").images(None)
-    assert datasets.config.HF_HUB_OFFLINE  # so that its client does not try again and again, for minutes

@@ -25,12 +25,6 @@ def test_tokens_fill_the_vocabulary_and_half_of_them_can_be_foretold() -> None:
     assert np.array_equal(Synthetic(vocab_size=1000).tokens("any").train, data.train)
 
 
-def test_a_large_vocabulary_takes_wider_integers() -> None:
-    train = Synthetic(vocab_size=200_000).tokens(None).train
-    assert train.dtype == np.uint32
-    assert train.max() > 2**16
-
-
 def test_the_tokenizer_writes_numbers_and_reads_them_back() -> None:
     tokenizer = Synthetic(vocab_size=500).tokens(None).tokenizer
     assert tokenizer.vocab_size == 500

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -181,15 +180,6 @@ def test_what_matters_makes_another_entry(file: Path, change: dict, cache: Path)
     assert len([entry for entry in (cache / "text").iterdir() if entry.is_dir()]) == 2
 
 
-def test_changed_text_is_tokenised_again(file: Path) -> None:
-    before = decoded(TextFiles(path=str(file), tokenizer="bytes").tokens(None))
-    stat = file.stat()
-    file.write_bytes(file.read_bytes().replace(b"def", b"fed"))
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    after = decoded(TextFiles(path=str(file), tokenizer="bytes").tokens(None))
-    assert after == tuple(text.replace("def", "fed") for text in before)
-
-
 def test_a_killed_preparation_leaves_nothing_that_looks_finished(file: Path, cache: Path) -> None:
     script = (
         "import os, pathlib, sys\n"
@@ -288,12 +278,6 @@ def test_a_folder_without_matching_files_lists_what_is_there(tmp_path: Path) -> 
 def test_a_cache_folder_that_cannot_be_written(file: Path) -> None:
     with pytest.raises(UserError, match=r"data.cache_dir=.* MANTISSA_CACHE"):
         TextFiles(path=str(file), tokenizer="bytes", cache_dir=str(file)).tokens(None)
-
-
-def test_an_unknown_character_of_a_prompt(file: Path) -> None:
-    data = TextFiles(path=str(file), tokenizer="chars").tokens(None)
-    with pytest.raises(UserError, match="'Ω'"):
-        data.tokenizer.encode("Ω")
 
 
 # --- tokenizers of the hub, without a network

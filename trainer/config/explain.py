@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import is_dataclass
+from dataclasses import Field, is_dataclass
 from typing import Any
 
 from trainer.config import registration as config
@@ -54,7 +54,7 @@ def explain(error: BaseException) -> str:
         return f"{there} already has a value; set it with {there}=…, without the +"
     overrides: list[str] = re.findall(r"Error merging override (.*)", text)
     typed = overrides[0] if overrides else key or ""
-    if own := _own_options(typed.partition("=")[0]):
+    if own := [name for name in _known() if name.startswith(f"{typed.partition('=')[0]}.")]:
         return f"{typed}: set one of its options: {', '.join(own)}"
     for words, wanted in _WANTED:
         if typed and words in text:
@@ -68,35 +68,42 @@ def _where(text: str) -> str:
     return f" (in conf/{found[1]}.yaml)" if found else ""
 
 
-def _own_options(key: str) -> list[str]:
-    """Return the options within an option: of ``early_stopping``, ``early_stopping.patience`` and others."""
-    group, _, name = key.rpartition(".")
-    owners = config.groups().get(group, {}).values() if group else [config.Config]
-    inner: list[Any] = [entry.default_factory for cls in owners for entry in config.options(cls) if entry.name == name]
-    return [f"{key}.{entry.name}" for cls in inner[:1] if is_dataclass(cls) for entry in config.options(cls)]
+def _known() -> dict[str, dict[str, Field[Any]]]:
+    """Return every key that can be set, and the choices that have it, with their fields; of no group, the choice ''."""
+    known: dict[str, dict[str, Field[Any]]] = {}
+
+    def add(cls: Any, prefix: str, choice: str) -> None:
+        for entry in config.options(cls):
+            known.setdefault(f"{prefix}{entry.name}", {})[choice] = entry
+            inner = entry.default_factory
+            if is_dataclass(inner) and f"{prefix}{entry.name}" not in groups:  # options within an option
+                add(inner, f"{prefix}{entry.name}.", choice)
+
+    groups = config.groups()
+    add(config.Config, "", "")
+    for group, classes in groups.items():
+        for choice, cls in classes.items():
+            add(cls, f"{group}.", choice)
+    return known
 
 
 def _unknown(key: str, owner: str, value: str = "") -> str:
     """Return which choice of the group has this option, if any, or the nearest option; ``value`` is the given value."""
-    group, _, option = key.partition(".")
+    known, (group, _, option) = _known(), key.partition(".")
     classes = config.groups().get(group, {})
-    holders = [name for name, cls in classes.items() if any(entry.name == option for entry in config.options(cls))]
-    if holders:
-        here = next((name for name, cls in classes.items() if cls.__name__ == owner), None)
+    if choices := known.get(key):
+        here = next((choice for choice, cls in classes.items() if cls.__name__ == owner), None)
         which = f"{group}={here}" if here else f"this {group}"
-        return f"{key} is not an option of {which}; it belongs to {', '.join(f'{group}={name}' for name in holders)}"
-    if classes:
-        options = dict.fromkeys(entry.name for cls in classes.values() for entry in config.options(cls))
-        other = _OTHER_NAMES.get(option, "")
-        if other.startswith(f"{group}."):
-            near = f"; did you mean '{intended_key(option)}'?"
-        else:
-            near = nearest(option, options, f"{group}.") or f"; {group} has {', '.join(options)}"
-    elif (better := intended_key(key)) != key:
+        return f"{key} is not an option of {which}; it belongs to {', '.join(f'{group}={name}' for name in choices)}"
+    better = intended_key(option if classes else key)
+    if classes and not better.startswith(f"{group}."):
+        options = [name.partition(".")[2] for name in known if name.startswith(f"{group}.") and name.count(".") == 1]
+        near = nearest(option, options, f"{group}.") or f"; {group} has {', '.join(options)}"
+    elif better != key:
         # Under the same name in a group the value is right, too; other trainers' names may want another one.
         near = f"; did you mean '{better}{f'={value}' if better.endswith(f'.{key}') and value else ''}'?"
     else:
-        near = nearest(key, [*(entry.name for entry in config.options(config.Config)), "experiment"])
+        near = nearest(key, [*(name for name in known if "." not in name), "experiment"])
     return f"{key} is not a key of the config{near}; --cfg job shows all of them"
 
 
@@ -125,34 +132,26 @@ _OTHER_NAMES = {
 """Names of keys in other trainers, and the key here; a final dot: the name is appended."""
 
 
+_FIRST = ("optimizer", "schedule", "recipe", "data")
+"""Of several groups with an option of one name, the first is meant."""
+
+
 def intended_key(key: str) -> str:
     """Return the intended key of, for example, ``lr`` or ``model.size``; else ``key`` itself.
 
     That is an option of a group by the option's name alone, or the name that other trainers have for it.
     """
-    if key in {entry.name for entry in config.options(config.Config)}:
+    known = _known()
+    if key in known:
         return key
     head, dot, rest = key.partition(".")
     if head in _OTHER_NAMES:
         other = _OTHER_NAMES[head]
         return f"{other}{head}" if other.endswith(".") else f"{other}{dot}{rest}"
-    holders = [
-        group
-        for group, classes in config.groups().items()
-        if any(key == entry.name for cls in classes.values() for entry in config.options(cls))
-    ]
-    return f"{min(holders, key=_PREFERRED.index)}.{key}" if holders else key
-
-
-_PREFERRED = ("optimizer", "schedule", "recipe", "data", *(entry.name for entry in config.options(config.Config)))
-"""Of several groups with an option of one name, the first is meant."""
+    found = [name for name in known if name.partition(".")[2] == key and name.partition(".")[0] in config.groups()]
+    return min(found, key=lambda name: [*_FIRST, name.partition(".")[0]].index(name.partition(".")[0]), default=key)
 
 
 def is_text(key: str) -> bool:
     """Whether the value of a key is text whatever it looks like, such as a path."""
-    group, dot, option = key.partition(".")
-    owners = config.groups().get(group, {}).values() if dot else [config.Config]
-    return any(entry.name == (option or key) and entry.type in _TEXT for cls in owners for entry in config.options(cls))
-
-
-_TEXT = ("str", "str | None")
+    return any(entry.type in ("str", "str | None") for entry in _known().get(key, {}).values())

@@ -8,63 +8,36 @@ import pkgutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import recipes
 from recipes.pretrained import is_kept
-from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.config.source import adopt
-from trainer.data.loader import Loader, OnDeviceLoader, PinnedLoader
-from trainer.debug import Anomaly, Debug, Fast, Overfit
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
 from trainer.optim.classes import accepted_options, optimizer_class
-from trainer.optim.ema import Ema, ExponentialMovingAverage
-from trainer.optim.optimizer import Optimizer
-from trainer.optim.schedule import Cosine, Linear, OneCycle, Schedule, WarmupStableDecay
-from trainer.optim.update import Clip, ClipNorm, ClipValue
-from trainer.parallel.activation import ActivationCheckpointing
-from trainer.parallel.compile import Compile
-from trainer.parallel.wrap import DDP, FSDP, Parallel
-from trainer.precision.modes import Precision
-from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler, StaticScaler
-from trainer.profiling.diagnostics import Diagnostics, Numerics
-from trainer.profiling.profiler import MemoryProfiler, Profiler, TorchProfiler
-from trainer.recipe import NO_OPTION, Augment, DataSource, Decision, Recipe
-from trainer.tracking.options import Tracking
-
-_GROUPS: dict[str, dict[str, type]] = {
-    "precision": {"precision": Precision},
-    "scaler": {cls.kind: cls for cls in (Scaler, StaticScaler, DynamicScaler, AutoScaler)},
-    "clip": {cls.kind: cls for cls in (Clip, ClipNorm, ClipValue)},
-    "loader": {cls.kind: cls for cls in (Loader, PinnedLoader, OnDeviceLoader)},
-    "profiler": {cls.kind: cls for cls in (Profiler, TorchProfiler, MemoryProfiler)},
-    "diagnostics": {cls.kind: cls for cls in (Diagnostics, Numerics)},
-    "optimizer": {"optimizer": Optimizer},
-    "schedule": {cls.kind: cls for cls in (Schedule, Cosine, Linear, OneCycle, WarmupStableDecay)},
-    "ema": {cls.kind: cls for cls in (Ema, ExponentialMovingAverage)},
-    "activation_checkpointing": {"activation_checkpointing": ActivationCheckpointing},
-    "compile": {"compile": Compile},
-    "parallel": {cls.kind: cls for cls in (Parallel, DDP, FSDP)},
-    "checkpoint": {"checkpoint": Checkpoint},
-    "debug": {cls.kind: cls for cls in (Debug, Fast, Overfit, Anomaly)},
-    "tracking": {"tracking": Tracking},
-}
+from trainer.recipe import NO_OPTION, Decision, Recipe
 
 
 def groups() -> dict[str, dict[str, type]]:
-    """Return the classes of every config group by name; those of what is trained are found in ``recipes/``."""
+    """Return the classes of every config group by name; those of what is trained are found in ``recipes/``.
+
+    A group is a field of ``Config`` with a folder in conf/; its classes are the field's type and those below it that
+    have a ``kind`` (a recipe: a ``name``) of their own.
+    """
     for module in pkgutil.walk_packages(recipes.__path__, "recipes."):
         importlib.import_module(module.name)
-    return _GROUPS | {
-        "recipe": {cls.name: cls for cls in _subclasses(Recipe) if cls.name},
-        "data": {cls.kind: cls for cls in _subclasses(DataSource) if cls.kind},
-        "augment": {cls.kind: cls for cls in _subclasses(Augment)},
-    }
+    found: dict[str, dict[str, type]] = {}
+    for group, base in get_type_hints(Config).items():
+        if (PROJECT / "conf" / group).is_dir():
+            key = "name" if base is Recipe else "kind"
+            kinds = {vars(cls).get(key): cls for cls in (base, *_subclasses(base))}
+            found[group] = {name: cls for name, cls in kinds.items() if name} or {group: base}
+    return found
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from trainer.parallel.world import World
 from trainer.profiling.diagnostics import Diagnostics
 from trainer.profiling.profiler import Profiler
 from trainer.recipe import NO_OPTION, SetOnce
-from trainer.run.folder import default_name
+from trainer.run_folder import default_name
 from trainer.tracking.options import Tracking
 
 

@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.files import BEST, IMAGES_FILE, RECORD_FILE, SUMMARY_FILE, TOKENIZER, read_object
 from trainer.optim.classes import averages_itself
 from trainer.recipe import Decision, FirstWeights, Recipe
-from trainer.run.folder import default_name, to_continue
+from trainer.run_folder import default_name, to_continue
 
 
 @dataclass(frozen=True)

@@ -121,12 +121,12 @@ class _NumericsSession(Session):
 
     def _metrics(self, measured: dict[str, Counts], peak: float) -> dict[str, float]:
         total = Counts(*(math.fsum(column) for column in zip(*measured.values(), strict=True)))
-        metrics = {"edq": ratio(total.product, total.square), "grad_flushed": ratio(total.flushed, total.in_half)}
+        metrics = {"edq": total.edq, "grad_flushed": ratio(total.flushed, total.in_half)}
         if peak:
             metrics["scale_headroom_bits"] = math.log2(_FP16_MAX / peak)
         if not self._meter.stochastic:
-            metrics["lost_updates"] = ratio(total.lost, total.moving)
-            lost = {name: counts.lost / counts.moving for name, counts in measured.items() if counts.lost}
+            metrics["lost_updates"] = total.lost_share
+            lost = {name: counts.lost_share for name, counts in measured.items() if counts.lost}
             worst = sorted(lost, key=lambda name: -lost[name])[:_WORST]
             metrics |= {f"lost_updates/{name}": lost[name] for name in worst}
         return {name: value for name, value in metrics.items() if not math.isnan(value)}
@@ -134,7 +134,8 @@ class _NumericsSession(Session):
     def _warn(self, step: int, measured: dict[str, Counts]) -> None:
         """Say which parameters do not get their updates, once for each parameter."""
         moving = {name: counts for name, counts in measured.items() if counts.moving}
-        bad = {name for name, counts in moving.items() if _is_bad(counts)}
+        # Most updates are lost, and what arrives of the others does not make up for it.
+        bad = {name for name, counts in moving.items() if counts.lost_share > 0.5 and counts.edq < 0.9}
         if names := self._new("lost", bad):
             share = ratio(sum(moving[name].lost for name in names), sum(moving[name].moving for name in names))
             log.warning(
@@ -160,11 +161,6 @@ class _NumericsSession(Session):
         """Return the dtype of the parameters' weights, for the message, and the family of the modes that has it."""
         dtype = self._meter.dtypes[self._meter.names.index(names[0])]
         return dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"
-
-
-def _is_bad(counts: Counts) -> bool:
-    """Return whether most updates are lost, and what arrives of the others does not make up for it."""
-    return bool(2 * counts.lost > counts.moving and counts.product < 0.9 * counts.square)
 
 
 def _listed(names: list[str]) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.parallel.wrap import is_sharded
-from trainer.run.folder import RunFolder
 from trainer.run.terminal import Terminal
+from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.serving import remove_serving, write_serving
 from trainer.trainer import Trainer
 

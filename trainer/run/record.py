@@ -25,8 +25,8 @@ from trainer.profiling.datasheets import data_sheet
 from trainer.profiling.flops import ModelFlops
 from trainer.profiling.rates import product_rates
 from trainer.profiling.utilisation import Utilisation
-from trainer.run.folder import RunFolder
 from trainer.run.monitor import NonFiniteGradients
+from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.datasets import dataset_facts
 from trainer.tracking.tracker import Tracker, countable
 from trainer.trainer import Trainer

@@ -17,8 +17,8 @@ from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Decision
-from trainer.run.folder import RunFolder
 from trainer.run.terminal import Rows
+from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 

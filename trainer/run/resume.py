@@ -23,8 +23,8 @@ from trainer.data.loader import OnDeviceLoader
 from trainer.debug import Overfit
 from trainer.errors import UserError
 from trainer.files import check_output_dir, final_status, read_object
-from trainer.run.folder import RunFolder, local_folder, named, same_place, to_continue
 from trainer.run.record import FAILURE
+from trainer.run_folder import RunFolder, local_folder, named, same_place, to_continue
 
 State = Literal["complete", "not finite", "interrupted"]
 
@@ -135,7 +135,8 @@ def continuing(folder: RunFolder, arguments: Sequence[str]) -> list[str]:
 
 def _parsed(arguments: Sequence[str]) -> list[Any]:
     """Return the overrides among the arguments of a command line."""
-    return OverridesParser.create().parse_overrides([each for each in arguments if not each.startswith("-")])
+    written = [each for each in arguments if not each.startswith("-") and ("=" in each or each.startswith("~"))]
+    return OverridesParser.create().parse_overrides(written)  # what else there is belongs to a flag, as in --cfg job
 
 
 def _said(group: str, choice: str) -> dict[str, Any]:

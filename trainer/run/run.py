@@ -27,7 +27,6 @@ from trainer.profiling.profiler import Profiler
 from trainer.recipe import Decision
 from trainer.run import report
 from trainer.run.export import export_best
-from trainer.run.folder import RunFolder
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.run.provenance import doctor_command, git_facts, resume_command, versions
 from trainer.run.record import forget_failure, observed, open_tracker, record_failure, write_config
@@ -35,6 +34,7 @@ from trainer.run.report import RunSummary
 from trainer.run.scores import Score, Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
+from trainer.run_folder import RunFolder
 from trainer.tracking.tracker import Tracker
 from trainer.trainer import StepRecord, Trainer
 

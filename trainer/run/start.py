@@ -18,7 +18,6 @@ from trainer.errors import MemoryRanOut, NonFiniteError, UserError, is_out_of_me
 from trainer.files import SOURCE_FILE, TOKENIZER, final_status, in_use, read_object
 from trainer.hardware import detect, threads
 from trainer.precision import kernels
-from trainer.run.folder import RunFolder
 from trainer.run.memory.fit import fit_plan
 from trainer.run.record import FAILURE
 from trainer.run.resume import SAME, as_before, check_same, earlier_folder, state_of
@@ -26,6 +25,7 @@ from trainer.run.run import Run
 from trainer.run.scores import Scores
 from trainer.run.signals import Signals
 from trainer.run.terminal import Terminal
+from trainer.run_folder import RunFolder
 from trainer.tracking.tracker import finish_delivery
 
 

@@ -154,10 +154,9 @@ class Sweep:
         """
         values = swept_values(self.keys, overrides)
         self.rows.append(Row(" ".join(values.values()), values))
-        name = name_of(name_of_composed(composed), values, composed.run_name is not None)
-        self.rows[-1].name = name
         if self.keys:
-            composed.run_name = name
+            name = name_of(name_of_composed(composed), values, composed.run_name is not None)
+            self.rows[-1].name = composed.run_name = name
             composed.resume = composed.resume or SAME
         return composed
 

@@ -109,11 +109,6 @@ def curves_address(base: str, experiment_id: str, run_ids: Sequence[str] = ()) -
     return f"{address}&{urlencode(chosen, quote_via=quote)}&orderByAsc=true"
 
 
-def run_address(base: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page."""
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
-
-
 def comparison_address(base: str, experiment_id: str, run_ids: list[str]) -> str:
     """Return the address of the page that shows the params and metrics of runs side by side."""
     runs, experiments = (quote(json.dumps(ids, separators=(",", ":")), safe="") for ids in (run_ids, [experiment_id]))
@@ -129,7 +124,7 @@ def page_of(uri: str) -> tuple[str, str]:
 def shown_at(uri: str, experiment_id: str, run_id: str) -> str:
     """Return the line that says where in MLflow a run is."""
     base, when = page_of(uri)
-    return f"in MLflow{when}: {run_address(base, experiment_id, run_id)}"
+    return f"in MLflow{when}: {base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
 
 
 def free_port(wanted: int) -> int:

@@ -47,6 +47,7 @@ class ImageAugment(Augment):
     ``mixing.py`` mixes and erases them on the device. Every choice has these options; evaluation has none of them.
     """
 
+    kind: ClassVar[str] = "none"
     uses_global_generator: ClassVar[bool] = False
     """Whether the policy of its views draws from torch's global generator."""
     mixup: float = field(default=0.0, kw_only=True)
@@ -205,32 +206,14 @@ class ImageNet(ImageAugment):
 
 
 @dataclass
-class _WithPolicy(ImageNet):
-    """As ``imagenet``, then one of torchvision's policies, bilinear as in its references/classification/presets.py."""
-
-    uses_global_generator: ClassVar[bool] = True
-
-    def policy(self) -> tuple[str, dict[str, int]]:
-        """Return the name of the policy in torchvision.transforms.v2, and its options."""
-        raise NotImplementedError
-
-    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
-        """Draw a crop and a flip, and let the same seed draw the changes."""
-        view = super().view(width, height, seed, size)
-        if seed is None:
-            return view
-        name, options = self.policy()
-        return view._replace(policy=partial(_changed, _transform(name, **options), seed))
-
-
-@dataclass
-class RandAugment(_WithPolicy):
+class RandAugment(ImageNet):
     """``augment=randaugment``: as ``imagenet``, then ``operations`` random changes of one strength (Cubuk et al. 2020).
 
     torchvision's RandAugment does the work: shears, shifts, rotations, brightness, colour, contrast, and others.
     """
 
     kind: ClassVar[str] = "randaugment"
+    uses_global_generator: ClassVar[bool] = True
     operations: int = 2
     """Changes of an image, one after the other."""
     magnitude: int = 9
@@ -243,22 +226,25 @@ class RandAugment(_WithPolicy):
         if not 0 <= self.magnitude < _MAGNITUDES:
             raise UserError(f"augment.magnitude={self.magnitude} must lie between 0 and {_MAGNITUDES - 1}")
 
-    def policy(self) -> tuple[str, dict[str, int]]:
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Draw a crop and a flip, and let the same seed draw the changes."""
         options = {"num_ops": self.operations, "magnitude": self.magnitude, "num_magnitude_bins": _MAGNITUDES}
-        return "RandAugment", options
+        return _changed_by("RandAugment", super().view(width, height, seed, size), seed, **options)
 
 
 @dataclass
-class TrivialAugment(_WithPolicy):
+class TrivialAugment(ImageNet):
     """``augment=trivialaugment``: as ``imagenet``, then one random change of random strength (Müller and Hutter 2021).
 
     torchvision's TrivialAugmentWide does the work. It has no strength to be tuned.
     """
 
     kind: ClassVar[str] = "trivialaugment"
+    uses_global_generator: ClassVar[bool] = True
 
-    def policy(self) -> tuple[str, dict[str, int]]:
-        return "TrivialAugmentWide", {}
+    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
+        """Draw a crop and a flip, and let the same seed draw the change."""
+        return _changed_by("TrivialAugmentWide", super().view(width, height, seed, size), seed)
 
 
 @dataclass
@@ -299,8 +285,14 @@ REASONS = {
 """What the user is shown about what ``auto`` became."""
 
 
+def _changed_by(policy: str, view: View, seed: int | None, **options: int) -> View:
+    """Return the view with the changes of torchvision's policy that this seed draws; in evaluation the view itself."""
+    return view if seed is None else view._replace(policy=partial(_changed, _transform(policy, **options), seed))
+
+
 @cache
 def _transform(policy: str, **options: int) -> Callable[[Any], Any]:
+    """Return the policy of torchvision with this name, bilinear as in its references/classification/presets.py."""
     from torchvision.transforms import InterpolationMode, v2
 
     made: Callable[[Any], Any] = getattr(v2, policy)(interpolation=InterpolationMode.BILINEAR, **options)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from trainer.errors import UserError, first_line
 
@@ -94,25 +92,17 @@ def in_hub_cache(name: str) -> bool:
 
 
 def hub_reachable(timeout_s: float = 8) -> bool:
-    """Return whether the Hugging Face hub answers within ``timeout_s``.
-
-    Its own client would retry for most of a minute before it gives up.
-    """
-    from huggingface_hub import constants
+    """Return whether the Hugging Face hub answers within ``timeout_s``: downloads would retry for most of a minute."""
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
     answered = []
 
     def ask() -> None:
-        try:
-            urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=timeout_s).close()
-        except HTTPError:
-            pass  # an error status is an answer, too
-        except OSError as error:
-            if not isinstance(getattr(error, "reason", None), ssl.SSLError):
-                return  # with certificates of its own, the hub's client may still succeed
-        answered.append(True)
+        with suppress(Exception):  # of whichever library the hub's client is built on
+            get_session().head(constants.ENDPOINT, timeout=timeout_s)  # an error status is an answer, too
+            answered.append(True)
 
     thread = Thread(target=ask, daemon=True)  # looking up a name has no timeout
     thread.start()

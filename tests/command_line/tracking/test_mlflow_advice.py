@@ -68,7 +68,7 @@ def test_the_key_is_of_the_measurement() -> None:
     other.quality = {"verdict": "WORSE"}
     other.entries.reverse()
     assert one.key == other.key
-    other.entries[-1].step_s = [1.0]
+    other.entries[-1].turns = [(1.0, 1.0)]
     assert one.key != other.key
 
 

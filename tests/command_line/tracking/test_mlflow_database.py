@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import UserError
-from trainer.files import locked
 from trainer.tracking.mlflow.store import connect
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -58,13 +57,6 @@ def test_a_set_up_that_was_killed_is_done_anew(tmp_path: Path) -> None:
     files = sorted(path.name for path in (tmp_path / "a folder").iterdir())
     assert files == ["mlflow.db", "mlflow.db-init.lock"]
     assert integrity(tmp_path / "a folder" / "mlflow.db") == "ok"
-
-
-def test_only_one_process_sets_a_database_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.tracking.mlflow.store.LOCK_TIMEOUT_S", 0)
-    with locked(tmp_path / "mlflow.db-init.lock"), pytest.raises(TimeoutError):
-        connect(f"sqlite:///{tmp_path}/mlflow.db")
-    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db-init.lock"]
 
 
 def integrity(database: Path) -> str:

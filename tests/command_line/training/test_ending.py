@@ -111,12 +111,6 @@ def test_the_best_checkpoint_is_that_of_the_chosen_metric(train: Callable[..., A
     assert not (folder / "outputs" / "wrong").exists()
 
 
-def test_steps_and_epochs_together_are_refused(train: Callable[..., Any]) -> None:
-    done = train(*TINY, "steps=4", "epochs=1")
-    assert done.code == 2
-    assert "epochs=1 and steps=4 both set the length; set only one of them" in done.err
-
-
 def test_one_batch_must_be_learnt(train: Callable[..., Any], folder: Path) -> None:
     small = ["recipe=bignet", "recipe.layers=2", "recipe.width=8", "profiler=none"]
     learnt = train(*small, "debug=overfit", "batch_size=2", "steps=60", "optimizer.lr=0.03")

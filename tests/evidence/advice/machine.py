@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from evidence.advice.candidates import Candidate, Factor, Space, Value
+from evidence.advice.candidates import Candidate, Space
 from evidence.advice.schema import Advice
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
-from evidence.advice.worker import OUT_OF_MEMORY, Failed, Hung, Started
+from evidence.advice.worker import Failed, Hung
 
 
-def factor(name: str, *values: str) -> Factor:
-    return Factor(
-        name, tuple(Value(words, (f"{name}={words}",) if index else ()) for index, words in enumerate(values))
-    )
+def space(*precisions: str, compiles: bool = False, **choices: list[str]) -> Space:
+    """A space of the first of these precisions as default, and of further options."""
+    varied = {"precision": [f"precision={mode}" for mode in precisions[1:]]}
+    for key, values in choices.items():
+        varied[key] = [f"{key}={value}" for value in values]
+    words = {f"precision={mode}": mode for mode in precisions}
+    return Space(precisions[0], compiles, {key: values for key, values in varied.items() if values}, words)
 
 
-def space(*factors: Factor) -> Space:
-    """A space in which precision and compile are factors, as they always are."""
-    names = [factor.name for factor in factors]
-    missing = [Factor("compile", (Value(""),))] * ("compile" not in names)
-    return Space([factors[0], *missing, *factors[1:]])
+def every(among: Space) -> list[Candidate]:
+    """All combinations."""
+    return [
+        among.candidate(filter(None, each))
+        for each in itertools.product(*([None, *choices] for choices in among.choices.values()))
+    ]
 
 
-SPACE = space(
-    factor("precision", "fp32", "bf16", "fp16"),
-    factor("compile", "", "compile"),
-    factor("micro", "", "micro=8", "micro=32"),
-    factor("attention", "", "attention=eager"),
-    factor("fused", "", "fused=false"),
-)
+SPACE = space("fp32", "bf16", "fp16", compile=["default"], micro=["8", "32"], attention=["eager"], fused=["false"])
 FACTORS = {"bf16": 0.5, "fp16": 0.6, "compile": 0.6, "micro=32": 0.8, "micro=8": 1.3, "eager": 1.4, "fused=false": 1.1}
 
 
@@ -95,7 +94,7 @@ class Machine:
 
     def check_up(self, entry: Any) -> dict[str, object]:
         self.examined.append(entry.label)
-        return {"faults": self.faults.get(entry.label, []), "notes": [], "healthy": entry.label not in self.faults}
+        return {"faults": self.faults.get(entry.label, []), "missed": [], "healthy": entry.label not in self.faults}
 
     def search(
         self,
@@ -125,7 +124,7 @@ class Fake:
         (machine.fresh if fresh else machine.started).append(self.label)
         self.own = math.exp(machine.random.gauss(0, machine.between)) if machine.between else 1.0
 
-    def start(self, limit_s: float) -> Started:
+    def start(self, limit_s: float) -> tuple[float, list[float], int]:
         here = self.machine
         why = here.broken.get(self.label, "")
         if why == "hangs":
@@ -138,8 +137,8 @@ class Fake:
         compiling = here.compile_s if self.candidate.compiles and first else 0.0
         here.now += here.start_s + compiling + 2 * step
         if 1000 * (len(here.alive) - 1) + here.memory(self.label) > here.device_bytes:
-            raise Failed(f"{OUT_OF_MEMORY}beside {len(here.alive) - 1} others")
-        return Started(here.start_s + compiling + 2 * step, [step + compiling, step], 1000)
+            raise Failed(f"out of memory: beside {len(here.alive) - 1} others", out_of_memory=True)
+        return here.start_s + compiling + 2 * step, [step + compiling, step], 1000
 
     def block(self, steps: int, limit_s: float) -> float:
         here = self.machine

@@ -15,7 +15,13 @@ TINY = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic"
 def measured(label: str, speed: float, mib: int, *overrides: str, half: float = 0.05, **more: Any) -> Entry:
     """An entry that was timed in the final round, its interval ``half`` to both sides."""
     interval = Interval(speed, speed - half, speed + half, 0.95, 6)
-    facts = {"rounds": 3, "step_s": [0.1 / speed] * 6, "memory_bytes": mib * MIB, "speed": speed, "interval": interval}
+    facts = {
+        "processes": 3,
+        "turns": [(0.1 / speed, 0.1)] * 6,
+        "memory_bytes": mib * MIB,
+        "speed": speed,
+        "interval": interval,
+    }
     return Entry(Candidate(label, overrides, "compile" in label), **facts | more)
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import asdict
 
 import pytest
 
-from evidence.advice.candidates import Factor, Value
 from evidence.advice.report import sentence
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, Advice, Entry, _entry
-from evidence.advice.search import AHEAD, BUDGET, FINAL_TURNS, LEAST_PAIRS, MOST_FAULTS, PAIRS, SEVERAL
+from evidence.advice.schema import AHEAD, BUDGET, FAILED, HUNG, LEFT_OUT, SEVERAL, Advice, Entry, _entry
+from evidence.advice.search import FINAL_TURNS, LEAST_PAIRS, MOST_FAULTS, PAIRS
 from mantissa.statistics import ratio_interval
-from tests.evidence.advice.machine import FACTORS, SPACE, Machine, factor, new, space, times
+from tests.evidence.advice.machine import SPACE, Machine, every, new, space, times
 from trainer.errors import RunError, UserError
 
 BEST = "bf16 + compile, micro=32"
-PAIR = space(factor("precision", "fp32", "bf16"))
-COMPILED = space(factor("precision", "fp32", "bf16"), factor("compile", "", "compile"))
+PAIR = space("fp32", "bf16")
+COMPILED = space("fp32", "bf16", compile=["default"])
 
 
 def winner(advice: Advice) -> Entry:
@@ -39,7 +37,7 @@ def test_the_changes_that_help_are_combined_and_the_ratio_is_of_fresh_processes(
     here = Machine()
     found = here.advise()
     assert (found.winner, found.baseline, found.stopped) == (BEST, "fp32", AHEAD)
-    assert len(set(here.started)) < len(list(SPACE.every())) / 2, "the whole grid was not needed"
+    assert len(set(here.started)) < len(every(SPACE)) / 2, "the whole grid was not needed"
     best = winner(found)
     assert len(best.final) == PAIRS
     assert sorted(here.fresh) == sorted([BEST, "fp32"] * PAIRS), "new processes of both"
@@ -54,7 +52,7 @@ def test_the_changes_that_help_are_combined_and_the_ratio_is_of_fresh_processes(
 
 def test_the_chance_between_processes_is_in_the_interval_and_advises_no_equal_setting() -> None:
     """Processes of one setting differ by 1.7 %: intervals of their blocks alone would hold the truth in half of all."""
-    among = space(factor("precision", "fp32", "bf16"), factor("micro", "", "micro=8", "micro=16", "micro=32"))
+    among = space("fp32", "bf16", micro=["8", "16", "32"])
     wrong = sum(
         Machine(times({}), between=0.017, noise=0.01, seed=seed).advise(among=among, budget_s=300.0).winner != "fp32"
         for seed in range(120)
@@ -85,9 +83,9 @@ def test_the_simplest_of_equal_settings_is_advised() -> None:
     assert "bf16, micro=32" in found.equal
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_single_blocks_that_another_program_slows_down_decide_nothing(seed: int) -> None:
-    assert Machine(spikes=0.07, seed=seed).advise().winner.startswith("bf16 + compile")
+def test_single_blocks_that_another_program_slows_down_decide_nothing() -> None:
+    winners = [Machine(spikes=0.07, seed=seed).advise().winner for seed in range(20)]
+    assert sum(winner.startswith("bf16 + compile") for winner in winners) >= 19
 
 
 def test_a_choice_that_fresh_processes_do_not_confirm_is_not_advised() -> None:
@@ -98,22 +96,18 @@ def test_a_choice_that_fresh_processes_do_not_confirm_is_not_advised() -> None:
     assert entries(found)["bf16"].speed == pytest.approx(1 / 1.1, rel=0.02)
 
 
-def test_a_short_run_is_not_compiled_and_a_note_says_when_it_would_pay() -> None:
-    """Compiled, a step of 0.008 s takes 0.6 of that: 10 s are saved after 3125 steps."""
+def test_a_short_run_is_not_compiled_and_it_says_when_it_would_pay() -> None:
+    """Compiled, a step of 0.01 s takes 0.6 of that: 10 s are saved after 2500 steps."""
     here = Machine(noise=0.0)
     found = here.advise(steps=100)
     assert (found.winner, found.stopped) == ("bf16, micro=32", AHEAD)
-    assert found.notes == [
-        "compiling takes 10 s and makes a step 1.67x as fast (bf16 + compile); if it does the same for bf16, micro=32, "
-        "it saves time in a run of about 3125 steps or more; this advice is for 100 steps, so for a longer run call "
-        "advise.py with steps="
-    ]
+    assert entries(found)["bf16 + compile"].pays_after_steps == pytest.approx(2500, rel=0.01)
     assert winner(found).speed == pytest.approx(1 / (0.5 * 0.8), rel=0.02)
 
 
 def test_compiling_must_be_faster_in_a_whole_run_of_fresh_processes() -> None:
     """10 s to compile and 3000 steps of 0.02 s: with half of the time for a step it pays, with 0.9 it does not."""
-    among = space(factor("precision", "fp32"), factor("compile", "", "compile"))
+    among = space("fp32", compile=["default"])
     here = Machine(times({"compile": 0.5}), noise=0.001, final=lambda label: 1.8 if "compile" in label else 1.0)
     found = here.advise(among=among, steps=3000)
     assert found.winner == "fp32"
@@ -125,30 +119,17 @@ def test_compiling_must_be_faster_in_a_whole_run_of_fresh_processes() -> None:
     assert compiled.run_interval.high < 1.0
 
 
-def test_a_whole_run_is_compared_with_the_best_that_does_not_compile() -> None:
-    """Compiling pays against its own form, but another setting without it is nearly as fast."""
-
-    def step_s(label: str) -> float:
-        base = 0.03 if "16" in label else 0.02
-        return base * (0.3 if "compile" in label else 0.33 if "micro=32" in label else 1.0)
-
-    short = Machine(step_s, compile_s=60.0).advise(steps=5000, budget_s=1200.0)
-    assert short.winner == "fp32, micro=32"
-    assert "compile" in Machine(step_s, compile_s=60.0).advise(steps=500_000, budget_s=1200.0).winner
-
-
 def test_where_the_default_compiles_a_short_run_does_not() -> None:
     """The sentence then gives the ratio of whole runs: 10 s and 100 steps of 0.012 s over 100 of 0.02 s."""
-    compiled = space(factor("precision", "fp32"), Factor("compile", (Value("compile"), Value("", ("compile=off",)))))
+    compiled = space("fp32", compiles=True, compile=["off"])
     found = Machine(times({"compile": 0.6}), noise=0.0).advise(among=compiled, steps=100)
     assert (found.baseline, found.winner) == ("fp32 + compile", "fp32")
-    assert "makes a step 1.67x as fast" in found.notes[0]
     said = sentence(found)
     assert said.startswith("fp32: 5.6x [5.6, 5.6] as fast as fp32 + compile in a run of 100 steps, compile time incl")
 
 
 def test_compile_times_decide_nothing_where_all_compile() -> None:
-    among = space(factor("precision", "fp32", "bf16"), Factor("compile", (Value("compile"),)))
+    among = space("fp32", "bf16", compiles=True)
     found = Machine(times({"bf16": 0.9}), compile_s=30.0, noise=0.0).advise(among=among, steps=100)
     assert found.winner == "bf16 + compile"
     assert found.entries[0].run_speed == found.entries[0].speed
@@ -175,9 +156,7 @@ def test_a_choice_that_fails_in_the_final_round_gives_its_place_to_the_next() ->
 
 
 def test_a_start_that_the_budget_cuts_off_is_left_out_and_tried_again_with_a_larger_one() -> None:
-    among = space(
-        factor("precision", "fp32", "bf16"), factor("compile", "", "compile"), factor("micro", "", "micro=32")
-    )
+    among = space("fp32", "bf16", compile=["default"], micro=["32"])
     here = Machine(times({"bf16": 0.5, "compile": 0.6}), broken={"bf16 + compile": "hangs"})
     found = here.advise(among=among, budget_s=60.0)
     entry = entries(found)["bf16 + compile"]
@@ -204,7 +183,7 @@ def test_a_reference_that_fails_later_ends_the_command_and_the_next_call_goes_on
 
 
 def test_where_all_fail_the_first_error_is_reported() -> None:
-    broken = {SPACE.candidate(setting).label: f"error {number}" for number, setting in enumerate(SPACE.every())}
+    broken = {candidate.label: f"error {number}" for number, candidate in enumerate(every(SPACE))}
     with pytest.raises(RunError, match="the first error: fp32: error 0") as caught:
         Machine(broken=broken).advise()
     assert caught.value.exit_code == 1
@@ -235,7 +214,7 @@ def test_the_budget_is_kept_and_what_there_was_no_time_for_is_listed(budget_s: f
 
 
 def test_what_is_forecast_not_to_fit_is_never_started() -> None:
-    among = space(factor("precision", "fp32", "bf16"), factor("micro", "", "micro=32"))
+    among = space("fp32", "bf16", micro=["32"])
     among.refused = lambda candidate: "too large" if "micro=32" in candidate.label else None
     here = Machine()
     here.advise(among=among)
@@ -255,12 +234,6 @@ def test_processes_that_do_not_fit_together_run_one_after_the_other() -> None:
     assert (fp16.status, fp16.reason) == (FAILED, "out of memory: beside 0 others")
 
 
-def test_what_a_start_without_enough_memory_has_compiled_counts_as_compile_time() -> None:
-    here = Machine(times({"compile": 0.6}), device_bytes=5000, memory=lambda label: 4500, noise=0.0)
-    found = here.advise(among=space(factor("precision", "fp32"), factor("compile", "", "compile")))
-    assert entries(found)["fp32 + compile"].compile_s >= 10.0
-
-
 def test_least_memory_in_at_most_one_and_a_half_times_the_time() -> None:
     def memory(label: str) -> int:
         return 1000 - 100 * ("micro=8" in label) - 300 * ("bf16" in label) - 600 * ("eager" in label)
@@ -272,7 +245,7 @@ def test_least_memory_in_at_most_one_and_a_half_times_the_time() -> None:
     slow = Machine(times({"compile": 1.1}), memory=lambda label: 500 if "compile" in label else 1000)
     compiled = slow.advise(steps=10, goal="memory")
     assert "compile" in compiled.winner, "memory counts however short the run is"
-    assert compiled.entries[0].never_pays
+    assert compiled.entries[0].pays_after_steps is None
 
 
 def test_a_setting_with_a_fault_is_not_advised_and_the_next_best_has_a_final_round() -> None:
@@ -290,7 +263,7 @@ def test_a_setting_with_a_fault_is_not_advised_and_the_next_best_has_a_final_rou
 
 
 def test_after_three_faults_the_default_is_advised_and_not_examined() -> None:
-    here = Machine(faults={SPACE.candidate(setting).label: ["a fault"] for setting in SPACE.every()})
+    here = Machine(faults={candidate.label: ["a fault"] for candidate in every(SPACE)})
     found = here.advise()
     assert found.winner == "fp32"
     assert len(here.examined) == MOST_FAULTS
@@ -316,28 +289,3 @@ def test_an_interrupted_search_continues_where_it_was() -> None:
     assert found.winner == BEST
     assert "fp16" not in later.started, "it was measured before"
     assert found.spent_s > spent_s
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        (100, "fp32, train.py's default: no setting is clearly faster here in a run of 100 steps"),
-        (10_000, " steps; 1.82x [1.82, 1.82] as fast in a run of 10000 steps, compile time included"),
-    ],
-)
-def test_the_sentence_tells_steps_from_whole_runs(steps: int, expected: str) -> None:
-    """10 s to compile, and steps of 0.01 s instead of 0.02 s: 110 s instead of 200 s for 10,000 steps."""
-    among = space(factor("precision", "fp32"), factor("compile", "", "compile"))
-    found = Machine(times({"compile": 0.5}), noise=0.0).advise(among=among, steps=steps)
-    assert expected in sentence(found)
-
-
-def test_no_ratio_depends_on_a_setting_that_compiles_and_fails() -> None:
-    """It would gain most, before it fails."""
-    usual = times(FACTORS)
-    here = Machine(lambda label: usual(label) * (0.5 if label == "bf16 + compile" else 1.0))
-    here.broken["bf16 + compile"] = "later"
-    found = here.advise(steps=100)
-    assert entries(found)["bf16 + compile"].status == FAILED
-    assert not any("(bf16 + compile)" in note for note in found.notes)
-    assert math.isfinite(winner(found).speed or math.inf)

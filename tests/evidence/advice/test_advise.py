@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def varied(*overrides: str, goal: str = "speed", quality: bool = False) -> dict[str, list[str]]:
     space, _ = space_of(overrides, detect("cpu"), goal, quality)
-    return {factor.name: [value.words for value in factor.values] for factor in space.factors if len(factor.values) > 1}
+    return {key: [space.in_words(each) for each in choices] for key, choices in space.choices.items()}
 
 
 def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,10 +39,10 @@ def test_only_options_that_a_recipe_has_are_varied(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert varied(*SMALL) == {
-        "precision": ["fp32", "bf16"],
-        "compile": ["", "compile"],
-        "micro_batch_size": ["", "micro_batch_size=4", "micro_batch_size=2", "micro_batch_size=1"],
-        "optimizer.fused": ["", "optimizer.fused=false"],
+        "precision": ["bf16"],
+        "compile": ["compile=default"],
+        "micro_batch_size": ["micro_batch_size=4", "micro_batch_size=2", "micro_batch_size=1"],
+        "optimizer.fused": ["optimizer.fused=false"],
     }
 
 
@@ -50,8 +50,8 @@ def test_attention_has_the_forms_that_the_recipe_knows(monkeypatch: pytest.Monke
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.3)
     small = ("data=synthetic", "data.vocab_size=500", "recipe.context=16")
     gpt2 = varied("recipe=gpt2", "recipe.size=nano", *small)["recipe.attention"]
-    assert gpt2 == ["", "attention=eager"]
-    assert varied("recipe=bert", *small)["recipe.attention"] == ["", "attention=eager"]
+    assert gpt2 == ["attention=eager"]
+    assert varied("recipe=bert", *small)["recipe.attention"] == ["attention=eager"]
 
 
 def test_what_the_user_sets_is_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +71,11 @@ def test_slow_formats_are_left_out_with_the_measured_reason(monkeypatch: pytest.
         space, _ = space_of(SMALL, hardware)
         assert space.left_out["bf16"] == why
     space, _ = space_of(SMALL, plain, "memory")
-    words = {value.words for value in space.factors[0].values}
-    assert "bf16 (fp32 arithmetic)" in words, "memory is the format's, the time beside it is not"
+    assert space.candidate(["precision=bf16"]).label == "bf16 (fp32 arithmetic)", (
+        "memory is the format's, the time beside it is not"
+    )
     space, _ = space_of([*SMALL, "precision=bf16"], plain)
-    assert space.candidate(space.baseline).label == "bf16 (fp32 arithmetic)", "asked for by name"
+    assert space.candidate().label == "bf16 (fp32 arithmetic)", "asked for by name"
 
 
 def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,16 +83,15 @@ def test_threads_are_varied_unless_the_environment_sets_them(monkeypatch: pytest
     hardware = replace(detect("cpu"), cpu_cores=8)
     monkeypatch.setattr("evidence.advice.candidates.torch.get_num_threads", lambda: 8)
     space, _ = space_of([*SMALL, *FIXED, "micro_batch_size=8"], hardware)
-    threads = space.factors[-1]
-    assert [value.words for value in threads.values] == ["", "4 threads", "1 thread"]
-    assert space.candidate((*space.baseline[:-1], 2)).overrides == ("threads=1",)
+    assert space.choices == {"threads": ["threads=4", "threads=1"]}
+    assert space.candidate(["threads=1"]).label == "fp32, 1 thread"
 
 
 def test_memory_adds_checkpointing_and_quality_adds_16_bit_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evidence.advice.candidates.slowdown", lambda mode, hardware: 0.5)
     monkeypatch.setattr("evidence.advice.candidates.not_timed_here", lambda *_: None)
     found = varied(*SMALL, goal="memory", quality=True)
-    assert found["activation_checkpointing"][1:] == [
+    assert found["activation_checkpointing"] == [
         "activation_checkpointing=blocks",
         "activation_checkpointing=selective",
     ]
@@ -114,8 +114,8 @@ def test_what_is_forecast_not_to_fit_is_refused_with_the_figures() -> None:
 def test_a_worker_takes_steps_counts_bytes_and_names_its_error(folder: Path, fresh: bool) -> None:
     worker = Worker(Candidate("fp32"), SMALL, folder, fresh)
     try:
-        started = worker.start(300)
-        assert len(started.warm_up_s) >= 2
+        _, warm_up_s, _ = worker.start(300)
+        assert len(warm_up_s) >= 2
         assert 0 < worker.block(3, 60) < 60
         # Weights, gradients and AdamW's two moments: four times 2 · (16² + 16) numbers of 4 bytes, and activations.
         steady = 4 * 2 * (16 * 16 + 16) * 4
@@ -147,7 +147,7 @@ def test_a_worker_that_stops_or_dies_is_noticed(folder: Path) -> None:
 def test_the_command_answers_writes_and_repeats_its_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evidence.advice.command.check", lambda *_: {"faults": [], "notes": [], "healthy": True})
+    monkeypatch.setattr("evidence.advice.command.check", lambda *_: {"faults": [], "missed": [], "healthy": True})
     # Hydra would find the file of an advice that was asked for on this machine first.
     monkeypatch.setattr(command, "machine_name", lambda hardware: "of-the-test")
     monkeypatch.setattr(command, "BLOCKS", 10**6)  # as short as they can be

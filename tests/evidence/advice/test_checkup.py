@@ -41,7 +41,7 @@ def test_a_fault_is_named_and_an_earlier_report_does_not_count(tmp_path: Path) -
     assert "overflow" in found["faults"][0]
     gone = check(overflow, CPU, tmp_path, lambda command, log, limit_s: 7)  # it wrote nothing
     assert (gone["faults"], gone["healthy"]) == ([], False)
-    assert "exit code 7; run it: python " in gone["notes"][0]
+    assert "exit code 7; run it: python " in gone["missed"][0]
 
 
 def test_a_doctor_that_does_not_end_or_is_refused_says_so(tmp_path: Path) -> None:
@@ -51,13 +51,13 @@ def test_a_doctor_that_does_not_end_or_is_refused_says_so(tmp_path: Path) -> Non
     for overrides, words in ((TINY, "did not end within"), (("recipe=gtp2",), "gtp2")):
         found = check(overrides, CPU, tmp_path, hangs)
         assert (found["faults"], found["healthy"]) == ([], False)
-        assert words in found["notes"][0]
+        assert words in found["missed"][0]
 
 
 def timed(baseline_s: float, winner_s: float, **changed: Any) -> Advice:
     made = advice(**changed)
-    made.entry("fp32").step_s = [baseline_s] * 3
-    made.entry("bf16 + compile").step_s = [winner_s] * 3
+    made.entry("fp32").turns = [(baseline_s, baseline_s)] * 3
+    made.entry("bf16 + compile").turns = [(winner_s, baseline_s)] * 3
     made.entry("bf16 + compile").compile_s = 10.0
     return made
 

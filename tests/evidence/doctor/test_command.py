@@ -27,6 +27,9 @@ STATIC = ("precision=fp16", "scaler=static", "scaler.scale=1024", "scaler.max_co
 """The second overflow in a row ends the run."""
 
 
+Said = Callable[..., tuple[int, list[str]]]
+
+
 def failed(folder: Path, *overrides: str) -> Path:
     with pytest.raises(NonFiniteError):
         train(compose(*BIGNET, *overrides, f"output_dir={folder}", "run_name=it"))
@@ -47,35 +50,43 @@ def finishes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Callable[[Path], Path]:
-    """A copy of a run that a test may change."""
-    return lambda run: Path(shutil.copytree(run, tmp_path / "it"))
+def failing(overflows: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(overflows, tmp_path / "it"))
+
+
+@pytest.fixture
+def finished(finishes: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finishes, tmp_path / "it"))
 
 
 def change(file: Path, **values: Any) -> None:
     write_json(file, read_object(file) | values)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
-    """The exit code, and the lines."""
-    code = main([str(argument) for argument in arguments])
-    return code, capsys.readouterr().out.splitlines()
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Returns the exit code, and the lines."""
+
+    def of(*arguments: object) -> tuple[int, list[str]]:
+        capsys.readouterr()  # of the training before
+        code = main([str(argument) for argument in arguments])
+        return code, capsys.readouterr().out.splitlines()
+
+    return of
 
 
-def test_a_failed_step_is_reproduced_and_its_cause_found(
-    overflows: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy(overflows)
-    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    code, lines = said(capsys, f"resume={run}", "check=ladder,manifest,islands")
+def test_a_failed_step_is_reproduced_and_its_cause_found(failing: Path, said: Said) -> None:
+    before = {file: file.read_bytes() for file in failing.rglob("*") if file.is_file()}
+    code, lines = said(f"resume={failing}", "check=ladder,manifest,islands")
     assert code == 7
     assert lines[0].startswith("step 3 reproduced (loss ")
     assert lines[0].endswith(", skipped) from step-00000002")
     assert "fp32 ok" in lines[1]
     assert "fp16+scaler 1024 BREAKS" in lines[1]
     assert any(line.startswith("FOUND overflow, ") for line in lines)
-    assert lines[-1] == f"report {run}/doctor/step-3/report.html"
-    assert read_object(run / "doctor" / "step-3" / "verdict.json")["verdict"] == "FOUND"
+    assert lines[-1] == f"report {failing}/doctor/step-3/report.html"
+    assert read_object(failing / "doctor" / "step-3" / "verdict.json")["verdict"] == "FOUND"
     assert {file: file.read_bytes() for file in before} == before  # nothing of the run is changed
 
 
@@ -84,87 +95,67 @@ def test_a_step_that_a_failed_run_did_not_reach_is_refused(overflows: Path) -> N
         main([f"resume={overflows}", "step=4"])
 
 
-def test_an_earlier_report_of_the_step_is_not_replaced_in_silence(
-    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy(finishes)
+def test_an_earlier_report_of_the_step_is_not_replaced_in_silence(finished: Path, said: Said) -> None:
     replaced = "the earlier report of this step is replaced"
-    assert [replaced in said(capsys, f"resume={run}", "check=updates")[1] for _ in range(2)] == [False, True]
+    assert [replaced in said(f"resume={finished}", "check=updates")[1] for _ in range(2)] == [False, True]
 
 
-def test_without_a_checkpoint_it_is_replayed_from_the_beginning(
-    overflows: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy(overflows)
-    shutil.rmtree(run / "failure")
-    code, lines = said(capsys, f"resume={run}", "check=ladder")
+def test_without_a_checkpoint_it_is_replayed_from_the_beginning(failing: Path, said: Said) -> None:
+    shutil.rmtree(failing / "failure")
+    code, lines = said(f"resume={failing}", "check=ladder")
     assert code == 7
     assert lines[0] == "taking 2 steps again from the beginning …"
     assert lines[1].startswith("step 3 reproduced")
     assert lines[1].endswith("from the beginning")
 
 
-def test_weights_that_are_infinite_already_are_not_started_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_infinite_already_are_not_started_from(tmp_path: Path, said: Said) -> None:
     run = failed(tmp_path, "precision=fp32", "optimizer.lr=3e38", "checkpoint=none")
     assert (read_object(run / "failure.json")["step"], (run / "failure" / "step-00000001").is_dir()) == (2, True)
-    capsys.readouterr()
-    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    code, lines = said(f"resume={run}", "check=ladder")
     assert code == 7
     assert lines[0] == "taking 1 step again from the beginning …"
     assert any(line.startswith("FOUND input, forward: ") for line in lines), lines
     assert any("is not finite before the step" in line for line in lines)
 
 
-def test_an_earlier_step_whose_loss_is_not_finite_is_examined(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_step_whose_loss_is_not_finite_is_examined(tmp_path: Path, said: Said) -> None:
     run = failed(tmp_path, "precision=bf16", "optimizer.lr=3e9", "checkpoint=none")  # its gradients are finite
     shutil.rmtree(run / "failure")
-    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    code, lines = said(f"resume={run}", "check=ladder")
     assert code == 7
     assert any(line.startswith("step 2 reproduced") for line in lines)
     assert "note: the loss is not finite at step 2 already: that step is examined, not step 3" in lines
 
 
-def test_a_run_that_finished_is_healthy_at_its_last_step(
-    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy(finishes)
-    code, lines = said(capsys, f"resume={run}", "check=ladder,manifest,range,pairs,updates")
+def test_a_run_that_finished_is_healthy_at_its_last_step(finished: Path, said: Said) -> None:
+    code, lines = said(f"resume={finished}", "check=ladder,manifest,range,pairs,updates")
     assert code == 0
     assert lines[0].startswith("one more step (3) after the last, taken from step-00000002 (loss ")
     assert "HEALTHY at the last step, 2" in lines
-    code, lines = said(capsys, f"resume={run}", "check=ladder", "step=1")
+    code, lines = said(f"resume={finished}", "check=ladder", "step=1")
     assert code == 0
     assert lines[0].startswith("step 1 taken from the beginning")
     assert "HEALTHY at step 1" in lines
 
 
-def test_a_failure_that_does_not_come_again(
-    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy(finishes)
-    write_json(run / "failure.json", {"step": 2, "loss_scale": 1.0})
-    code, lines = said(capsys, f"resume={run}", "check=ladder")
+def test_a_failure_that_does_not_come_again(finished: Path, said: Said) -> None:
+    write_json(finished / "failure.json", {"step": 2, "loss_scale": 1.0})
+    code, lines = said(f"resume={finished}", "check=ladder")
     assert code == 8
     assert lines[1].startswith("step 2 taken again and finite")
     assert "NOT REPRODUCED" in lines
     assert any(line.startswith("note: ") and line.endswith("train with deterministic=true") for line in lines)
 
 
-def test_a_run_of_other_software_in_a_format_that_is_not_here(
-    finishes: Path, copy: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy(finishes)
-    versions = read_object(run / "summary.json")["versions"]
-    change(run / "summary.json", versions=versions | {"torch": "2.1.0"}, git={"commit": "0123456789abcdef"})
-    config = json.loads((run / "config.json").read_text())
+def test_a_run_of_other_software_in_a_format_that_is_not_here(finished: Path, said: Said) -> None:
+    versions = read_object(finished / "summary.json")["versions"]
+    change(finished / "summary.json", versions=versions | {"torch": "2.1.0"}, git={"commit": "0123456789abcdef"})
+    config = json.loads((finished / "config.json").read_text())
     text = json.dumps(config).replace('"precision.mode": "bf16"', '"precision.mode": "tf32"')
-    (run / "config.json").write_text(text)
+    (finished / "config.json").write_text(text)
     assert "tf32" in text
-    code, lines = said(capsys, f"resume={run}", "check=ladder")
+    code, lines = said(f"resume={finished}", "check=ladder")
     assert code == 0
     assert "fp32 ok" in "".join(lines)
     notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
@@ -172,15 +163,10 @@ def test_a_run_of_other_software_in_a_format_that_is_not_here(
     assert notes[1].startswith("the run was made with torch 2.1.0, this is ")
 
 
-def test_what_there_is_no_time_for_is_named(
-    finishes: Path,
-    copy: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
     clock = itertools.count()
     monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))  # a second a look
-    code, lines = said(capsys, f"resume={copy(finishes)}", "budget_s=1")
+    code, lines = said(f"resume={finished}", "budget_s=1")
     assert code == 0
     assert lines[1] == "fp64 left out · fp32 ok · bf16 ok"
     left_out = [line.removeprefix("left out: ") for line in lines if line.startswith("left out: ")]
@@ -188,8 +174,8 @@ def test_what_there_is_no_time_for_is_named(
     assert left_out[0] == "fp64 (no time left of budget_s=1)"
 
 
-def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = said(capsys, *BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=ladder,manifest", "step=2")
+def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> None:
+    code, lines = said(*BIGNET, "precision=bf16", f"output_dir={tmp_path}", "check=ladder,manifest", "step=2")
     assert code == 0
     assert lines[0] == "taking 1 step again from the beginning …"
     assert "HEALTHY at step 2" in lines

@@ -17,11 +17,9 @@ from mantissa.doctor.divergence import STEPS, Divergence
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
 from mantissa.formats import FORMATS
 from mantissa.step import Passes, Step
-from tests.mantissa.doctor import healthy
-from tests.mantissa.doctor.faults.planted import WIDTH, Block, Expected, Fault, around, mean_square
+from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, mean_square, step_of
 from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer
-from trainer.precision.modes import Precision
 
 
 def diagnosed(case: Step) -> Diagnosis:
@@ -37,9 +35,7 @@ def found_in(case: Step) -> list[Finding]:
 
 
 def case_of(model: Callable[[], nn.Module], mode: str, loss: Callable[[Tensor, Batch], Tensor] = mean_square) -> Step:
-    optimizer = Optimizer(name="AdamW", lr=3e-3)
-    expected = Expected("", "", "", "")
-    return Fault(0, "", expected, model, Precision(mode=mode), loss=loss, optimizer=optimizer).replay().step
+    return step_of(model, mode, loss=loss, optimizer=Optimizer(name="AdamW", lr=3e-3))
 
 
 class Rounded(nn.Module):
@@ -73,7 +69,7 @@ def large_weights() -> nn.Module:
 
 
 def test_masters_cure_second_moments_of_0() -> None:
-    case = of_overrides(["device=cpu", *healthy.TINY["bignet"], "precision=fp16_pure"], 1).step
+    case = of_overrides(["device=cpu", *TINY["bignet"], "precision=fp16_pure"], 1).step
     (finding,) = found_in(case)
     assert (finding.kind, finding.direction, finding.format) == (DIVERGENCE, UPDATE, "fp16_pure")
     assert "on the loss is not finite; rounding explains" in finding.detail

@@ -8,25 +8,18 @@ from torch import Tensor
 
 from mantissa.doctor.diagnosis import FOUND
 from mantissa.finding import FORWARD, OVERFLOW
-from tests.mantissa.doctor.accuracy import FAULTS, examine
-from tests.mantissa.doctor.faults import infinite
-from tests.mantissa.doctor.faults.planted import Expected, Fault, around
+from tests.mantissa.doctor.faults import FAULTS, FP16, Attention
+from tests.mantissa.doctor.planted import Expected, Fault, around
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.number))
 def test_a_planted_fault_is_named(fault: Fault) -> None:
-    outcome = examine(fault)
-    diagnosis = outcome.diagnosis
-    assert outcome.named, f"expected {fault.expected}; said: {outcome.text()}; ladder: {diagnosis.ladder}"
+    diagnosis = fault.examined()
+    assert not fault.wrong(diagnosis)
     assert (diagnosis.verdict, diagnosis.exit_code, diagnosis.budget.left_out) == (FOUND, 7, [])
 
 
-def test_the_faults_are_numbered_without_repetition() -> None:
-    numbers = [fault.number for fault in FAULTS]
-    assert numbers == sorted(set(numbers))
-
-
-class Masked(infinite.Attention):
+class Masked(Attention):
     """Large queries and keys, and a mask that becomes -inf in fp16 before they are multiplied, in a part of a row."""
 
     def __init__(self) -> None:
@@ -42,6 +35,6 @@ class Masked(infinite.Attention):
 
 def test_of_several_first_operators_the_one_that_harms_is_named() -> None:
     expected = Expected(OVERFLOW, FORWARD, "1", "fp16")
-    fault = Fault(0, "a mask and a product", expected, lambda: around(Masked()), infinite.FP16)
-    (finding,) = examine(fault).diagnosis.findings
+    fault = Fault(0, "a mask and a product", expected, lambda: around(Masked()), FP16)
+    (finding,) = fault.examined().findings
     assert (finding.kind, finding.module, finding.op) == (OVERFLOW, "1", "aten.bmm")

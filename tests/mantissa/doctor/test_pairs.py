@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,35 +9,7 @@ from torch import Tensor, nn
 from evidence.doctor.step import TrainerStep
 from mantissa.doctor.pairs import measure, rounded
 from mantissa.formats import FP16, TF32
-from mantissa.step import Step
-from tests.helpers import trainer_of
-from tests.mantissa.doctor.faults.errors import FAULTS
-from tests.mantissa.doctor.faults.planted import WIDTH, Expected, Fault, around
-from tests.mantissa.doctor.healthy import TINY
-from trainer.precision.modes import Precision
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def case_of(*overrides: str) -> Step:
-    trainer = trainer_of(*overrides)
-    return TrainerStep.of(trainer, next(trainer.batches()))
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.number))
-def test_excess_errors_are_found_where_they_are(fault: Fault) -> None:
-    findings = measure(fault.replay().step).findings
-    assert [(each.kind, each.direction, each.module, each.format) for each in findings] == [
-        (fault.expected.kind, fault.expected.direction, fault.expected.module, fault.expected.format)
-    ]
-
-
-def fault_of(model: Callable[[], nn.Module], mode: str = "bf16") -> Step:
-    """The first step of a model, planted without a fault."""
-    return Fault(0, "", Expected("", "", "", ""), model, Precision(mode=mode)).replay().step
+from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of, step_of_run
 
 
 class WrongGradient(torch.autograd.Function):
@@ -68,7 +39,7 @@ class Residual(nn.Module):
 
 
 def test_a_wrong_gradient_in_a_container_is_found_there_and_nowhere_else() -> None:
-    findings = measure(fault_of(lambda: around(Residual()))).findings
+    findings = measure(step_of(lambda: around(Residual()))).findings
     assert [(each.kind, each.direction, each.module) for each in findings] == [("error", "backward", "1")]
     assert findings[0].detail.startswith("gradient of layer's result 0: e 0.05, ")
 
@@ -76,7 +47,7 @@ def test_a_wrong_gradient_in_a_container_is_found_there_and_nowhere_else() -> No
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_changes_in_place_are_followed(mode: str) -> None:
     pairs = measure(
-        fault_of(lambda: nn.Sequential(Residual(True), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), mode)
+        step_of(lambda: nn.Sequential(Residual(True), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), mode)
     )
     assert (pairs.findings, pairs.notes) == ([], [])
     assert {"0", "0.layer", "1", "2"} <= {row.module for row in pairs.rows}
@@ -88,14 +59,14 @@ class ChangesItsInput(nn.Module):
 
 
 def test_a_call_that_cannot_be_repeated_is_named() -> None:
-    pairs = measure(fault_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesItsInput())))
+    pairs = measure(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesItsInput())))
     assert pairs.findings == []
     assert "errors of modules: 1 is left out: an argument was changed in place afterwards" in pairs.notes
 
 
 def test_little_memory_takes_fewer_samples_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainerStep, "free_bytes", lambda step: 2000)
-    pairs = measure(fault_of(lambda: around(nn.BatchNorm1d(WIDTH)), "fp32"))
+    pairs = measure(step_of(lambda: around(nn.BatchNorm1d(WIDTH)), "fp32"))
     assert pairs.findings == []
     assert pairs.notes == ["errors of modules: 2 of 8 samples, to need at most half of the memory"]
 
@@ -108,5 +79,5 @@ def test_numbers_are_rounded_as_in_the_format() -> None:
 
 
 def test_a_module_inside_of_an_fp32_module_is_evaluated_in_fp32() -> None:
-    case = case_of(*TINY["bert"], "precision=bf16_master", "precision.fp32_modules=['*.self']")
+    case = step_of_run(*TINY["bert"], "precision=bf16_master", "precision.fp32_modules=['*.self']")
     assert measure(case).findings == []

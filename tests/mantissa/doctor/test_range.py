@@ -3,25 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mantissa.doctor import pairs
 from mantissa.doctor.range import HIGHEST, LOWEST, Exponents, measure
-from tests.mantissa.doctor.faults.planted import Fault
-from tests.mantissa.doctor.faults.scales import FAULTS
-from tests.mantissa.doctor.healthy import TINY
-from tests.mantissa.doctor.test_pairs import case_of
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.number))
-def test_layers_that_lose_their_gradients_are_listed_and_no_error_is_found(fault: Fault) -> None:
-    case = fault.replay().step
-    expected = fault.expected
-    modules = [expected.module] if isinstance(expected.module, str) else list(expected.module)
-    findings = measure(case).findings
-    assert [each.module for each in findings] == modules
-    assert {(each.kind, each.direction, each.format) for each in findings} == {
-        (expected.kind, expected.direction, expected.format)
-    }
-    assert pairs.measure(case).findings == []
+from tests.mantissa.doctor.planted import TINY, step_of_run
 
 
 def test_what_a_scale_loses_is_what_fp16_rounds_to_0() -> None:
@@ -49,25 +32,16 @@ def test_numbers_beyond_the_histogram_are_counted_at_its_ends() -> None:
 
 
 def test_a_format_with_fp32s_range_needs_no_scale() -> None:
-    found = measure(case_of(*TINY["bignet"], "precision=bf16"))
+    found = measure(step_of_run(*TINY["bignet"], "precision=bf16"))
     assert (found.findings, found.text()) == ([], "scale: not needed")
     assert found.notes == ["range of gradients: bf16 needs no loss scale, because it has the exponents of fp32"]
     assert sum(layer.counts.sum().item() for layer in found.layers) > 0
 
 
 def test_microbatches_and_recomputed_blocks_are_counted_once() -> None:
-    options = [
-        "recipe=bignet",
-        "recipe.layers=8",
-        "recipe.width=64",
-        "profiler=none",
-        "precision=fp16",
-        "batch_size=16",
-    ]
-    whole, parts = (
-        measure(case_of(*options, f"micro_batch_size={size}", f"activation_checkpointing={mode}"))
-        for size, mode in ((16, "none"), (8, "blocks"))
-    )
+    fp16 = (*TINY["bignet"], "precision=fp16")
+    whole = measure(step_of_run(*fp16))
+    parts = measure(step_of_run(*fp16, "micro_batch_size=8", "activation_checkpointing=blocks"))
     for one, other in zip(whole.layers, parts.layers, strict=True):
         assert (one.module, one.tensor, one.half) == (other.module, other.tensor, other.half)
         calls = 1 if one.tensor == "output" else 2  # each microbatch has its own gradient of a weight

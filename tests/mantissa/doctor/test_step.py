@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +17,8 @@ from mantissa.finding import BACKWARD, FORWARD
 from mantissa.modules import ModuleTracer
 from mantissa.step import Passes
 from tests.helpers import copied, fit, same_bits, trainer_of
-from tests.mantissa.doctor import healthy
-from tests.mantissa.doctor.accuracy import FAULTS
-from tests.mantissa.doctor.faults.infinite import FP16, LargeFFN
-from tests.mantissa.doctor.faults.planted import WIDTH, Block, Expected, Fault
+from tests.mantissa.doctor.faults import LargeFFN
+from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run
 from trainer.determinism import random_state
 from trainer.trainer import Trainer
 
@@ -102,11 +101,11 @@ class Traced(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recomputed", ["none", "blocks"])
-@pytest.mark.parametrize("recipe", healthy.TINY)
+@pytest.mark.parametrize("recipe", TINY)
 def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: str) -> None:
-    overrides = {"gpt2": GPT2, "resnet": RESNET}.get(recipe, healthy.TINY[recipe])
-    trainer = trainer_of(*overrides, "precision=fp32", f"activation_checkpointing={recomputed}")
-    other = TrainerStep.of(trainer, next(trainer.batches())).passes("fp32")
+    overrides = {"gpt2": GPT2, "resnet": RESNET}.get(recipe, TINY[recipe])
+    step = step_of_run(*overrides, "precision=fp32", f"activation_checkpointing={recomputed}")
+    other = step.passes("fp32")
     with ModuleTracer(other.model) as modules, Traced(modules) as traced:
         other.attempt()
     forward = {module for module, direction in traced.places if direction == FORWARD}
@@ -128,12 +127,12 @@ def overflowing_twice() -> nn.Module:
     return nn.Sequential(Block(), LargeFFN(), nn.LayerNorm(WIDTH), LargeFFN(), Block())
 
 
-TWICE = Fault(0, "two FFNs above 65504", Expected("", "", "", ""), overflowing_twice, FP16)
+ONCE: Callable[[], nn.Module] = lambda: around(LargeFFN())  # noqa: E731
 
 
-@pytest.mark.parametrize(("fault", "expected"), [(FAULTS[0], ["1.wo"]), (TWICE, ["1.wo", "3.wo"])], ids=["one", "two"])
-def test_islands_are_1_minimal_and_have_a_price(fault: Fault, expected: list[str]) -> None:
-    case = fault.replay().step
+@pytest.mark.parametrize(("model", "expected"), [(ONCE, ["1.wo"]), (overflowing_twice, ["1.wo", "3.wo"])])
+def test_islands_are_1_minimal_and_have_a_price(model: Callable[[], nn.Module], expected: list[str]) -> None:
+    case = step_of(model, "fp16")
     broken = case.own()
     broken.until_finite()
     finding = find(broken, "fp16")
@@ -155,7 +154,7 @@ def test_islands_are_1_minimal_and_have_a_price(fault: Fault, expected: list[str
 
 
 def test_a_search_without_time_says_so() -> None:
-    case = FAULTS[0].replay().step
+    case = step_of(ONCE, "fp16")
     finding = find(case.passes("fp16"), "fp16")
     assert finding is not None
     islands = search(case, finding, lambda modules: True, lambda: 0.0)

@@ -303,14 +303,6 @@ def test_bce_is_timms() -> None:
     torch.testing.assert_close(ours / 6, expected)
 
 
-def test_class_weights_are_factors_as_in_torch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, label = torch.randn(6, 3, generator=generator), torch.tensor([0, 1, 1, 2, 2, 2])
-    weights = torch.tensor([3.0, 1.0, 0.5])
-    ours = objective.cross_entropy(logits, {"label": label}, 0.1, weights)
-    torch.testing.assert_close(ours, F.cross_entropy(logits, label, weights, reduction="sum", label_smoothing=0.1))
-
-
 def test_balanced_weights_are_scikit_learns_and_reach_the_training_loss_only() -> None:
     from sklearn.utils.class_weight import compute_class_weight
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,11 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recipes.data.images.pixels import IMAGENET_MEAN
 from tests.helpers import CPU, compose, fit, same_bits, start, trainer_of
-from tests.recipes.vision.opened import open_classifier
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 from trainer.run.memory.forecast import meta_model
@@ -41,6 +41,11 @@ def hub(published: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.Monkey
     file = tmp_path / "hub" / "checkpoints" / url.rpartition("/")[2]
     file.parent.mkdir(parents=True)
     torch.save(published, file)
+
+
+def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the weights in an exported folder."""
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
 def body(state: dict[str, Any]) -> dict[str, Any]:
@@ -105,13 +110,13 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_of_a_run_gives_architecture_size_head_and_normalisation(best: Path) -> None:
     trainer = trainer_of("recipe=resnet", f"recipe.pretrained={best}", "batch_size=4", "steps=2")
-    exported = open_classifier(best)
+    config, exported = opened(best)
     assert trainer.recipe.arch == ARCH  # type: ignore[attr-defined]
     assert trainer.datasets.image_size == 24  # type: ignore[attr-defined]
-    same = compose("recipe=resnet", f"recipe.pretrained={best}", f"recipe.arch={exported.config['arch']}").resolve(CPU)
+    same = compose("recipe=resnet", f"recipe.pretrained={best}", f"recipe.arch={config['arch']}").resolve(CPU)
     assert same.config.recipe.image_size == 24  # type: ignore[attr-defined]
-    assert same_bits(trainer.model.state_dict(), exported.model.state_dict())
-    assert list(trainer.datasets.mean) == exported.config["mean"]  # type: ignore[attr-defined]
+    assert same_bits(trainer.model.state_dict(), exported)
+    assert list(trainer.datasets.mean) == config["mean"]  # type: ignore[attr-defined]
 
 
 def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: Path) -> None:
@@ -122,7 +127,7 @@ def test_other_classes_of_the_same_number_have_a_new_head(best: Path, tmp_path: 
     photos = ("data=imagefolder", f"data.path={tmp_path / 'photos'}", "loader.workers=0")
     for source in (best, best / "model.safetensors"):
         trainer = trainer_of(*SMALL, f"recipe.pretrained={source}", "recipe.image_size=24", *photos)
-        exported, state = open_classifier(best).model.state_dict(), trainer.model.state_dict()
+        (_, exported), state = opened(best), trainer.model.state_dict()
         assert same_bits(body(state), body(exported))
         assert not torch.equal(state["fc.weight"], exported["fc.weight"])
 

@@ -23,7 +23,7 @@ from trainer.errors import NonFiniteError, UserError
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.state import training_state
 from trainer.parallel.world import World
-from trainer.run.folder import RunFolder
+from trainer.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json")

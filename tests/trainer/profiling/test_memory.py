@@ -102,13 +102,6 @@ def test_every_byte_of_two_linears_under_autocast() -> None:
     assert ledger.half_at_peak["autocast_copies"] == ledger.at_peak["autocast_copies"] > 0
 
 
-def test_adam_state_of_the_very_first_step_is_optimizer_state() -> None:
-    model = two_linears()
-    ledger = record(model, adamw(model), [torch.randn(8, WIDE)], warm=False)
-    assert ledger.steady["optimizer"] == 2 * (W1 + W2) + 8
-    assert ledger.peak_phase == "optimizer"
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -268,17 +261,3 @@ def test_table_text_and_json_show_the_same_numbers() -> None:
     record_ = json.loads(json.dumps(ledger.to_dict()))
     assert record_["steady"] == {name: ledger.highest[name] for name in STEADY}
     assert record_["sentence"] == ledger.sentence()
-
-
-def test_the_largest_tensors_are_named() -> None:
-    model = two_linears()
-    largest = record(model, adamw(model), [torch.randn(8, WIDE)]).largest
-    assert len(largest) == 5
-    assert [tensor.bytes for tensor in largest] == sorted((t.bytes for t in largest), reverse=True)
-    weight = next(tensor for tensor in largest if tensor.category == "weights")
-    assert (weight.name, weight.shape, weight.dtype, weight.bytes) == (
-        "0.weight",
-        [HIDDEN, WIDE],
-        "float32",
-        W1,
-    )

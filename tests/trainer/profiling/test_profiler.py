@@ -98,12 +98,6 @@ def test_torch_profiler_can_be_finished_after_a_failed_step(fail_at: int, tmp_pa
     assert written(tmp_path / "again")
 
 
-def test_torch_steps_outside_the_window_are_untouched(tmp_path: Path) -> None:
-    model = nn.Linear(1, 1)
-    session = TorchProfiler(wait=2, warmup=1, active=1).start(tmp_path, model, torch.optim.SGD(model.parameters()), CPU)
-    assert session.step(0) is session.step(1)
-
-
 def test_memory_writes_the_ledger_of_the_chosen_step(tmp_path: Path) -> None:
     session = run(MemoryProfiler(at_step=2), tmp_path, 4)
     assert written(tmp_path) == ["ledger.json", "ledger.txt"]

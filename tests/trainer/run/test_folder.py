@@ -9,8 +9,8 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.files import in_use
-from trainer.run.folder import RunFolder
 from trainer.run.resume import check_same
+from trainer.run_folder import RunFolder
 
 PROJECT = Path(__file__).resolve().parents[3]
 RUN: dict[str, Any] = {

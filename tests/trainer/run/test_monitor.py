@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.errors import NonFiniteError
-from trainer.precision.scaler import AutoScaler, DynamicScaler, Scaler
+from trainer.precision.scaler import DynamicScaler, Scaler
 from trainer.run import monitor as module
 from trainer.run.monitor import Monitor, NonFiniteGradients
 from trainer.trainer import StepRecord
@@ -160,16 +160,6 @@ def test_an_overflow_at_the_floor_ends_the_run(floor: float) -> None:
     monitor.add(record(1, skipped=True, scale=2 * floor))
     with pytest.raises(NonFiniteError, match=rf"step 2: .*scaler.floor_scale={floor:g}"):
         monitor.add(record(2, skipped=True, scale=floor))
-
-
-def test_without_loss_scaling_the_first_bad_step_is_named() -> None:
-    monitor = watch([], scaler=AutoScaler())
-    monitor.recovers = False
-    monitor.add(record(1))
-    monitor.add(record(2))
-    monitor.add(record(3, loss=math.inf, skipped=True))
-    with pytest.raises(NonFiniteError, match=r"step 3: the gradients are not finite \(loss inf, gradient norm inf\)"):
-        monitor.add(record(4, skipped=True))
 
 
 def test_state_continues_within_a_window() -> None:

@@ -241,18 +241,15 @@ def test_series_have_a_gap_where_a_value_was_not_finite(tmp_path: Path) -> None:
     assert math.isnan(values[1])
 
 
-def test_only_what_was_logged_is_drawn(tmp_path: Path) -> None:
+def test_what_was_logged_is_drawn(tmp_path: Path) -> None:
     assert plot_run(write_log(tmp_path, []), tmp_path / "plots", "run") == []
     assert not (tmp_path / "plots").exists()
-    only_valid = write_log(tmp_path, [{"step": 5, "valid/loss": 1.0, "valid/tokens_per_s": 3.0}])
+    only_valid = write_log(tmp_path, [{"step": 5, "valid/loss": None, "valid/tokens_per_s": 3.0}])
     assert [path.name for path in plot_run(only_valid, tmp_path / "plots", "run")] == ["loss.png"]
-
-
-def test_plots_of_long_and_of_broken_runs(tmp_path: Path) -> None:
     lines: list[dict[str, object]] = [
         {"step": step, "loss": None if step % 50 == 0 else 1 / step, "images_per_s": None} for step in range(1, 300)
     ]
-    drawn = plot_run(write_log(tmp_path, [*lines, {"step": 299, "valid/loss": None}]), tmp_path, "run")
+    drawn = plot_run(write_log(tmp_path, lines), tmp_path, "run")
     assert [path.name for path in drawn] == ["loss.png", "throughput.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 

@@ -28,7 +28,7 @@ from trainer.tracking.mlflow.addresses import database_file, lasting_uri
 from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import log_datasets
 from trainer.tracking.mlflow.description import NOTE_TAG, description, may_replace
-from trainer.tracking.mlflow.models import Progress, log_best
+from trainer.tracking.mlflow.models import log_best
 from trainer.tracking.mlflow.record import RunInfo, log_size, read_record
 from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
 from trainer.tracking.mlflow.summary_metrics import Point, points, summary_metrics
@@ -50,6 +50,10 @@ UPLOAD_BYTES_PER_S = 1e6
 SET_UP_S = 60.0
 """How long the set-up of a new SQLite file may take; it reports no progress."""
 READ_BYTES = 1 << 20
+
+
+Progress = Callable[[float], None]
+"""Called between two calls of MLflow, with the seconds that the next one may take; it may raise to stop."""
 
 
 class Delivery:
@@ -161,13 +165,13 @@ class Delivery:
             self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
             self._progress(0)
 
-    def send_checkpoints(self, pause: Callable[[], None] = lambda: None) -> None:
-        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called between two calls."""
+    def send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
+        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called after each file."""
         assert self._client is not None
 
         def between(size: int) -> None:
-            pause()
             if not size:
+                pause()
                 self.send_metrics()
             self._progress(size / UPLOAD_BYTES_PER_S)
 
@@ -280,13 +284,9 @@ class Delivery:
         client, run_id = self._client, self.run_id
         assert client is not None
         for path in self._artifacts():
-            upload_s = _bytes(path) / UPLOAD_BYTES_PER_S
-            self._progress(upload_s)
+            self._progress(_bytes(path) / UPLOAD_BYTES_PER_S)
             if path.name == BEST:
-                run = client.get_run(run_id)
-                self._model_id = log_best(
-                    client, run, self._folder, self._info, progress=self._progress, upload_s=upload_s
-                )
+                self._model_id = log_best(client, client.get_run(run_id), self._folder, self._info)
             if path.is_dir() and not (path.name == BEST and self._model_id):
                 client.log_artifacts(run_id, str(path), path.name)
             elif path.is_file():

@@ -17,9 +17,8 @@ from trainer.tracking.mlflow.record import RunInfo
 log = logging.getLogger("mantissa")
 
 MAX_BACKOFF_S = 60.0
-MAX_SHARE = 0.1
-"""The largest share of time that an upload of checkpoints takes while a run trains: one thread runs at a time."""
-LONGEST_PAUSE_S = 5.0
+PAUSE_S = 2.0
+"""Seconds between the files of a checkpoint while a run trains, because only one thread runs at a time."""
 LAST_ATTEMPTS = 3
 """Number of attempts to complete a run if MLflow returns errors."""
 SYSTEM_METRICS_EVERY_S = 5.0
@@ -50,7 +49,7 @@ class Feed(threading.Thread):
         self._monitor: Any = None
         self._ending = threading.Event()
         self._abandoned = False
-        self._since = self._deadline = self._patience_s = 0.0
+        self._deadline = self._patience_s = 0.0
         self._status = ""
         self._problem: Exception | None = None
 
@@ -138,8 +137,7 @@ class Feed(threading.Thread):
             return
         self._delivery.send_metrics()
         if self._delivery.has_new_checkpoints():
-            self._since = time.monotonic()
-            self._delivery.send_checkpoints(self._pause)
+            self._delivery.send_checkpoints(pause=lambda: self._ending.wait(PAUSE_S))
         if self._system_metrics:
             self._watch_system()
 
@@ -159,12 +157,6 @@ class Feed(threading.Thread):
         if self._monitor:
             self._monitor.finish()
             self._monitor = None
-
-    def _pause(self) -> None:
-        """Wait, so that training has most of the time."""
-        worked_s = time.monotonic() - self._since
-        self._ending.wait(min(worked_s * (1 / MAX_SHARE - 1), LONGEST_PAUSE_S))
-        self._since = time.monotonic()
 
     def _progress(self, allowance_s: float) -> None:
         if self._abandoned:

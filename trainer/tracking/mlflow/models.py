@@ -7,7 +7,6 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,22 +26,9 @@ VERSIONS_TAG = "mlflow.modelVersions"
 NEW_TOKENS = 64
 _PREFIX = ".mlflow-model-"
 
-Progress = Callable[[float], None]
-"""Called between two calls of MLflow, with the seconds that the next one may take; it may raise to stop."""
 
-
-def log_best(
-    client: MlflowClient, run: Any, folder: Path, info: RunInfo, *, progress: Progress, upload_s: float
-) -> str | None:
-    """Log the best weights of a run as a model of MLflow, or complete one that was started.
-
-    Args:
-        client: of the store.
-        run: MLflow's, whose metrics have arrived.
-        folder: the run's.
-        info: what MLflow gets of the run.
-        progress: see ``Progress``.
-        upload_s: seconds that the upload may take.
+def log_best(client: MlflowClient, run: Any, folder: Path, info: RunInfo) -> str | None:
+    """Log the best weights of a run, whose metrics MLflow has, as a model, or complete one that was started.
 
     Returns:
         The model's id; None: the folder has no model.
@@ -53,23 +39,19 @@ def log_best(
     if not facts or not (folder / BEST).is_dir():
         return None
     model = _find_or_create(client, run, folder, info.params)
-    progress(0)
     step, run_id, model_id = int(facts["step"]), run.info.run_id, str(model.model_id)
     if str(model.status) != "READY":
         for left in folder.glob(f"{_PREFIX}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder) as scratch:
             _save(Path(scratch, "model"), model, run_id, folder, facts)
-            progress(upload_s)
             client.log_model_artifacts(model_id, str(Path(scratch, "model")))
         if not (run.outputs and model_id in [output.model_id for output in run.outputs.model_outputs]):
             client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
         _log_scores(client, run, step, model_id, info)
         client.finalize_logged_model(model_id, "READY")
-        progress(0)
     if info.register:
         _register(client, info.register, model_id, run_id)
-        progress(0)
     return model_id
 
 

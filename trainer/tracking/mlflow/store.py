@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 KEY_TAG = "mantissa.key"
 """The tag that holds the key of a run (``RunInfo.key``)."""
 LOCK_TIMEOUT_S = 60
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # they take minutes and may store a point twice; the feed asks the store
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
 LONGEST = 500
 """Characters of a param or a tag that ``publish`` logs."""
 
@@ -36,13 +43,8 @@ def import_mlflow(uri: str) -> None:
 
     Failures are raised as exceptions, so MLflow's own messages about them are not needed.
     """
-    # MLflow reads these settings from the environment only. What the user has set stays.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # MLflow's retries take minutes and may store a point twice; the feed queries the store first.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for name, value in _SETTINGS.items():  # MLflow reads them from the environment only; what the user has set stays
+        os.environ.setdefault(name, value)
     import_module("mlflow.system_metrics.system_metrics_monitor")
     if uri.startswith("sqlite:"):
         import_module("mlflow.store.tracking.sqlalchemy_store")
@@ -120,15 +122,8 @@ def find_run(client: MlflowClient, run_id: str) -> Any:
 def create_run(client: MlflowClient, uri: str, experiment: str, name: str, key: str, started_s: float) -> Any:
     """Create a run, or return the one with this key, if it was created before and the answer was lost.
 
-    MLflow's global "active run" is not used, so that runs can follow one another.
-
-    Args:
-        client: of the store.
-        uri: of the store.
-        experiment: its name; it is created if there is none.
-        name: of the run.
-        key: see ``RunInfo.key``.
-        started_s: seconds since the epoch.
+    MLflow's global "active run" is not used, so that runs can follow one another. ``started_s`` is in seconds since the
+    epoch; an experiment that is not there is created.
     """
     try:
         user = getpass.getuser()

@@ -16,12 +16,12 @@ from trainer.hardware import detect
 from trainer.parallel.world import World
 from trainer.profiling.ledger import MIB, STEADY, Ledger
 from trainer.recipe import Decision
-from trainer.run.folder import RunFolder
 from trainer.run.memory import fit, shortage
 from trainer.run.memory.fit import fit_plan, rough_bytes
 from trainer.run.memory.forecast import forecast, required_bytes
 from trainer.run.memory.shortage import USABLE
 from trainer.run.resume import as_before
+from trainer.run_folder import RunFolder
 
 BIGNET = ["recipe=bignet", "recipe.width=64", "recipe.layers=8", "data.samples=64", "checkpoint=none"]
 

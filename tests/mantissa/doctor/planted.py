@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evidence.doctor.replay import take
-from mantissa.doctor.diagnosis import Replay
+from evidence.doctor.step import TrainerStep
+from mantissa.doctor.diagnosis import CHECKS, Diagnosis, Replay, diagnose
+from tests.helpers import trainer_of
 from trainer.checkpoint.store import Checkpoint
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets, SampleId
@@ -26,6 +28,31 @@ from trainer.trainer import Trainer
 
 BATCH = 8
 WIDTH = 32
+
+_TOKENS = ("data=synthetic", "data.vocab_size=90", "batch_size=4")
+TINY = {
+    "gpt2": ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", *_TOKENS),
+    "llama": ("recipe=llama", "recipe.size=nano", "recipe.context=16", *_TOKENS),
+    "bert": ("recipe=bert", "recipe.context=24", *_TOKENS),
+    "t5": ("recipe=t5", "recipe.context=24", *_TOKENS),
+    "resnet": ("recipe=resnet", "recipe.arch=resnet18", "data=digits", "batch_size=4"),
+    "bignet": ("recipe=bignet", "recipe.layers=8", "recipe.width=64", "batch_size=16"),
+}
+"""The project's recipes, small."""
+
+
+def step_of(model: Callable[[], nn.Module], mode: str = "bf16", **options: Any) -> TrainerStep:
+    """The first step of a model without a fault; ``options`` are those of ``Fault``."""
+    nothing = Expected("", "", "", "")
+    step = Fault(0, "", nothing, model, Precision(mode=mode), **options).replay().step
+    assert isinstance(step, TrainerStep)
+    return step
+
+
+def step_of_run(*overrides: str) -> TrainerStep:
+    """The first step of a run."""
+    trainer = trainer_of(*overrides)
+    return TrainerStep.of(trainer, next(trainer.batches()))
 
 
 @dataclass(frozen=True)
@@ -79,6 +106,21 @@ class Fault:
         replay = take(Trainer.from_config(config), 1, "the beginning")
         replay.step.ranks = self.ranks
         return replay
+
+    def examined(self) -> Diagnosis:
+        """Let the doctor examine the step, but not search for a cure."""
+        with self.planting():
+            return diagnose(self.replay(), tuple(name for name in CHECKS if name != "islands"), budget_s=600)
+
+    def wrong(self, diagnosis: Diagnosis) -> str:
+        """What was found, where it is not the kind, direction, module and format of each module that was expected."""
+        wanted = self.expected
+        modules = [wanted.module] if isinstance(wanted.module, str) else wanted.module
+        found = [(each.kind, each.direction, each.module, each.format) for each in diagnosis.findings]
+        expected = [(wanted.kind, wanted.direction, module, wanted.format) for module in modules]
+        further = [kind for kind, *_ in found[len(expected) :] if kind not in wanted.also]
+        named = sorted(found[: len(expected)]) == sorted(expected) and not further
+        return "" if named else f"expected {wanted}; found {found or diagnosis.verdict}; sweep: {diagnosis.sweep}"
 
 
 @dataclass
