@@ -54,7 +54,6 @@ class Optimizer:
             raise UserError(f"optimizer.weight_decay={self.weight_decay} must be a number of at least 0")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise UserError(f"optimizer.layer_decay={self.layer_decay} must be above 0 and at most 1, such as 0.75")
-        self.groups = self.groups or None  # as in the records of runs of earlier versions
         check_patterns(self.groups)
         if isinstance(self.fused, str) and self.fused != "auto":
             raise UserError(f"optimizer.fused={self.fused} must be true, false or auto")

@@ -20,14 +20,13 @@ from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import flush
-from trainer.hardware import Hardware
 from trainer.optim.fused import fused_is_sound
 from trainer.optim.masters import MasterWeights, StochasticWeights, masters_of, stochastic_round
 from trainer.optim.optimizer import Optimizer
 from trainer.optim.update import Clip, ClipNorm, ClipValue, Update
 from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP
-from trainer.precision.manifest import dtypes_in_use, manifest_of, warning_if_slow
+from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
 from trainer.profiling.ledger import Ledger, MemoryLedger
@@ -495,10 +494,3 @@ def test_contradictions_are_refused() -> None:
         FSDP().check(Precision("fp16_master", ["bn"]))
     for mode in MODES:
         DDP().check(Precision(mode, ["bn"]))
-
-
-def test_support_is_that_of_the_format() -> None:
-    amx = Hardware(CPU, "CPU with AMX", 2**34, 2, None, frozenset({"amx_bf16"}))
-    assert amx.support("bf16_master") == "native"
-    assert warning_if_slow(Precision("bf16_sr"), amx, {}) is None
-    assert "has no fp16 instructions" in str(warning_if_slow(Precision("fp16_pure"), amx, {"fp32": 0.1, "fp16": 0.001}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mantissa.formats import FORMATS
-from tests.helpers import Arrays, NoData, SmallConvNet, compose, same_bits, start
-from trainer.config.registration import flatten
+from tests.helpers import Arrays, NoData, SmallConvNet, same_bits, start
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.data.loader import Loader
@@ -27,10 +25,7 @@ from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
 from trainer.recipe import DataSource, LossOutput, Recipe, Sizes
-from trainer.run.memory.forecast import forecast
 from trainer.run.record import precision_manifest
-from trainer.run.resume import check_same
-from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -273,21 +268,6 @@ def test_the_manifest_has_the_lists_and_the_calls() -> None:
     assert manifest["effective"]["low_ops"] == {"layer_norm": 2}
     without = precision_manifest(trainer_of(Precision("bf16")))
     assert "fp32_ops" not in {**without["requested"], **without["effective"]}
-
-
-def test_memory_is_forecast_with_it() -> None:
-    job = ["recipe=bignet", "recipe.layers=2", "recipe.width=64", "batch_size=64", "precision=bf16", "device=cpu"]
-    plain, listed = (forecast(compose(*job, *more)) for more in ([], ["precision.fp32_ops=[linear]"]))
-    assert plain.peak_bytes < listed.peak_bytes
-
-
-def test_runs_from_before_the_lists_are_resumed_and_no_others_with_another_list(tmp_path: Path) -> None:
-    now = flatten(compose("precision=bf16"))
-    folder = RunFolder(tmp_path)
-    folder.write_config({key: value for key, value in now.items() if not key.endswith("_ops")})
-    check_same(folder, now)
-    with pytest.raises(UserError, match=r"precision.fp32_ops was None, now \['softmax'\]; restore it"):
-        check_same(folder, flatten(compose("precision=bf16", "precision.fp32_ops=[softmax]")))
 
 
 @pytest.mark.parametrize(
