@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +34,10 @@ BEST = "best"
 """The folder with the exported best weights."""
 
 
+_LARGEST_JSON = 64 * 2**20
+"""Bytes of a file that ``read_json`` accepts; no file of the project has more than a few MiB."""
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a file as a whole: whoever reads it sees the old content or the new one, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
@@ -52,9 +57,18 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not JSON.
+        ValueError: it is not JSON, has a key twice, is nested too deeply, is larger than 64 MiB, or is no file (a pipe,
+            a device, or a link to one, which could be read for ever).
     """
-    return json.loads(path.read_text(encoding="utf-8"))
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is not a regular file")
+    if found.st_size > _LARGEST_JSON:
+        raise ValueError(f"it is larger than {_LARGEST_JSON // 2**20} MiB")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once_each)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -173,3 +187,10 @@ def in_use(folder: Path) -> Iterator[None]:
         except TimeoutError:
             raise UserError(f"{folder} is in use by another process; wait until that process ends") from None
         yield
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key appears twice")
+    return content

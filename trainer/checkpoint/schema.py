@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 KINDS = ("model", "optimizer", "rng")
 """For each there is one file, or one file per rank."""
+
+_PART = re.compile(rf"({'|'.join(KINDS)})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors")
 
 
 class InvalidCheckpoint(Exception):
@@ -65,6 +68,7 @@ def damage(folder: Path, step: int) -> str | None:
     """Return what is wrong with the folder of a checkpoint of ``step``, the file's name first; None: it is whole."""
     try:
         manifest = read_manifest(folder)
+        _check_files(folder, manifest)
         for name, expected in sorted(manifest.sha256.items()):
             if sha256(folder / name) != expected:
                 raise InvalidCheckpoint(f"{name} does not match its SHA-256")
@@ -76,8 +80,6 @@ def damage(folder: Path, step: int) -> str | None:
         return str(refused)
     except SafetensorError:
         return f"{name} is not a safetensors file"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
     return None
@@ -110,13 +112,17 @@ def read_manifest(folder: Path) -> Manifest:
     if not (known and type(step) is int and isinstance(score, int | float | None) and isinstance(hashes, dict)):
         raise InvalidCheckpoint(f"{MANIFEST_FILE} does not hold a step, a score and the SHA-256 of files")
     manifest = Manifest(step, score, hashes)
-    expected = {STATE_FILE}
+    for name in hashes:  # one that leads out of the folder, for example
+        if name != STATE_FILE and not _PART.fullmatch(name):
+            raise InvalidCheckpoint(f"{MANIFEST_FILE}: {name!r:.80} is not a file of a checkpoint")
+    if STATE_FILE not in hashes:
+        raise InvalidCheckpoint(f"{STATE_FILE} is missing")
     for kind in KINDS:
-        ranks = max(1, len(manifest.files(kind)))
-        expected |= {rank_file(kind, rank, ranks) for rank in range(ranks)}
-    for name in sorted(hashes.keys() ^ expected):  # one that leads out of the folder, for example
-        wrong = "is missing" if name in expected else "is not a file of a checkpoint"
-        raise InvalidCheckpoint(f"{MANIFEST_FILE}: {name!r:.80} {wrong}")
+        parts = manifest.files(kind)
+        if not parts:
+            raise InvalidCheckpoint(f"{kind}.safetensors is missing")
+        if parts != [rank_file(kind, rank, len(parts)) for rank in range(len(parts))]:
+            raise InvalidCheckpoint(f"{MANIFEST_FILE}: the files of {kind} are not one, or one for each rank")
     return manifest
 
 
@@ -131,6 +137,21 @@ def read_state(folder: Path) -> State:
         return State(content["step"], content["ties"], **content["optimizer"], progress=content["progress"])
     except (KeyError, TypeError):
         raise InvalidCheckpoint(f"{STATE_FILE} has other keys than this version writes") from None
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """Refuse a folder that lacks a file of its manifest, or holds another one, a link or a device."""
+    known = {MANIFEST_FILE, *manifest.sha256}
+    for name in sorted(path.name for path in folder.iterdir()):
+        if name not in known:
+            raise InvalidCheckpoint(f"{name} is not in the manifest; move it out of the checkpoint")
+    for name in sorted(known):
+        try:
+            mode = (folder / name).lstat().st_mode
+        except FileNotFoundError:
+            raise InvalidCheckpoint(f"{name} is missing") from None
+        if not stat.S_ISREG(mode):
+            raise InvalidCheckpoint(f"{name} is not a regular file")
 
 
 def _read(path: Path) -> dict[str, Any]:

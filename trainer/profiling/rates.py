@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils.benchmark import Timer
 
 from mantissa.formats import FORMATS, FP8, FP32, NUMBERS, TF32, Number
 from trainer.cache import cached
@@ -24,8 +24,11 @@ from trainer.precision import kernels
 _SMALLEST, _LARGEST = 128, 8192
 _LARGEST_ON_CPU = 4096
 _ENOUGH_S = 0.005
-"""What the matmuls take at least, so that neither the clock nor the launch of kernels is in it."""
-_ENOUGH_IN_ALL_S = 0.2
+"""What one timed block takes at least, so that neither the clock nor the launch of kernels is in it."""
+_TIMES = (4, 20)
+_ENOUGH_IN_ALL_S = 0.5
+_AGREE = 1.03
+"""The ratio of the two shortest times from which on they agree: other work on the machine did not slow them."""
 
 
 def product_rates(hardware: Hardware, numbers: Iterable[str] = NUMBERS) -> dict[str, float]:
@@ -81,64 +84,83 @@ def measure(number: Number, device: torch.device, alone: bool = False) -> float:
     threads = torch.get_num_threads()
     with unset_fake_temporarily(), torch.no_grad(), torch.autocast(device.type, enabled=False):
         if device.type != "cpu":
-            rate, _ = _rate_and_size(number, device, threads, time.perf_counter)
+            rate = _Matmuls(number, device, time.perf_counter).rate()
         else:
             # One thread's own time does not count the work of other programs, which keep several threads waiting for
             # each other. On a busy machine it is the better figure, although of one thread only.
-            rate, size = _rate_and_size(number, device, 1, time.thread_time)
+            try:
+                torch.set_num_threads(1)
+                own = _Matmuls(number, device, time.thread_time)
+                rate = own.rate()
+            finally:
+                torch.set_num_threads(threads)
             if threads > 1 and not alone:
-                rate = max(rate, _rate_and_size(number, device, threads, time.perf_counter, size)[0])
+                rate = max(rate, _Matmuls(number, device, time.perf_counter, own.size).rate())
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the run's own allocations begin afresh
     return rate
 
 
-def _rate_and_size(
-    number: Number, device: torch.device, threads: int, clock: Callable[[], float], size: int = _SMALLEST
-) -> tuple[float, int]:
-    """Return 10^12 FLOP/s, and the size of the matrices, which begins at ``size``.
+class _Matmuls:
+    """The matmuls of one format, of a size that gives an exact time.
 
-    The size grows until the matmuls take long enough and their rate no longer rises, so a slow format is measured on
-    small matrices.
+    The size grows until they take long enough and their rate no longer rises, so a slow format is measured on small
+    matrices.
     """
-    largest, before = _largest(device), 0.0
-    while True:
-        matmuls = _matmuls(number, device, size)
-        flop = 2.0 * size**3 * len(matmuls)
-        seconds = _seconds(matmuls, number, device, threads, clock, _ENOUGH_S)
-        rate = flop / seconds
-        if size >= largest or seconds >= 10 * _ENOUGH_S or (seconds >= _ENOUGH_S and rate < 1.2 * before):
-            break
-        size, before = 2 * size, rate
-    return flop / _seconds(matmuls, number, device, threads, clock, _ENOUGH_IN_ALL_S) / 1e12, size
 
+    def __init__(self, number: Number, device: torch.device, clock: Callable[[], float], size: int = _SMALLEST) -> None:
+        self.number = number
+        self.device = device
+        self.clock = clock
+        self.size = size
+        self.repeats = 1
+        largest, before = _largest(device), 0.0
+        while True:
+            self._prepare()
+            seconds = min(self._seconds() for _ in range(2))
+            rate = self._flop / seconds
+            if self.size >= largest or seconds >= 10 * _ENOUGH_S or (seconds >= _ENOUGH_S and rate < 1.2 * before):
+                break
+            self.size, before = 2 * self.size, rate
+        self.repeats = max(1, math.ceil(_ENOUGH_S / seconds))
 
-def _seconds(
-    matmuls: list[Callable[[], Tensor]],
-    number: Number,
-    device: torch.device,
-    threads: int,
-    clock: Callable[[], float],
-    at_least_s: float,
-) -> float:
-    """Return the shortest time of all matmuls together, of those measured in ``at_least_s``."""
-    timer = Timer(
-        "for matmul in matmuls: result = matmul()\nresult[0, 0].item()",  # waits for the device
-        globals={"matmuls": matmuls},
-        timer=clock,
-        num_threads=threads,
-    )
-    with _fp32_matmuls(number, device):
-        return min(timer.blocked_autorange(min_run_time=at_least_s).times)
+    def rate(self) -> float:
+        """Return 10^12 FLOP/s, of the shortest of several times."""
+        began, times = time.perf_counter(), [self._seconds()]
+        least, most = _TIMES
+        while len(times) < most:
+            times.append(self._seconds())
+            shortest, next_one = sorted(times)[:2]
+            late = time.perf_counter() > began + _ENOUGH_IN_ALL_S
+            if late or (len(times) >= least and next_one <= _AGREE * shortest):
+                break
+        return self._flop / min(times) / 1e12
 
+    @property
+    def _flop(self) -> float:
+        return 2.0 * self.size**3 * len(self._matmuls)
 
-def _matmuls(number: Number, device: torch.device, size: int) -> list[Callable[[], Tensor]]:
-    generator = torch.Generator(device).manual_seed(0)  # random: a GPU is faster where all bits are equal
-    x, weight, upstream = (torch.randn(size, size, device=device, generator=generator) for _ in range(3))
-    if number is FP8:
-        return [_scaled(x, weight)]
-    x, weight, upstream = (each.to(number.dtype) for each in (x, weight, upstream))
-    return [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
+    def _prepare(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)  # random: a GPU is faster where all bits are equal
+        x, weight, upstream = (
+            torch.randn(self.size, self.size, device=self.device, generator=generator) for _ in range(3)
+        )
+        self._matmuls: list[Callable[[], Tensor]]
+        if self.number is FP8:
+            self._matmuls = [_scaled(x, weight)]
+            return
+        x, weight, upstream = (each.to(self.number.dtype) for each in (x, weight, upstream))
+        self._matmuls = [lambda: x @ weight.t(), lambda: upstream @ weight, lambda: upstream.t() @ x]
+
+    def _seconds(self) -> float:
+        with _fp32_matmuls(self.number, self.device):
+            _wait(self._matmuls[0]())
+            began = self.clock()
+            for _ in range(self.repeats):
+                for matmul in self._matmuls:
+                    result = matmul()
+            _wait(result)
+            return (self.clock() - began) / self.repeats
 
 
 def _scaled(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
@@ -146,6 +168,10 @@ def _scaled(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     scale = torch.ones((), device=x.device)
     x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
     return lambda: torch._scaled_mm(x, weight, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _wait(result: Tensor) -> None:
+    result[0, 0].item()
 
 
 def _largest(device: torch.device) -> int:

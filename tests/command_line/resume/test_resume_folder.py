@@ -122,7 +122,7 @@ def test_a_record_of_another_version_is_no_traceback(run: Path, train: Train) ->
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
         assert reported in done.err
-    for content in ("{", "[]"):
+    for content in ("{", "[]", "[" * 100_000, '{"seed": 1, "seed": 2}'):
         (run / "config.json").write_text(content)
         done = train("resume=elsewhere/1e3", "steps=8")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
@@ -141,7 +141,11 @@ def plant_an_option(checkpoint: Path) -> None:
     ("plant", "reported"),
     [
         (plant_an_option, "state.json: the optimizer's maximize was True, now False"),
-        (lambda path: (path / "manifest.json").write_text("["), "manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("[" * 10_000), "manifest.json cannot be read (it is nested"),
+        (
+            lambda path: shutil.copy(path / "model.safetensors", path / "model-00002-of-00002.safetensors"),
+            "model-00002-of-00002.safetensors is not in the manifest",
+        ),
     ],
 )
 def test_what_was_planted_in_a_checkpoint_is_refused(

@@ -1,6 +1,6 @@
 """Mutations of a real checkpoint: each is refused in one sentence that names its folder, or it loads the same bits.
 
-Nothing in a checkpoint runs code, or ends in a traceback. What has a valid hash is trusted, but for its names,
+Nothing in a checkpoint runs code, hangs, or ends in a traceback. What has a valid hash is trusted, but for its names,
 shapes and types.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import random
 import shutil
@@ -129,6 +130,21 @@ def take_from_another_step(draw: Draw, folder: Path) -> None:
 
 
 @mutation
+def link(draw: Draw, folder: Path) -> None:
+    path = folder / draw.choice(ALL)
+    target = draw.choice([folder.parent / "elsewhere", Path("/dev/zero")])
+    path.rename(folder.parent / "elsewhere")
+    path.symlink_to(target)
+
+
+@mutation
+def put_a_pipe(draw: Draw, folder: Path) -> None:
+    path = folder / draw.choice(ALL)
+    path.unlink()
+    os.mkfifo(path)
+
+
+@mutation
 def put_a_folder(draw: Draw, folder: Path) -> None:
     path = folder / draw.choice(ALL)
     path.unlink()
@@ -136,9 +152,42 @@ def put_a_folder(draw: Draw, folder: Path) -> None:
 
 
 @mutation
+def make_it_huge(draw: Draw, folder: Path) -> None:
+    """As many bytes as fill the memory of a reader that takes the whole file; none of them on the disk."""
+    name = draw.choice(JSONS)
+    os.truncate(folder / name, 2**36 if name == "manifest.json" else 2**26 + 1)
+    if name != "manifest.json":
+        rehash(folder, name)
+
+
+@mutation
+def add_a_file(draw: Draw, folder: Path) -> None:
+    name = draw.choice(["notes.txt", "model.pt", "model-00001-of-00002.safetensors", "state.json.bak"])
+    (folder / name).write_bytes(pickle.dumps(draw.random()))
+    if draw.random() < 0.5:
+        rehash(folder, name)
+
+
+@mutation
 def name_a_file_elsewhere(draw: Draw, folder: Path) -> None:
     name = draw.choice(["../run.json", "/etc/passwd", "a/b", "", ".", "..", "model.safetensors\0", "é" * 300])
     edit(folder, "manifest.json", lambda manifest: manifest["sha256"].update({name: "0" * 64}))
+
+
+@mutation
+def nest(draw: Draw, folder: Path) -> None:
+    name, depth = draw.choice(JSONS), draw.choice([10_000, 100_000])
+    opening, closing = draw.choice([("[", "]"), ('{"a":', "}")])
+    (folder / name).write_text(opening * depth + "0" + closing * depth * draw.randrange(2))
+    if name != "manifest.json":
+        rehash(folder, name)
+
+
+@mutation
+def repeat_a_key(draw: Draw, folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    key = draw.choice(['"step"', '"format"'])
+    (folder / "manifest.json").write_text(text.replace(key, f"{key}: {draw.choice(['6', '7', 'null'])}, {key}", 1))
 
 
 @mutation
@@ -300,7 +349,7 @@ def test_a_mutation_is_refused_or_changes_nothing(mutation: Mutation, saved: tup
     source, expected = saved
     shutil.copytree(source / "step-00000003", tmp_path / "other")
     place = tmp_path / "checkpoints"
-    for number in range(6):
+    for number in range(12):
         shutil.copytree(source / NAME, place / NAME)
         mutation(random.Random(number), place / NAME)
         model, optimizer = job(1)

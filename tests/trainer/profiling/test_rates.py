@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from mantissa.formats import FP32, Number
+from mantissa.formats import FP16, FP32, Number
 from trainer.cache import cached
 from trainer.errors import UserError
 from trainer.hardware import Hardware, detect
@@ -54,27 +53,33 @@ def test_a_rate_is_measured_on_this_machine(name: str, cache: Path, monkeypatch:
     assert torch.backends.mkldnn.matmul.fp32_precision == backend  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("per_n3", "size"), [(1e-11, 1024), (6e-9, 256)])
-def test_the_rate_is_that_of_the_smallest_matrices_that_take_long_enough(
-    per_n3: float, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a device that takes n³ × per_n3 seconds for the three matmuls."""
-    monkeypatch.setattr(rates, "_matmuls", lambda number, device, size: [lambda: torch.zeros(size, 1)] * 3)
-    monkeypatch.setattr(rates, "_seconds", lambda matmuls, *_: len(matmuls[0]()) ** 3 * per_n3)
-    found = rates._rate_and_size(FP32, CPU, 1, time.perf_counter)
-    assert found == (pytest.approx(6e-12 / per_n3), size)
+def test_the_rate_counts_three_matmuls_of_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that takes n³ / 10^11 s for the three matmuls, every second time three times as long."""
+    now, slow = 0.0, False
+
+    class Fake(rates._Matmuls):
+        def _prepare(self) -> None:
+            self._matmuls = [lambda: torch.zeros(1, 1)] * 3
+
+        def _seconds(self) -> float:
+            nonlocal slow
+            slow = not slow
+            return self.size**3 / 1e11 * (3 if slow else 1)
+
+    matmuls = Fake(FP32, CPU, lambda: now)
+    assert matmuls.rate() == pytest.approx(0.6)
+    assert matmuls.size == 1024  # 5 ms are reached at 1024, and the rate was as high before
 
 
-def test_the_shortest_time_of_a_repeat_counts() -> None:
-    now, calls = 0.0, 0
+def test_a_slow_format_is_measured_on_small_matrices() -> None:
+    class Slow(rates._Matmuls):
+        def _prepare(self) -> None:
+            self._matmuls = [lambda: torch.zeros(1, 1)] * 3
 
-    def matmul() -> torch.Tensor:
-        nonlocal now, calls
-        calls += 1
-        now += 1.0 if calls % 5 else 3.0
-        return torch.zeros(1, 1)
+        def _seconds(self) -> float:
+            return 6.0 * self.size**3 / 0.001e12
 
-    assert rates._seconds([matmul], FP32, CPU, 1, lambda: now, 10.0) == pytest.approx(1)
+    assert Slow(FP16, CPU, lambda: 0.0).size == 256
 
 
 def test_the_cache_knows_what_the_rates_depend_on(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
