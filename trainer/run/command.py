@@ -31,7 +31,7 @@ from trainer.config.compose import CONF, checked_arguments, compose
 from trainer.config.explain import explain
 from trainer.errors import Interrupted, MemoryRanOut, RunError, UserError, is_out_of_memory
 from trainer.parallel.world import launched_processes
-from trainer.run.memory.shortage import out_of_memory
+from trainer.run.memory.fit import out_of_memory
 from trainer.run.resume import continuing, named_run
 from trainer.run.run import Run
 from trainer.run.signals import OUTSIDE
