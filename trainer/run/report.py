@@ -1,10 +1,9 @@
-"""What the user reads at the start and at the end of a run, and summary.json."""
+"""What the user reads at the start and at the end of a run."""
 
 from __future__ import annotations
 
 import math
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,34 @@ from trainer.errors import RunError
 from trainer.files import SOURCE_FILE, read_object
 from trainer.optim.ema import ExponentialMovingAverage
 from trainer.optim.groups import LR_FACTOR
+from trainer.precision.manifest import warning_if_slow
 from trainer.profiling.utilisation import text as mfu_text
 from trainer.recipe import Decision
-from trainer.run.terminal import Rows
+from trainer.run.terminal import Rows, Terminal
 from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
+
+
+def show_start(
+    terminal: Terminal, trainer: Trainer, manifest: dict[str, Any], folder: Path, decisions: list[Decision]
+) -> None:
+    """Show what trains, what was chosen, and warn about what will not be as the user expects."""
+    config, effective = trainer.config, manifest["effective"]
+    slow = warning_if_slow(config.precision, trainer.hardware, effective["product_tflops"])
+    for sentence in filter(None, [slow, *warnings(trainer, folder)]):
+        terminal.warn(sentence)
+    title = folder.name + (f", resumed after step {trainer.step}" if trainer.step else "")
+    terminal.block(title, start_rows(trainer, manifest, folder))
+    if decisions:
+        rows = [(f"{decision.key}={_shown(decision.value)}", decision.why) for decision in decisions]
+        terminal.block("chosen automatically (override any of them)", rows)
+
+
+def _shown(value: object) -> object:
+    """Return fractions in a list with three digits, and anything else as it is."""
+    if isinstance(value, list) and all(isinstance(each, float) for each in value):
+        return f"[{', '.join(f'{each:.3g}' for each in value)}]"
+    return value
 
 
 def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
@@ -115,16 +137,6 @@ def _evaluation(trainer: Trainer) -> str:
     return text
 
 
-def decision_rows(decisions: list[Decision]) -> Rows:
-    """Return what was chosen automatically, and why; fractions in lists with three digits."""
-
-    def shown(value: object) -> object:
-        fractions = isinstance(value, list) and all(isinstance(each, float) for each in value)
-        return f"[{', '.join(f'{each:.3g}' for each in value)}]" if fractions and isinstance(value, list) else value
-
-    return [(f"{decision.key}={shown(decision.value)}", decision.why) for decision in decisions]
-
-
 def stop_message(signum: int, step: int, folder: RunFolder, enabled: bool, command: str) -> str:
     """Return what the user of a run reads that a signal stopped after ``step``; ``enabled``: it saves checkpoints."""
     stopped = f"stopped by {signal.Signals(signum).name} after step {step}"
@@ -160,78 +172,23 @@ def _lr(trainer: Trainer) -> str:
     return " to ".join(f"{lr:g}" for lr in dict.fromkeys(lrs))
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """The content of summary.json, in plain JSON types."""
-
-    status: str
-    """MLflow's: FINISHED, FAILED or KILLED."""
-    run: str
-    """The run folder's name."""
-    recipe: str
-    precision: str
-    seed: int
-    step: int
-    """Optimizer steps done."""
-    steps: int
-    """Optimizer steps of the whole run."""
-    final: dict[str, float | None]
-    """The last evaluation's metrics by ``valid/<name>``; None: not finite."""
-    test: dict[str, float | None]
-    """The metrics of the test data by name, with the best weights; empty without any, and before the end."""
-    best: dict[str, float] | None
-    """``value`` and ``step`` of the best validation score; None: no finite one yet."""
-    best_metric: str
-    """What the score is, such as ``valid/loss``."""
-    best_is: str
-    """``lowest`` or ``highest``."""
-    stopped_early: str | None
-    """Why early stopping ended the run; None: it did not."""
-    unit: str
-    """What throughput counts, such as ``tokens``."""
-    units_per_s: float | None
-    step_time_s: float | None
-    utilisation: dict[str, Any]
-    """``mfu``, the share of the measured rate of products that the model needs, and more: ``Utilisation.facts``."""
-    energy_j: float | None
-    """Joules of training and evaluation since this process started or resumed the run, of one rank's GPU."""
-    units: int
-    """Trained on since this process started or resumed the run."""
-    peak_memory_bytes: int
-    memory_is: str
-    """What ``peak_memory_bytes`` counts."""
-    fp32_arithmetic: str | None
-    """Why the speed is not that of the format, see ``kernels.not_timed``; None: it is."""
-    parallel: str
-    processes: int
-    checkpoints: dict[str, Any]
-    """Counts and times of saving, see ``CheckpointWriter.facts``."""
-    skipped_steps: int
-    wall_time_s: float
-    """Since this process started or resumed the run."""
-    resume: str
-    """The command that resumes the run."""
-    hardware: dict[str, Any]
-    versions: dict[str, str | None]
-    git: dict[str, str]
-
-    def rows(self) -> Rows:
-        """Return the summary table."""
-        rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in self.final.items()]
-        if self.best:
-            name = self.best_metric.removeprefix("valid/")
-            rows.append((f"best {name}", f"{loss(self.best['value'])} at step {self.best['step']:.0f}"))
-        rows += [(f"{name} (test)", loss(value)) for name, value in self.test.items()]
-        if self.stopped_early:
-            rows.append(("stopped early", self.stopped_early))
-        if self.units_per_s:
-            wide = " in fp32 arithmetic" if self.fp32_arithmetic else ""
-            rows.append(("throughput", f"{quantity(self.units_per_s)} {self.unit}/s{wide}"))
-        if self.step_time_s:
-            rows.append(("step time", f"{quantity(1e3 * self.step_time_s)} ms"))
-        if share := mfu_text(self.utilisation, self.processes):
-            rows.append(("MFU", share))
-        rows.append(("peak memory", f"{size(self.peak_memory_bytes)} {self.memory_is}"))
-        rows.append(("skipped steps", str(self.skipped_steps)))
-        rows.append(("time", duration(self.wall_time_s)))
-        return rows
+def summary_rows(summary: dict[str, Any]) -> Rows:
+    """Return the summary table."""
+    rows = [(name.removeprefix("valid/") + " (validation)", loss(value)) for name, value in summary["final"].items()]
+    if best := summary["best"]:
+        name = summary["best_metric"].removeprefix("valid/")
+        rows.append((f"best {name}", f"{loss(best['value'])} at step {best['step']:.0f}"))
+    rows += [(f"{name} (test)", loss(value)) for name, value in summary["test"].items()]
+    if summary["stopped_early"]:
+        rows.append(("stopped early", summary["stopped_early"]))
+    if summary["units_per_s"]:
+        wide = " in fp32 arithmetic" if summary["fp32_arithmetic"] else ""
+        rows.append(("throughput", f"{quantity(summary['units_per_s'])} {summary['unit']}/s{wide}"))
+    if summary["step_time_s"]:
+        rows.append(("step time", f"{quantity(1e3 * summary['step_time_s'])} ms"))
+    if share := mfu_text(summary["utilisation"], summary["processes"]):
+        rows.append(("MFU", share))
+    rows.append(("peak memory", f"{size(summary['peak_memory_bytes'])} {summary['memory_is']}"))
+    rows.append(("skipped steps", str(summary["skipped_steps"])))
+    rows.append(("time", duration(summary["wall_time_s"])))
+    return rows

@@ -98,16 +98,16 @@ class Forecast:
         cells["peak"] = f"{ledger.peak_bytes / MIB:.1f}"
         cells["ratio to first"] = "" if self is first else f"{ledger.peak_bytes / first.ledger.peak_bytes:.2f}x"
         cells["reached in"] = ledger.peak_phase
-        known = self.measured_bytes is not None
-        cells["measured"] = f"{self.measured_bytes / MIB:.1f}" if known else ""
-        cells["error"] = f"{ledger.peak_bytes / self.measured_bytes - 1:+.1%}" if known else ""
+        if self.measured_bytes is not None:
+            cells["measured"] = f"{self.measured_bytes / MIB:.1f}"
+            cells["error"] = f"{ledger.peak_bytes / self.measured_bytes - 1:+.1%}"
         return cells
 
 
 def table(forecasts: Sequence[Forecast], width: int = 120) -> str:
     """Return the forecasts side by side, as many as ``width`` characters hold, in MiB at the peak."""
     every = [each.rows(forecasts[0]) for each in forecasts]
-    names = [name for name in every[0] if any(cells[name] for cells in every)]
+    names = [name for name in max(every, key=len) if any(cells.get(name) for cells in every)]
     cell = max(11, *(len(each.label) for each in forecasts))
     margin = max(map(len, names))
     count = max(1, (width - margin) // (cell + 2))
@@ -115,7 +115,7 @@ def table(forecasts: Sequence[Forecast], width: int = 120) -> str:
     for start in range(0, len(forecasts), count):
         part = range(start, min(start + count, len(forecasts)))
         rows = [["MiB".ljust(margin), *(forecasts[number].label.rjust(cell) for number in part)]]
-        rows += [[name, *(every[number][name].rjust(cell) for number in part)] for name in names]
+        rows += [[name, *(every[number].get(name, "").rjust(cell) for number in part)] for name in names]
         blocks.append(columns(rows))
     return "\n\n".join(blocks)
 
