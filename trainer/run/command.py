@@ -90,14 +90,14 @@ def _sweep(sweep: Sweep, attempt: Callable[[Callable[[], Config], list[str]], En
     return [*(row.code for row in sweep.rows), *failed]
 
 
-def _attempt(run_class: type[Run], compose: Callable[[], Config], overrides: Sequence[str]) -> Ended:
+def _attempt(run_class: type[Run], configure: Callable[[], Config], overrides: Sequence[str]) -> Ended:
     """Train a run, report what ends it early, and free its memory.
 
     Hydra would print a traceback of an error. No other run may begin after a signal, nor where only some ranks failed:
     the ranks would train different runs.
     """
     try:
-        return Ended(0, train(compose(), overrides, run_class))
+        return Ended(0, train(configure(), overrides, run_class))
     except (RunError, Interrupted) as error:
         some_ranks = launched_processes() > 1 and not error.shared
         return Ended(_report(error), {}, isinstance(error, Interrupted) or some_ranks)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mantissa.display import duration, loss, quantity, size
-from mantissa.formats import FORMATS, FP32
+from mantissa.formats import FP32
 from trainer.checkpoint import store as checkpoint
 from trainer.errors import RunError
 from trainer.files import SOURCE_FILE, read_object
@@ -46,38 +46,24 @@ def _shown(value: object) -> object:
 
 def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows:
     """Return the start block: what trains, on what, in which precision, how the batch is made up, where it goes."""
-    config, plan, hardware = trainer.config, trainer.plan, trainer.hardware
+    config, plan, hardware, batching = trainer.config, trainer.plan, trainer.hardware, trainer.plan.batching
     numbers = {name: parameter.numel() for name, parameter in trainer.model.named_parameters()}
     parameters = f"{quantity(sum(numbers.values()))} parameters"
     if trainer.frozen:
         parameters += f", {quantity(sum(numbers[name] for name in trainer.frozen))} of them frozen"
     facts = ", ".join(f"{name} {value}" for name, value in config.recipe.facts(trainer.model, trainer.datasets).items())
-    batching = plan.batching
-    effective = manifest["effective"]
-    precision = f"requested {config.precision.mode}; matmuls run in {effective['matmul_dtype']}"
-    if config.precision.half is None and hardware.is_gpu:
-        precision += (
-            f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
-        )
-    precision += f"; {effective['arithmetic']} ({_product_rates(config.precision.mode, effective)})"
-    precision += f"; weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}"
-    if layers := effective["fp8_modules"]:
-        precision += f"; in fp8 ({config.precision.fp8_scaling}): {len(layers)} linear layers"
-    if trainer.fp32_modules:
-        precision += f"; in fp32: {', '.join(trainer.fp32_modules)}"
-    formats = {"fp32_ops": FP32.name, "low_ops": config.precision.format.number.name}
-    for option, calls in trainer.operator_calls.items():
-        precision += f"; operators in {formats[option]}: {', '.join(calls)}"
+    rows = [("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}")]
+    if source := read_object(folder / SOURCE_FILE):
+        rows.append(("weights", f"of {source['run']}, step {source['step']}"))
     processes = f" × {batching.ranks} processes ({config.parallel.kind})" if batching.ranks > 1 else ""
     count = plan.steps * batching.batch_size / len(trainer.datasets.train)
     epochs = f"{count:.3g} epochs" if count >= 0.01 else "less than 0.01 epochs"
-    source, augment = read_object(folder / SOURCE_FILE), config.augment.effect()
-    weights = [("weights", f"of {source['run']}, step {source['step']}")] if source else []
+    factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
+    lrs = dict.fromkeys(config.optimizer.lr * factor for factor in (min(factors), max(factors)))
     return [
-        ("recipe", f"{config.recipe.name}{f' ({facts})' if facts else ''}, {parameters}"),
-        *weights,
-        ("data", trainer.datasets.description + (f"; {augment}" if augment else "")),
-        ("precision", precision),
+        *rows,
+        ("data", "; ".join(filter(None, [trainer.datasets.description, config.augment.effect()]))),
+        ("precision", _precision(trainer, manifest["effective"])),
         ("device", f"{hardware.name} ({hardware.device}, {size(hardware.memory_bytes)}, {hardware.cpu_cores} cores)"),
         (
             "batch",
@@ -86,7 +72,7 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
         ),
         (
             "optimizer",
-            f"{config.optimizer.name}, lr {_lr(trainer)}, schedule {config.schedule.kind}, "
+            f"{config.optimizer.name}, lr {' to '.join(f'{lr:g}' for lr in lrs)}, schedule {config.schedule.kind}, "
             f"clip {config.clip.kind}, scaler {config.scaler.kind}, compile {config.compile.mode}",
         ),
         ("evaluation", _evaluation(trainer)),
@@ -94,11 +80,28 @@ def start_rows(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Rows
     ]
 
 
-def _product_rates(mode: str, effective: dict[str, Any]) -> str:
-    """Return the measured rate of products in the run's format, and beside it fp32's."""
-    rates, name = effective["product_tflops"], FORMATS[mode].number.name
-    beside = "" if name == FP32.name else f", fp32 {quantity(rates['fp32'])}"
-    return f"products {quantity(rates[name])} TFLOP/s{beside}"
+def _precision(trainer: Trainer, effective: dict[str, Any]) -> str:
+    """Return what was asked for and what computes, with the measured rate of products, and beside it fp32's."""
+    precision, rates = trainer.config.precision, effective["product_tflops"]
+    format_name = precision.format.number.name
+    matmuls = f"matmuls run in {effective['matmul_dtype']}"
+    if precision.half is None and trainer.hardware.is_gpu:
+        matmuls += f" ({effective['fp32_in_cuda_matmul']} in matmul, {effective['fp32_in_cudnn_conv']} in convolutions)"
+    beside = "" if format_name == FP32.name else f", fp32 {quantity(rates['fp32'])}"
+    parts = [
+        f"requested {precision.mode}",
+        matmuls,
+        f"{effective['arithmetic']} (products {quantity(rates[format_name])} TFLOP/s{beside})",
+        f"weights in {effective['weights_dtype']}, optimizer in {effective['optimizer_dtype']}",
+    ]
+    if layers := effective["fp8_modules"]:
+        parts.append(f"in fp8 ({precision.fp8_scaling}): {len(layers)} linear layers")
+    if trainer.fp32_modules:
+        parts.append(f"in fp32: {', '.join(trainer.fp32_modules)}")
+    for option, calls in trainer.operator_calls.items():
+        computed_in = {"fp32_ops": FP32.name, "low_ops": format_name}[option]
+        parts.append(f"operators in {computed_in}: {', '.join(calls)}")
+    return "; ".join(parts)
 
 
 def warnings(trainer: Trainer, folder: Path) -> list[str]:
@@ -163,13 +166,6 @@ def unfinished(missing: list[str], steps: int, folder: RunFolder, command: str) 
     error = RunError(f"all {steps} steps are done, but {'; '.join(missing)}; {finish}")
     error.shared = True
     return error
-
-
-def _lr(trainer: Trainer) -> str:
-    """Return the peak learning rate, or those of the slowest and the fastest group."""
-    factors = [group[LR_FACTOR] for group in trainer.optimizer.param_groups]
-    lrs = [trainer.config.optimizer.lr * factor for factor in (min(factors), max(factors))]
-    return " to ".join(f"{lr:g}" for lr in dict.fromkeys(lrs))
 
 
 def summary_rows(summary: dict[str, Any]) -> Rows:

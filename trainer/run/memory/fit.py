@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import re
@@ -22,7 +23,7 @@ from trainer.parallel.world import World, launched_local_rank
 from trainer.parallel.wrap import FSDP, Parallel
 from trainer.profiling.ledger import MIB, STEADY
 from trainer.recipe import Recipe
-from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, size_within, table
+from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
 
 USABLE = 0.9
 """Of what is free, since allocators waste some. A failed run needs too much, so what fits must need clearly less."""
@@ -93,7 +94,7 @@ def choose(config: Config, batching: Batching, usable: int, overrides: Sequence[
     size = batching.micro_batch_size
     try:
         need = needed_bytes(config, batching, size)
-        fitting = size if need <= usable else _largest(config, batching, need, usable)
+        fitting = size if need <= usable else _largest(config, batching, usable)
     except Exception as error:  # the model cannot be forecast, or not in such a batch; training does not need it
         log.info("the memory of a step could not be forecast (%s)", str(error).partition("\n")[0])
         return size, ""
@@ -123,23 +124,12 @@ def needed_bytes(config: Config, batching: Batching, size: int) -> int:
     return required_bytes(alone, ledger)
 
 
-def _largest(config: Config, batching: Batching, need: int, usable: float) -> int:
-    """Return the largest smaller microbatch that fits, by the line through two forecasts; 0 if none does.
-
-    ``need`` is what the microbatch of ``batching`` is forecast to need.
-    """
-    size, per_rank = batching.micro_batch_size, batching.batch_size // batching.ranks
-    least = config.augment.micro_batch_multiple
-    sizes = [smaller for smaller in range(least, size, least) if per_rank % smaller == 0]
-    if not sizes:
-        return 0
-    needs = {sizes[-1]: needed_bytes(config, batching, sizes[-1])}
-    most = size_within(usable, (sizes[-1], needs[sizes[-1]]), (size, need))
-    likely = [smaller for smaller in sizes if smaller <= most]
-    for smaller in reversed(likely[-2:]):  # the line may be a little off
-        if (needs.get(smaller) or needed_bytes(config, batching, smaller)) <= usable:
-            return smaller
-    return 0
+def _largest(config: Config, batching: Batching, usable: float) -> int:
+    """Return the largest microbatch below that of ``batching`` which divides the batch and fits; 0 if none does."""
+    per_rank, least = batching.batch_size // batching.ranks, config.augment.micro_batch_multiple
+    sizes = [size for size in range(least, batching.micro_batch_size, least) if per_rank % size == 0]
+    fitting = bisect.bisect_right(sizes, usable, key=lambda size: needed_bytes(config, batching, size))
+    return sizes[fitting - 1] if fitting else 0
 
 
 def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory:
@@ -173,7 +163,7 @@ def what_fits(overrides: Sequence[str], usable: float | None = None) -> str:
         least, blocks = config.augment.micro_batch_multiple, "activation_checkpointing=blocks"
         alone = []
         if batching.micro_batch_size > least:
-            alone.append(f"{KEY}={_largest(config, batching, need, usable) or least}")
+            alone.append(f"{KEY}={_largest(config, batching, usable) or least}")
         alone += [blocks] if config.activation_checkpointing.mode == "none" else []
         alone += ["precision=bf16"] if config.precision.format.half is None else []
         tried = list(_options(alone, overrides))

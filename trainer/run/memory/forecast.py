@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,12 +124,6 @@ def required_bytes(config: Config, ledger: Ledger) -> int:
     copied = ("weights", "buffers", "optimizer") if copies_on_device(config) else ()
     loaded = ("inputs",) if detect(config.device).device.type != "cuda" else ()
     return ledger.peak_bytes + sum(ledger.highest[name] for name in (*copied, *loaded))
-
-
-def size_within(limit_bytes: float, smaller: tuple[int, int], larger: tuple[int, int]) -> int:
-    """Return the largest microbatch within a limit, by the straight line through two forecasts: (microbatch, bytes)."""
-    slope = max(1.0, (larger[1] - smaller[1]) / (larger[0] - smaller[0]))
-    return math.floor(smaller[0] + (limit_bytes - smaller[1]) / slope)
 
 
 def copies_on_device(config: Config) -> bool:
