@@ -146,34 +146,35 @@ def out_of_memory(error: BaseException, overrides: Sequence[str]) -> OutOfMemory
 def what_fits(overrides: Sequence[str], usable: float | None = None) -> str:
     """Return the forecast of a step that needs too much, beside smaller ones, and which overrides are forecast to fit.
 
-    Where no single change is enough: the first that is of all that leave the model as it is, together, and the largest
-    smaller model of the recipe.
+    Where no single change is enough: the first that is of those that leave the model as it is, all together.
 
     Args:
         overrides: of the command line.
-        usable: bytes; None: of what is free.
+        usable: bytes, where no microbatch fits: single changes are then not tried, but smaller models of the recipe;
+            None: of what is free.
     """
     try:
         config = compose(overrides)
         hardware = detect(config.device)
         resolved = config.resolve(hardware)
         typed = forecast(config)
-        need, batching = required_bytes(config, typed), resolved.plan.batching
-        usable = usable or USABLE * min(available_bytes(hardware.device), need)
-        least, blocks = config.augment.micro_batch_multiple, "activation_checkpointing=blocks"
-        alone = []
-        if batching.micro_batch_size > least:
-            alone.append(f"{KEY}={_largest(config, batching, usable) or least}")
-        alone += [blocks] if config.activation_checkpointing.mode == "none" else []
-        alone += ["precision=bf16"] if config.precision.format.half is None else []
+        batching, least = resolved.plan.batching, config.augment.micro_batch_multiple
+        blocks = ["activation_checkpointing=blocks"] if config.activation_checkpointing.mode == "none" else []
+        alone, smaller_models = [], []
+        if usable is None:
+            usable = USABLE * min(available_bytes(hardware.device), required_bytes(config, typed))
+            if batching.micro_batch_size > least:
+                alone.append(f"{KEY}={_largest(config, batching, usable) or least}")
+            alone += [*blocks, *(["precision=bf16"] if config.precision.format.half is None else [])]
+        else:
+            smaller_models = [f"{smaller} {KEY}={least}" for smaller in resolved.config.recipe.smaller()]
         tried = list(_options(alone, overrides))
         fitting = [option.label for option in tried if option.bytes <= usable]
         if not fitting:
-            others = [f"{KEY}={least}", *(["checkpoint.background=false"] if copies_on_device(config) else [])]
-            others += [label for label in alone if label == blocks]
+            background = ["checkpoint.background=false"] if copies_on_device(config) else []
             precisions = ["bf16_master", "bf16_sr"] if config.precision.mode in BASIC else []
-            same_model = [" ".join([*others, f"precision={mode}"]) for mode in precisions]
-            smaller_models = [f"{smaller} {KEY}={least}" for smaller in resolved.config.recipe.smaller()]
+            together = [f"{KEY}={least}", *background, *blocks]
+            same_model = [" ".join([*together, f"precision={mode}"]) for mode in precisions]
             for labels in (same_model, smaller_models):
                 fits = (option.label for option in _options(labels, overrides) if option.bytes <= usable)
                 fitting += itertools.islice(fits, 1)
@@ -181,13 +182,12 @@ def what_fits(overrides: Sequence[str], usable: float | None = None) -> str:
         return (
             "To need less, try half the micro_batch_size, activation_checkpointing=blocks, precision=bf16 or bf16_sr."
         )
-    free = f"the {usable / MIB:.0f} MiB that can be used"
-    found = "\n".join([f"Forecast to fit into {free}:", *(f"  {label}" for label in fitting)])
-    none = f"Nothing smaller of this recipe is forecast to fit into {free}."
     columns = table([Forecast("this run", typed), *tried])
-    return (
-        f"forecast peak memory of this step and of smaller alternatives:\n\n{columns}\n\n{found if fitting else none}"
-    )
+    free = f"the {usable / MIB:.0f} MiB that can be used"
+    found = [f"Forecast to fit into {free}:", *(f"  {label}" for label in fitting)]
+    if not fitting:
+        found = [f"Nothing that was tried is forecast to fit into {free}; train a smaller model."]
+    return "\n".join(["forecast peak memory of this step and of smaller alternatives:\n", columns, "", *found])
 
 
 @dataclass

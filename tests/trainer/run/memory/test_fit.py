@@ -143,7 +143,7 @@ def test_checkpointing_and_bf16_are_offered_where_they_help(monkeypatch: pytest.
     text = advised(monkeypatch, 10_000, *job, "activation_checkpointing=blocks", "precision=fp16")
     assert [option.split("=")[0] for option in options(text)] == ["micro_batch_size"]
     assert "precision=bf16" not in text
-    assert "Nothing smaller of this recipe is forecast to fit" in advised(monkeypatch, 0.01, "batch_size=512")
+    assert "Nothing that was tried is forecast to fit" in advised(monkeypatch, 0.01, "batch_size=512")
 
 
 @pytest.mark.parametrize("override", ["parallel=ddp", "recipe=unknown"])
