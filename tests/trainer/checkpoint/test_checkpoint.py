@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tests.helpers import copied, same_bits
+from tests.helpers import same_bits
 from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
@@ -214,13 +213,6 @@ def test_damage_is_reported_with_the_newest_intact_checkpoint(how: str, name: st
         load(tmp_path)
 
 
-def test_another_format_is_reported(tmp_path: Path) -> None:
-    manifest = write(tmp_path) / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    with pytest.raises(UserError, match=r"it has format 99, this version reads 2"):
-        load(tmp_path)
-
-
 def test_a_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no checkpoint to resume from"):
         load(tmp_path / "nowhere")
@@ -255,13 +247,6 @@ def test_an_interrupted_save_is_invisible(tmp_path: Path, monkeypatch: pytest.Mo
     write(tmp_path, 2)  # the remains of the previous attempt do not matter
     assert checkpoint.steps(tmp_path) == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    write(tmp_path, 1, note="first")
-    write(tmp_path, 1, note="second")
-    assert load(tmp_path).progress["note"] == "second"
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_there_is_always_an_intact_checkpoint_while_a_step_is_saved_again(
@@ -372,29 +357,6 @@ def test_prune_keeps_the_newest_and_the_best(keep: int, best: int | None, left: 
     checkpoint.prune(tmp_path, keep)
     assert checkpoint.steps(tmp_path) == left
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in left]
-
-
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    wider = Net(0)
-    wider.conv = nn.Conv2d(3, 5, 3)
-    for model, reason in (
-        (nn.Linear(2, 2), r"model.safetensors: it lacks bias and this model has no conv.bias"),
-        (wider, r"conv.weight was 4 × 3 × 3 × 3, now 5 × 3 × 3 × 3"),
-    ):
-        with pytest.raises(UserError, match=f"does not fit this run: .*{reason}"):
-            load(tmp_path).restore(model, None)
-
-
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    net = Net(0)
-    optimizer = OPTIMIZERS["adamw"].build(net, CPU)
-    steps(net, optimizer, 2)
-    before = copied(net.state_dict()), copied(optimizer.state_dict()), random_state(CPU)
-    save(tmp_path, 2, net, optimizer, {})
-    assert same_bits(
-        (dict(net.state_dict()), optimizer.state_dict(), random_state(CPU)), (dict(before[0]), *before[1:])
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import CPU, compose, same_bits
-from tests.trainer.data.test_data import LENGTH, Echo, stream
+from tests.trainer.data.test_data import Echo, stream
 from trainer.data.contract import Batch, Dataset, SampleId
 from trainer.data.evaluation import Evaluation
 from trainer.data.loader import STEPS_AHEAD, Batches, Batching, DataOrder, Loader, OnDeviceLoader, PinnedLoader
@@ -102,14 +102,6 @@ def test_a_thread_has_one_core_and_the_device_of_its_rank(monkeypatch: pytest.Mo
         assert (devices, cores, torch.get_num_threads()) == ([GPU.device], [1], 2)
     finally:
         torch.set_num_threads(before)
-
-
-def test_closing_the_steps_ends_the_thread() -> None:
-    steps = AheadOnCpu(0).steps(Echo(), DataOrder(LENGTH, 0), Batching(4, 2), 0, 1000, CPU)
-    next(steps)
-    assert len(threads()) == 1
-    steps.close()
-    assert threads() == []
 
 
 def test_evaluation_uses_it_each_time() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import copied, fit, trainer_of
+from tests.helpers import fit, trainer_of
 from trainer.errors import UserError
 from trainer.optim.groups import LR_FACTOR
 from trainer.optim.optimizer import Optimizer
@@ -94,40 +94,6 @@ def test_the_schedule_multiplies_every_groups_rate_and_the_highest_is_logged() -
     assert (rates["0.0.weight"], rates["0.0.bias"], rates["1.0.weight"]) == (0.0625, 0.5, 0.25)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
-def test_an_update_is_that_of_its_own_rate_and_decay(mode: str) -> None:
-    """Plain SGD without decay: w − lr · factor · gradient, in fp32."""
-
-    def updates(*overrides: str) -> dict[str, torch.Tensor]:
-        trainer = trainer_of(
-            *BIGNET,
-            "optimizer=sgd",
-            "optimizer.options={momentum:0,nesterov:false}",
-            "optimizer.weight_decay=0",
-            f"precision={mode}",
-            *overrides,
-        )
-        changed = dict((trainer.masters or trainer.model).named_parameters())
-        before = copied({name: weight.float() for name, weight in trainer.model.named_parameters()})
-        seen: dict[str, torch.Tensor] = {}
-        apply = trainer.update.apply
-
-        def noted(skipped: torch.Tensor) -> None:
-            apply(skipped)
-            seen.update({name: weight.detach().clone() - before[name] for name, weight in changed.items()})
-
-        trainer.update.apply = noted  # type: ignore[method-assign]
-        fit(trainer, 1)
-        return seen
-
-    plain = updates("optimizer.lr=1")
-    grouped = updates("optimizer.lr=1", "optimizer.groups={0.?: {lr: 0.25}, bias: {lr: 2}}")
-    for name, update in plain.items():
-        factor = 2 if name.endswith("bias") else 0.25 if name.startswith("0.") else 1
-        assert torch.allclose(grouped[name], factor * update, rtol=1e-3, atol=1e-6), name
-        assert update.any()
-
-
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -173,9 +139,3 @@ def test_a_pattern_of_what_is_frozen_is_refused_and_a_part_of_it_is_not() -> Non
         trainer_of(*BIGNET, "freeze=['0.?']", "optimizer.groups={0.?: {lr: 2}}")
     trainer = trainer_of(*BIGNET, "freeze=['0.?']", "optimizer.groups={bias: {lr: 2}}")
     assert len([factor for factor in of_parameters(trainer, LR_FACTOR).values() if factor == 2]) == 4
-
-
-@pytest.mark.parametrize("layer_decay", [0.0, 1.5, float("nan")])
-def test_layer_decay_lies_between_0_and_1(layer_decay: float) -> None:
-    with pytest.raises(UserError, match=r"optimizer.layer_decay=.* must be above 0 and at most 1, such as 0.75"):
-        Optimizer(layer_decay=layer_decay)

@@ -94,14 +94,6 @@ def test_restored_state_continues() -> None:
         assert scale.state_dict() == {"scale": 64.0, "good_steps": 0}
 
 
-def test_update_does_not_change_what_the_step_reported() -> None:
-    scale = DynamicLossScale(CPU, DynamicScaler(init=64.0))
-    reported = scale.scale
-    scale.update(torch.tensor(False))
-    assert reported.item() == 64
-    assert scale.scale.item() == 32
-
-
 @pytest.mark.parametrize("factor", [1024.0, 65536.0, 1000.0, 3.0])
 def test_unscale_has_grad_scalers_bits(factor: float) -> None:
     parameters = [nn.Parameter(torch.randn(50)) for _ in range(3)]
@@ -115,16 +107,6 @@ def test_unscale_has_grad_scalers_bits(factor: float) -> None:
     torch._foreach_mul_(own, StaticLossScale(CPU, factor).inverse())
     for parameter, gradient in zip(parameters, own, strict=True):
         assert torch.equal(parameter.grad, gradient)
-
-
-def test_no_scaling_multiplies_nothing() -> None:
-    loss = torch.tensor(3.0)
-    scale = LossScale(CPU)
-    assert scale.multiply(loss) is loss
-    assert scale.inverse() is None
-    scale.update(torch.tensor(False))
-    assert scale.state_dict() == {"scale": 1.0}
-    assert not scale.recovers
 
 
 def test_auto_scales_fp16_only() -> None:
