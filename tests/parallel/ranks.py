@@ -23,27 +23,19 @@ from torch.utils import _pytree as pytree
 from tests.helpers import NoData, compose, fit, same_bits
 from tests.parallel import training
 from tests.parity.test_accumulation import SAMPLES, Tagging
-from trainer.checkpoint import store as checkpoint
-from trainer.checkpoint.reader import load
-from trainer.checkpoint.store import Snapshot
 from trainer.config.schema import Config
 from trainer.data.contract import Batch, Datasets
 from trainer.errors import Interrupted, UserError
-from trainer.files import flush
 from trainer.hardware import detect
-from trainer.optim.state import AVERAGE, MASTER
 from trainer.optim.update import ClipNorm
 from trainer.parallel import wrap as parallel
 from trainer.parallel.activation import ActivationCheckpointing
-from trainer.parallel.wrap import DDP, FSDP, Parallel, is_sharded, local_part
+from trainer.parallel.wrap import DDP, FSDP, Parallel, is_sharded
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler
-from trainer.profiling.diagnostics import Numerics
 from trainer.recipe import DataSource, LossOutput
-from trainer.run.export import unsharded
 from trainer.trainer import Trainer
 
-LINUX = sys.platform == "linux"
 DEVICE = os.environ.get("MANTISSA_TEST_DEVICE", "cpu")
 MODES: dict[str, Callable[[], Parallel]] = {"single": Parallel, "ddp": DDP, "fsdp": FSDP}
 
@@ -219,75 +211,6 @@ def communication(mode: str) -> dict[str, Any]:
     return {"microbatches": trainer.plan.batching.accumulation, "exchanged": exchanged}
 
 
-def halves(mode: str) -> dict[str, Any]:
-    """Two steps with 16-bit weights: losses, norms and weights, and whether a checkpoint has the whole masters."""
-    result: dict[str, Any] = {}
-    composed = compose(*BIGNET, *TWO_STEPS, "scaler.init=1024")
-    for precision in ("bf16_master", "fp16_master", "bf16_sr", "bf16_pure", "fp16_pure"):
-        try:
-            config = replace(deepcopy(composed), precision=Precision(precision), parallel=MODES[mode]())
-            trainer = trainer_of(config)
-        except UserError as error:
-            result[precision] = str(error)
-            continue
-        diagnostics = Numerics(1).start(trainer.model, trainer.update, config.precision.half, 2, trainer.world)
-        with diagnostics.step(1):
-            records = fit(trainer)
-        losses = [trainer.world.add(record.loss.double()).item() for record in records]
-        weights = torch.cat([whole(parameter).flatten() for parameter in trainer.model.parameters()])
-        masters = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
-        snapshot = Snapshot.of(trainer.state_dict(), {}, trainer.world)
-        folder = Path(sys.argv[2]) / f"{mode}-{precision}"
-        checkpoint.write(folder, snapshot, None, trainer.world, flush)
-        saved = {name: tensor for name, tensor in load(folder).tensors().items() if name.endswith(MASTER)}
-        for _, master in trainer.masters.held() if trainer.masters else ():
-            local_part(master.detach()).zero_()
-        load(folder).restore(trainer.model, trainer.optimizer, trainer.masters)
-        restored = {name: whole(master) for name, master in (trainer.masters.held() if trainer.masters else ())}
-        export = unsharded(trainer.model, trainer.build_model)
-        result[precision] = {
-            "losses": losses,
-            "numerics": dict(diagnostics.collect()),
-            "norms": [record.grad_norm.item() for record in records],
-            "weights": weights.double().tolist(),
-            "masters": len(masters),
-            "saved": same_bits(saved, {f"optimizer/{name}.{MASTER}": master for name, master in masters.items()}),
-            "restored": same_bits(restored, masters),
-            "exported": [] if export is None else sorted({str(tensor.dtype) for tensor in export.parameters()}),
-        }
-    return result
-
-
-def averages(mode: str) -> dict[str, Any]:
-    """Averaged weights, with an evaluation between two steps: it must not change the second one."""
-    result: dict[str, Any] = {}
-    composed = compose(*BIGNET, *TWO_STEPS, "ema=default", "ema.decay=0.5", "optimizer.lr=0.1")
-    parallel = FSDP(reshard_after_forward=False) if mode == "fsdp" else MODES[mode]()
-    for precision in ("fp32", "bf16_master"):
-        trainer = trainer_of(replace(deepcopy(composed), precision=Precision(precision), parallel=parallel))
-        losses, batches = [], trainer.batches()
-        for _ in range(2):
-            losses.append(trainer.world.add(trainer.train_step(next(batches)).loss.double()).item())
-            losses.append(trainer.evaluate()["loss"])
-        held = {name: whole(each) for name, each in trainer.average.held().items()}
-        folder = Path(sys.argv[2]) / f"average-{mode}-{precision}"
-        checkpoint.write(folder, Snapshot.of(trainer.state_dict(), {}, trainer.world), None, trainer.world, flush)
-        saved = {name: tensor for name, tensor in load(folder).tensors().items() if name.endswith(AVERAGE)}
-        for each in trainer.average.held().values():
-            local_part(each).zero_()
-        load(folder).restore(trainer.model, trainer.optimizer, trainer.masters, trainer.average)
-        build = partial(trainer.recipe.build_model, trainer.datasets)
-        export = unsharded(trainer.model, build, trainer.average.state_of_model())
-        result[precision] = {
-            "losses": losses,
-            "averages": torch.cat([each.flatten() for each in held.values()]).double().tolist(),
-            "saved": same_bits(saved, {f"optimizer/{name}.{AVERAGE}": each for name, each in held.items()}),
-            "restored": same_bits({name: whole(each) for name, each in trainer.average.held().items()}, held),
-            "exported": export is None or same_bits({n: p.detach() for n, p in export.named_parameters()}, held),
-        }
-    return result
-
-
 def accumulation(mode: str) -> dict[str, Any]:
     """The gradient of 128 samples, one a microbatch, that the masters of 16-bit weights get."""
     config = compose(*BIGNET, "device=cpu", "batch_size=128", "micro_batch_size=1", f"parallel={mode}")
@@ -373,15 +296,13 @@ def main() -> None:
         "overflow": overflow,
         "flag": flag,
         "communication": communication,
-        "halves": halves,
-        "averages": averages,
         "accumulation": accumulation,
     }
     chosen = [
         name
         for name in cases
         if (case in ("all", name) or (case == "four" and name == "gradient"))
-        and (several or name in ("gradient", "halves", "averages", "accumulation"))
+        and (several or name in ("gradient", "accumulation"))
     ]
     found: dict[str, Any] = {name: {mode: cases[name](mode) for mode in modes} for name in chosen}
     if case == "training":

@@ -71,41 +71,6 @@ def test_gradients_are_exchanged_once_a_step(mode: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["bf16_master", "fp16_master", "bf16_sr", "bf16_pure", "fp16_pure"])
-def test_16_bit_weights_train_alike_on_every_rank(precision: str, mode: str, ranks: Ranks) -> None:
-    (alone,) = ranks("all", 1)
-    expected = alone["halves"]["single"][precision]
-    first, second = (rank["halves"][mode][precision] for rank in ranks("all", 2))
-    if (precision, mode) == ("bf16_sr", "fsdp"):
-        assert first == second
-        assert "use precision=bf16_master, or parallel=ddp" in first
-        return
-    assert first["weights"] == second["weights"]  # bf16_sr rounds by the same random numbers
-    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-3)
-    assert first["norms"] == second["norms"] == pytest.approx(expected["norms"], rel=1e-2)
-    assert first["masters"] == expected["masters"] == (4 if precision.endswith("master") else 0)
-    assert all((first["saved"], first["restored"], second["restored"]))
-    assert first["numerics"] == second["numerics"]  # of sharded weights the sums over the ranks
-    for step, metrics in expected["numerics"].items():
-        found = first["numerics"][step]
-        for name in ("edq", "grad_flushed", "lost_updates", "scale_headroom_bits"):
-            assert found.get(f"numerics/{name}") == pytest.approx(metrics.get(f"numerics/{name}"), abs=0.1), name
-    assert first["exported"] == [f"torch.{'bfloat16' if precision.startswith('bf16') else 'float16'}"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-@pytest.mark.parametrize("mode", MODES)
-def test_averaged_weights_are_those_of_one_process(precision: str, mode: str, ranks: Ranks) -> None:
-    (alone,) = ranks("all", 1)
-    expected = alone["averages"]["single"][precision]
-    first, second = (rank["averages"][mode][precision] for rank in ranks("all", 2))
-    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-3)
-    assert first["averages"] == second["averages"] == pytest.approx(expected["averages"], rel=1e-3, abs=1e-3)
-    for found in (first, second, expected):
-        assert all((found["saved"], found["restored"], found["exported"]))
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_microbatches_of_16_bit_weights_add_up_in_fp32_on_every_rank(mode: str, ranks: Ranks) -> None:
     """64 a rank. What ranks exchange is rounded to 16 bits a few times, not once for each microbatch (1 %)."""
     (alone,) = ranks("all", 1)

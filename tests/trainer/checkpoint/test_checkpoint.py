@@ -113,23 +113,6 @@ def test_weights_and_optimizer_continue_bit_for_bit(name: str, tmp_path: Path) -
     assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_optimizer_state_keeps_the_layout_of_its_parameter(name: str, tmp_path: Path) -> None:
-    """Fused kernels walk parameter, gradient and state in the same order of memory."""
-    net = Net(0)
-    optimizer = OPTIMIZERS[name].build(net, CPU)
-    steps(net, optimizer, 2)
-    save(tmp_path, 2, net, optimizer, {})
-    other = Net(1)
-    other_optimizer = OPTIMIZERS[name].build(other, CPU)
-    load(tmp_path).restore(other, other_optimizer)
-    assert other.conv.weight.stride() == net.conv.weight.stride() != net.conv.weight.contiguous().stride()
-    for key, value in optimizer.state[net.conv.weight].items():
-        restored = other_optimizer.state[other.conv.weight][key]
-        assert restored.stride() == value.stride()
-        assert restored.data_ptr() != value.data_ptr()
-
-
 def test_numbers_that_belong_to_16_bit_weights_keep_their_own_type(tmp_path: Path) -> None:
     """Torch's own way to load would round NAdam's product of momenta to the type of the weight."""
     nets = [Net(seed).to(torch.bfloat16) for seed in (0, 1)]

@@ -1,19 +1,30 @@
-"""The thread that works ahead: order, errors, its end. Events decide when anything goes on, never the time."""
+"""The thread that works ahead: where there is one, its order, errors and end. Events decide, never the time."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests.helpers import CPU, compose, same_bits
+from tests.trainer.data.test_data import Echo, stream
+from trainer.data.contract import Batch, Dataset, SampleId
+from trainer.data.loader import STEPS_AHEAD, Batches, Batching, Loader, OnDeviceLoader, PinnedLoader
 from trainer.data.loading import prefetched
+from trainer.debug import Overfit
+from trainer.hardware import Hardware
+from trainer.run.run import Run
+from trainer.run.start import train
+from trainer.trainer import StepRecord
 
-PATIENCE_S = 60.0
-"""After which an event that never comes fails the test."""
-
+GPU = replace(CPU, device=torch.device("cuda", 3))
 Ahead = Generator[int, None, None]
 
 
@@ -28,14 +39,13 @@ def threads() -> list[threading.Thread]:
 class Source:
     """Counts up; notes which numbers were begun."""
 
-    def __init__(self, length: int = 10**9, error_at: int | None = None) -> None:
-        self.length = length
+    def __init__(self, error_at: int | None = None) -> None:
         self.error_at = error_at
         self.begun: list[int] = []
         self._changed = threading.Condition()
 
     def items(self) -> Iterator[int]:
-        for number in range(self.length):
+        for number in range(10**9):
             with self._changed:
                 self.begun.append(number)
                 self._changed.notify_all()
@@ -45,7 +55,7 @@ class Source:
 
     def wait_for(self, number: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: number in self.begun, PATIENCE_S)
+            assert self._changed.wait_for(lambda: number in self.begun, 60)
 
 
 @pytest.mark.parametrize("length", [0, 1, 50])
@@ -91,38 +101,14 @@ def _collect(held: list[Ahead]) -> None:
 
 
 @pytest.mark.parametrize("end", [_close, _forget, _collect])
-@pytest.mark.parametrize("taken", [1, 5])
-def test_the_thread_ends_with_it(end: Callable[[list[Ahead]], None], taken: int) -> None:
+def test_the_thread_ends_with_it(end: Callable[[list[Ahead]], None]) -> None:
     held = [prefetched(Source().items(), 2, nothing)]
-    assert [next(held[0]) for _ in range(taken)] == list(range(taken))
+    assert [next(held[0]) for _ in range(3)] == [0, 1, 2]
     (thread,) = threads()
     end(held)
     del held
     gc.collect()
     assert not thread.is_alive()
-
-
-def test_an_item_in_work_is_finished_before_the_end() -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    finished = []
-
-    def items() -> Iterator[int]:
-        yield 0
-        begun.set()
-        assert may_end.wait(PATIENCE_S)
-        finished.append(True)
-        yield 1
-
-    ahead = prefetched(items(), 2, nothing)
-    assert next(ahead) == 0
-    assert begun.wait(PATIENCE_S)
-    closing = threading.Thread(target=ahead.close)
-    closing.start()
-    assert not finished
-    may_end.set()
-    closing.join()
-    assert finished
-    assert threads() == []
 
 
 def test_the_garbage_collector_may_end_it_in_its_own_thread() -> None:
@@ -132,7 +118,7 @@ def test_the_garbage_collector_may_end_it_in_its_own_thread() -> None:
 
     def items() -> Iterator[int]:
         yield 0
-        assert may_end.wait(PATIENCE_S)
+        assert may_end.wait(60)
         try:
             held.pop().close()
         except RuntimeError as error:
@@ -145,3 +131,87 @@ def test_the_garbage_collector_may_end_it_in_its_own_thread() -> None:
     thread.join()
     assert not held
     assert not failures
+
+
+class AheadOnCpu(PinnedLoader):
+    """Uses the thread as for a GPU."""
+
+    def batches(
+        self, dataset: Dataset, samples: Iterable[list[SampleId]], hardware: Hardware, in_a_step: int = 1
+    ) -> Batches:
+        batches = super().batches(dataset, samples, hardware, in_a_step)
+        assert isinstance(batches, Batches)
+        return replace(batches, ahead=STEPS_AHEAD * in_a_step)
+
+
+@pytest.mark.parametrize(
+    ("loader", "hardware", "ahead"),
+    [
+        (PinnedLoader(0), GPU, 6),
+        (PinnedLoader(0), CPU, 0),  # it would take the cores that compute
+        (PinnedLoader(1), GPU, 0),  # workers and torch's own thread are ahead already
+        (Loader(0), GPU, 0),
+        (OnDeviceLoader(0), GPU, 0),
+    ],
+)
+def test_a_thread_works_two_steps_ahead_for_a_gpu_without_workers(
+    loader: Loader, hardware: Hardware, ahead: int
+) -> None:
+    batches = loader.batches(Echo(), [], hardware, in_a_step=3)
+    assert (batches.ahead if isinstance(batches, Batches) else 0) == ahead
+
+
+@pytest.mark.parametrize(("augment", "ahead"), [("imagenet", 2), ("randaugment", 0), ("trivialaugment", 0)])
+def test_no_thread_uses_the_generator_of_the_training(augment: str, ahead: int) -> None:
+    datasets = compose("recipe=resnet", "data=digits", f"augment={augment}").resolve(CPU).config.open_datasets()
+    for dataset in (datasets.train, Overfit().datasets(datasets, 4).train):
+        batches = PinnedLoader(0).batches(dataset, [], GPU)
+        assert isinstance(batches, Batches)
+        assert (batches.pins, batches.ahead) == (True, ahead)
+
+
+@pytest.mark.parametrize("batching", [Batching(4, 4), Batching(6, 1)])
+def test_the_thread_changes_no_batch_and_no_generator(batching: Batching) -> None:
+    before = torch.get_rng_state()
+    loaded, plain = (stream(loader, batching, 5, 20) for loader in (AheadOnCpu(0), Loader(0)))
+    assert len(loaded) == 20
+    assert same_bits(loaded, plain)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert threads() == []
+
+
+def test_a_thread_has_one_core_and_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPU 0, the default of a new thread, pinning would take memory from rank 0."""
+    devices: list[torch.device] = []
+    cores: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    class Noting(Echo):
+        def batch(self, samples: Any) -> Batch:
+            cores.append(torch.get_num_threads())
+            return super().batch(samples)
+
+    try:
+        assert len(list(Batches(Noting(), [[SampleId(1, None)]], GPU.device, pins=False, ahead=2))) == 1
+        assert (devices, cores, torch.get_num_threads()) == ([GPU.device], [1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+class Failing(Run):
+    def step(self, microbatches: list[Batch]) -> StepRecord:
+        if self.trainer.step == 3:
+            assert len(threads()) == 1
+            raise ZeroDivisionError("a bug")
+        return super().step(microbatches)
+
+
+def test_a_run_that_fails_ends_the_thread(tmp_path: Path) -> None:
+    small = ("recipe=bignet", "recipe.layers=2", "recipe.width=8", "batch_size=4", "micro_batch_size=2", "steps=8")
+    config = compose(*small, "tracking=local", "device=cpu", "eval_every=8", f"output_dir={tmp_path}")
+    with pytest.raises(ZeroDivisionError) as held:
+        train(replace(config, loader=AheadOnCpu(0)), run_class=Failing)
+    assert threads() == []  # although the error's traceback holds every frame
+    assert held.value is not None

@@ -46,10 +46,6 @@ def test_of_several_patterns_the_last_one_decides(mode: str) -> None:
             {"wte.weight": 5, "wpe.weight": 5, "h.0.ln_1.bias": 4, "h.3.mlp.c_fc.weight": 1, "ln_f.weight": 0},
         ),
         (
-            ("recipe=bert", "recipe.size=nano", "data=synthetic", "data.vocab_size=90"),
-            {"embeddings.LayerNorm.weight": 3, "layer.0.output.dense.bias": 2, "qa_outputs.weight": 0},
-        ),
-        (
             ("recipe=t5", "recipe.size=nano", "data=synthetic", "data.vocab_size=90"),
             {
                 "shared.weight": 5,
@@ -64,7 +60,7 @@ def test_of_several_patterns_the_last_one_decides(mode: str) -> None:
             {"conv1.weight": 9, "bn1.bias": 9, "layer1.0.conv1.weight": 8, "layer4.1.bn2.bias": 1, "fc.weight": 0},
         ),
     ],
-    ids=["gpt2", "bert", "t5", "resnet18"],
+    ids=["gpt2", "t5", "resnet18"],
 )
 def test_layer_decay_counts_blocks_from_the_head_down(recipe: tuple[str, ...], expected: dict[str, int]) -> None:
     trainer = trainer_of(*recipe, "optimizer.layer_decay=0.5")

@@ -28,7 +28,7 @@ from trainer.parallel.world import World
 from trainer.parallel.wrap import DDP, FSDP
 from trainer.precision.manifest import dtypes_in_use, manifest_of
 from trainer.precision.modes import Precision
-from trainer.precision.scaler import AutoScaler, DynamicLossScale, LossScale, Scaler, StaticLossScale
+from trainer.precision.scaler import AutoScaler, LossScale, Scaler, StaticLossScale
 from trainer.profiling.ledger import Ledger, MemoryLedger
 from trainer.trainer import Trainer
 
@@ -415,13 +415,6 @@ def test_the_trainer_rounds_every_step_by_its_number(monkeypatch: pytest.MonkeyP
 
 
 def test_contradictions_are_refused() -> None:
-    for mode in ("fp16_pure", "fp16_master"):
-        with pytest.raises(UserError, match=rf"scaler=none with precision={mode} silently loses.*scaler.force=true"):
-            Scaler().check(FORMATS[mode])
-        Scaler(force=True).check(FORMATS[mode])
-        assert isinstance(AutoScaler().build(FORMATS[mode], CPU), DynamicLossScale)
-    with pytest.raises(UserError, match=r"scaler=dynamic with precision=bf16_sr"):
-        compose("precision=bf16_sr", "scaler=dynamic")
     with pytest.raises(UserError, match=r"precision=bf16_sr.*parallel=fsdp.*use precision=bf16_master"):
         FSDP().check(Precision("bf16_sr"))
     with pytest.raises(UserError, match=r"param_dtype has no effect with precision=bf16_pure"):

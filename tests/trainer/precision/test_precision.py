@@ -220,24 +220,6 @@ def test_an_island_gets_fp32_computes_in_fp32_and_has_gradients(mode: str) -> No
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in net.parameters())
 
 
-def test_patterns_match_whole_names_and_last_parts() -> None:
-    def net() -> nn.Module:
-        block = lambda: nn.ModuleDict({"ln_1": nn.LayerNorm(4), "attn": nn.Linear(4, 4)})  # noqa: E731
-        return nn.ModuleDict({"h": nn.ModuleList([block(), block()]), "lm_head": nn.Linear(4, 4)})
-
-    kept = lambda *patterns: Precision("bf16", list(patterns)).keep_fp32(net(), CPU)  # noqa: E731
-    assert kept("ln_1") == ["h.0.ln_1", "h.1.ln_1"]
-    assert kept("*.ln_*") == ["h.0.ln_1", "h.1.ln_1"]
-    assert kept("h.0.*") == ["h.0.attn", "h.0.ln_1"]
-    assert kept("h.0") == ["h.0"]
-    assert kept("lm_head", "attn") == ["h.0.attn", "h.1.attn", "lm_head"]
-    assert kept() == []
-    with pytest.raises(UserError, match=r"'lmhead' matches no submodule; similar: .*lm_head"):
-        kept("lmhead")
-    with pytest.raises(UserError, match=r"'zzz' matches no submodule; examples of names: h"):
-        kept("attn", "zzz")
-
-
 def test_a_whole_name_comes_before_names_that_end_so() -> None:
     names = ["conv1", "layer1.0.conv1", "layer1.0.bn1", "layer2.0.bn1"]
     assert matching("freeze", "conv1", names, "module") == {"conv1"}
@@ -245,6 +227,10 @@ def test_a_whole_name_comes_before_names_that_end_so() -> None:
     assert matching("freeze", "*.conv1", names, "module") == {"layer1.0.conv1"}
     assert matching("freeze", "bn1", names, "module") == {"layer1.0.bn1", "layer2.0.bn1"}
     assert matching("freeze", "0.bn1", names, "module") == {"layer1.0.bn1", "layer2.0.bn1"}
+    with pytest.raises(UserError, match=r"freeze: 'con1' matches no module; similar: conv1"):
+        matching("freeze", "con1", names, "module")
+    with pytest.raises(UserError, match=r"'zzz' matches no module; examples of names: conv1"):
+        matching("freeze", "zzz", names, "module")
 
 
 def test_a_container_takes_its_children_along_and_what_is_never_called_is_refused() -> None:
