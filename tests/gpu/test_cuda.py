@@ -22,7 +22,7 @@ from trainer.data.loader import to_device
 from trainer.errors import NonFiniteError
 from trainer.hardware import NATIVE, UNAVAILABLE, detect
 from trainer.precision import attention
-from trainer.precision.manifest import dtypes_in_use, manifest_of
+from trainer.precision.manifest import dtypes_in_use
 from trainer.precision.modes import Precision
 from trainer.profiling import rates
 from trainer.profiling.datasheets import data_sheet
@@ -244,17 +244,6 @@ def test_fp32_is_fp32_and_tf32_is_tf32(compute: str, monkeypatch: pytest.MonkeyP
         assert 5e-5 < error_of(compute) < 2e-3
         Precision("fp32").apply()
         assert error_of(compute) < 2e-6
-
-
-@pytest.mark.parametrize("mode", MODES, indirect=True)
-def test_the_manifest_of_a_gpu(mode: str) -> None:
-    precision, hardware = Precision(mode), detect("cuda")
-    precision.check(hardware)
-    precision.apply()
-    effective = manifest_of(precision, hardware, [])["effective"]
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(mode, "float32")
-    assert effective["matmul_dtype"] == dtype
-    assert effective["fp32_in_cuda_matmul"] == effective["fp32_in_cudnn_conv"] == ("tf32" if mode == "tf32" else "ieee")
 
 
 def test_the_product_rates_of_a_gpu() -> None:

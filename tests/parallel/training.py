@@ -26,6 +26,7 @@ TEXT = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic"
 # No batch norm, whose statistics would be those of each rank.
 IMAGES = ("recipe=resnet", "recipe.arch=timm/test_convnext", "data=digits", "augment=light", "device=cpu")
 STEPS = ("steps=4", "batch_size=8", "micro_batch_size=2", "clip=norm", "eval_samples=4")
+SGD, HALVES = ("optimizer=sgd", "optimizer.lr=0.1"), ("fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
 RULES: dict[str, tuple[str, ...]] = {
     "freeze": ("freeze=['0.?',2.4.bias]",),
     "freeze bf16_master": ("freeze=['0.?',2.4.bias]", "precision=bf16_master"),
@@ -40,9 +41,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "schedulefree bf16_master": ("optimizer=schedulefree", "schedule=constant", "precision=bf16_master"),
     "average": ("ema=default", "ema.decay=0.5"),
     "average bf16_master": ("ema=default", "ema.decay=0.5", "precision=bf16_master", "optimizer.lr=0.1"),
-    **{
-        mode: (f"precision={mode}", "scaler.init=1024") for mode in ("fp16_master", "bf16_sr", "bf16_pure", "fp16_pure")
-    },
+    **{mode: (*SGD, f"precision={mode}", "scaler.init=1024") for mode in HALVES},
     "mixing": ("augment.mixup=0.4", "augment.cutmix=1", "augment.erasing=0.5"),
     "lora": ("recipe.lora.rank=2", "optimizer.lr=0.02"),
     "lora bf16_master": ("recipe.lora.rank=2", "optimizer=sgd", "optimizer.lr=0.5", "precision=bf16_master"),

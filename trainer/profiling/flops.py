@@ -16,7 +16,7 @@ from mantissa.step import tensors
 
 _ATTENTION = "_scaled_dot_product_"
 _LOSS_IN_CHUNKS = "_linear_cross_entropy_batch_chunked"
-_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2), "addmv": (1, 2)}
+_FACTORS = {"addmm": (1, 2), "baddbmm": (1, 2)}
 """The places of a product's two factors among an operator's arguments, where they are not the first two."""
 _KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "torch_nn"}
 """The namespaces of operators without a formula that multiply no matrices; others are of custom kernels."""
@@ -117,25 +117,14 @@ def _linear(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
-def _product_with_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
-
-
 def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the FLOP of attention's two products, of tensors of batch × heads × tokens × width."""
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-_OWN: dict[str, Callable[..., int]] = {
-    "linear": _linear,
-    "mv": _product_with_vector,
-    "addmv": lambda _, matrix, *rest, **more: _product_with_vector(matrix),
-    "dot": _product_with_vector,
-}
-"""Formulas that torch lacks."""
 _PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution", "cudnn_convolution"),
-    *("convolution_overrideable", "_slow_conv2d_forward", *_OWN),
+    *("convolution_overrideable", "_slow_conv2d_forward", "linear"),
 }
 """Operators whose factors may need a gradient or not."""
 
@@ -143,10 +132,8 @@ _PRODUCTS = {
 def _formula(packet: Any, name: str) -> Callable[..., int] | None:
     if name.startswith(_ATTENTION) and not name.endswith("_backward"):
         return attention  # torch 2.11's own refuses groups of queries
-    if _LOSS_IN_CHUNKS in name:
-        return _linear
-    if name in _OWN and packet is getattr(torch.ops.aten, name):
-        return _OWN[name]
+    if _LOSS_IN_CHUNKS in name or packet is torch.ops.aten.linear:
+        return _linear  # torch lacks them
     formula: Callable[..., int] | None = flop_registry.get(packet)
     return formula
 

@@ -113,19 +113,6 @@ def test_weights_and_optimizer_continue_bit_for_bit(name: str, tmp_path: Path) -
     assert same_bits(other_optimizer.state_dict(), optimizer.state_dict())
 
 
-def test_numbers_that_belong_to_16_bit_weights_keep_their_own_type(tmp_path: Path) -> None:
-    """Torch's own way to load would round NAdam's product of momenta to the type of the weight."""
-    nets = [Net(seed).to(torch.bfloat16) for seed in (0, 1)]
-    one, other = (OPTIMIZERS["nadam"].build(net, CPU) for net in nets)
-    for parameter in nets[0].parameters():
-        parameter.grad = torch.ones_like(parameter)
-    one.step()
-    save(tmp_path, 1, nets[0], one, {})
-    load(tmp_path).restore(nets[1], other)
-    assert other.state_dict()["state"][0]["mu_product"].dtype == torch.float32
-    assert same_bits(other.state_dict(), one.state_dict())
-
-
 def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path) -> None:
     path = write(tmp_path)
     with safe_open(path / "model.safetensors", "pt") as file:

@@ -77,6 +77,11 @@ def test_every_epoch_is_a_permutation_of_its_own(length: int, seed: int) -> None
         assert epochs[0] != list(range(length))
 
 
+def test_seeds_order_differently() -> None:
+    orders = {tuple(each.index for each in samples(DataOrder(LENGTH, seed), range(LENGTH))) for seed in range(20)}
+    assert len(orders) == 20
+
+
 def test_each_sample_of_each_epoch_of_each_seed_has_randomness_of_its_own() -> None:
     seeds = [each.seed for seed in range(5) for each in samples(DataOrder(50, seed), range(200))]
     assert len(set(seeds)) == len(seeds)

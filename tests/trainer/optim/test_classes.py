@@ -17,7 +17,6 @@ from trainer.optim.muon import MuonAdamW
 from trainer.optim.optimizer import Optimizer
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
-BIGNET = ("recipe=bignet", "recipe.width=16", "recipe.layers=6", "data.samples=128", "batch_size=32", "steps=20")
 Groups = tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]
 """Hidden matrices, other decayed parameters, the rest."""
 
@@ -121,11 +120,6 @@ def test_a_library_that_is_missing_is_named_with_the_command(
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"optimizer.name={name} needs .*; pip install '{package}', or use"):
         Optimizer(name)
-
-
-def test_adafactor_is_refused_where_weights_are_sharded() -> None:
-    with pytest.raises(UserError, match=r"optimizer.name=Adafactor .* use parallel=ddp, or another optimizer"):
-        trainer_of(*BIGNET, "optimizer=adafactor", "parallel=fsdp")
 
 
 @pytest.mark.parametrize(("emulated", "least", "most"), [(True, 0.0, 1e-5), (False, 1e-3, 0.1)])

@@ -134,21 +134,6 @@ def test_a_finite_norm_is_bitwise_that_of_torch_without_a_host_read() -> None:
     assert torch.equal(update.step().grad_norm, torch.nn.utils.get_total_norm([gradient]))
 
 
-def test_frozen_and_unused_parameters_do_not_change() -> None:
-    net = model()
-    net[0].weight.requires_grad_(False)
-    unused = nn.Parameter(torch.ones(3))
-    parameters = [*net.parameters(), unused]
-    update = Update(
-        torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1), parameters, LossScale(CPU), Clip()
-    )
-    frozen = net[0].weight.clone()
-    update.backward(loss_of(net))
-    assert not update.step().skipped
-    assert torch.equal(net[0].weight, frozen)
-    assert torch.equal(unused, torch.ones(3))
-
-
 def test_gradients_are_cleared_to_none_or_to_zeros_in_place() -> None:
     weights = []
     for set_to_none in (True, False):
