@@ -24,8 +24,8 @@ from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.hardware import UNAVAILABLE, detect, peak_memory_bytes, reset_peak_memory
 from trainer.optim.classes import optimizer_class
+from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
-from trainer.parallel.wrap import Parallel
 from trainer.precision import kernels
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import AutoScaler

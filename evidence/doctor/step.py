@@ -23,8 +23,8 @@ from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
 from trainer.optim.masters import StochasticWeights
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
+from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
-from trainer.parallel.wrap import Parallel
 from trainer.precision import islands
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import StaticScaler

@@ -532,7 +532,7 @@ FAULTS = (
     ),
     Fault(
         "a rank restores another rank's rows",
-        WRAP,
+        "trainer/parallel/shards.py",
         "tensor.device_mesh.get_local_rank() * chunk",
         "(tensor.device_mesh.size() - 1 - tensor.device_mesh.get_local_rank()) * chunk",
         "tests/parallel/test_training.py::test_two_processes_train_as_one_does_and_resume_exactly",

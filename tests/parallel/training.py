@@ -16,7 +16,7 @@ from trainer.checkpoint.store import Snapshot
 from trainer.errors import UserError
 from trainer.files import flush
 from trainer.hardware import detect
-from trainer.parallel.wrap import is_sharded
+from trainer.parallel.shards import is_sharded
 from trainer.profiling.diagnostics import Diagnostics, Numerics
 from trainer.profiling.flops import ModelFlops
 from trainer.trainer import Trainer

@@ -27,7 +27,7 @@ from trainer.optim.state import (
     untie,
     weight_copies,
 )
-from trainer.parallel.wrap import is_sharded, local_part, local_rows
+from trainer.parallel.shards import is_sharded, local_part, local_rows
 
 
 class CheckpointReader:

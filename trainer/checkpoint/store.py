@@ -38,8 +38,8 @@ from trainer.checkpoint.schema import (
 from trainer.errors import UserError, check_number
 from trainer.files import make_folder, write_json
 from trainer.optim.state import untie
+from trainer.parallel.shards import is_sharded, local_part
 from trainer.parallel.world import World
-from trainer.parallel.wrap import is_sharded, local_part
 
 Flush = Callable[[Path], None]
 """Writes what the system still buffers of a file or folder to the disk."""

@@ -18,8 +18,8 @@ from trainer import files
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.store import Checkpoint, CheckpointNotWritten, Snapshot
 from trainer.errors import NonFiniteError
+from trainer.parallel.shards import local_part
 from trainer.parallel.world import World
-from trainer.parallel.wrap import local_part
 
 log = logging.getLogger("mantissa")
 

@@ -20,6 +20,7 @@ from trainer.config.source import adopt
 from trainer.errors import UserError, nearest
 from trainer.files import PROJECT
 from trainer.optim.classes import accepted_options, optimizer_class
+from trainer.parallel import wrap  # noqa: F401  # choices of a config group are found below its class
 from trainer.recipe import NO_OPTION, Decision, Recipe
 
 

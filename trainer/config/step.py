@@ -17,8 +17,8 @@ from trainer.optim.schedule import Schedule
 from trainer.optim.update import Clip
 from trainer.parallel.activation import ActivationCheckpointing
 from trainer.parallel.compile import Compile
+from trainer.parallel.single import Parallel
 from trainer.parallel.world import World
-from trainer.parallel.wrap import Parallel
 from trainer.precision import calls
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from trainer.errors import UserError, nearest
-from trainer.optim.muon import MuonAdamW
 
 _ELSEWHERE = {
     "Lion": ("timm.optim", "timm>=1.0.20"),
     "Lamb": ("timm.optim", "timm>=1.0.20"),
+    "Muon": ("trainer.optim.muon", "torch>=2.9"),
     "AdamWScheduleFree": ("trainer.optim.schedulefree", "schedulefree>=1.4"),
 }
 """The module of an optimizer that torch does not have, and what pip installs for it."""
@@ -45,7 +45,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             f"optimizer.name={name} needs a closure or sparse gradients, which no recipe has; "
             "use another one, such as optimizer=adamw"
         )
-    return MuonAdamW if cls is getattr(torch.optim, "Muon", None) else cls
+    return cls
 
 
 def _is_optimizer(found: Any) -> bool:

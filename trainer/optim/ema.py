@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.parallel.wrap import local_part
+from trainer.parallel.shards import local_part
 
 _STATISTICS = ("running_mean", "running_var")
 """Buffers of batch norm, which are averaged like weights."""

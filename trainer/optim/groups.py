@@ -60,7 +60,7 @@ def parameter_groups(
             those of modules around them, later ones before earlier ones: ``lr``, in the place of ``factors``, and
             ``weight_decay``, for those that have any.
         factors: multiples of the learning rate, by name; 1 where there is none.
-        hidden: the names of the parameters for Muon, see ``MuonAdamW``; None: the optimizer is another one.
+        hidden: the names of the parameters for Muon, see ``Muon``; None: the optimizer is another one.
 
     Raises:
         UserError: a pattern that matches nothing, or changes nothing.

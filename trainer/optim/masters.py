@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import STOCHASTIC, Format
-from trainer.parallel.wrap import is_sharded, local_part
+from trainer.parallel.shards import is_sharded, local_part
 
 _LOW_BITS = 16  # by which bf16 is shorter than fp32
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainer.hardware import NATIVE, detect
-from trainer.parallel.wrap import is_sharded, local_part, local_rows
+from trainer.parallel.shards import is_sharded, local_part, local_rows
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` and ``torch.optim.AdamW`` with one list of groups and one state.
 
     Muon replaces the momentum of a matrix by the nearest orthogonal matrix, by five Newton-Schulz iterations in bf16

@@ -17,8 +17,7 @@ from trainer.optim.decay import decayed
 from trainer.optim.fused import fused_is_sound, start_momentum
 from trainer.optim.groups import check_patterns, parameter_groups
 from trainer.optim.masters import MasterWeights
-from trainer.optim.muon import MuonAdamW
-from trainer.parallel.wrap import is_sharded
+from trainer.parallel.shards import is_sharded
 
 
 @dataclass
@@ -130,7 +129,7 @@ class Optimizer:
     ) -> list[dict[str, Any]]:
         whole = model.model if isinstance(model, MasterWeights) else model
         factors = {} if self.layer_decay is None else layer_factors(whole, blocks, self.layer_decay)
-        apart = hidden_matrices(whole, blocks) & decayed(whole) if cls is MuonAdamW else None
+        apart = hidden_matrices(whole, blocks) & decayed(whole) if self.name == "Muon" else None
         patterns = self.groups or {}
         groups = parameter_groups(model.named_parameters(), whole, self.weight_decay, patterns, factors, apart)
         if "weight_decay" not in accepted_options(cls):
@@ -145,7 +144,7 @@ class Optimizer:
         """Return whether the fused form is used, or refuse it where ``fused=true`` and it cannot be."""
         if "fused" not in accepted_options(cls):
             return False
-        kernel: Any = torch.optim.AdamW if cls is MuonAdamW else cls
+        kernel: Any = torch.optim.AdamW if self.name == "Muon" else cls
         # Of torch's fused kernels, only Adam's support sharded weights (FSDP2's DTensors).
         sharded = is_sharded(parameters[0]) and kernel not in (torch.optim.Adam, torch.optim.AdamW)
         if sharded and self.fused is True:

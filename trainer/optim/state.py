@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.optim.ema import Average
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.wrap import local_part
+from trainer.parallel.shards import local_part
 
 MASTER = "master_weight"
 """The key, among a parameter's entries in the optimizer's file, of its fp32 copy."""

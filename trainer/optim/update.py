@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.optim.masters import MasterWeights
-from trainer.parallel.wrap import is_sharded
+from trainer.parallel.shards import is_sharded
 from trainer.precision.scaler import LossScale
 
 

@@ -1,76 +1,21 @@
-"""Data parallelism: the ``parallel`` config group wraps the model and decides when gradients are summed."""
+"""Several processes: DDP and FSDP2 wrap the model and decide when gradients are summed."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from mantissa.formats import BF16, FORMATS, FP16, STOCHASTIC
 from trainer.errors import UserError
+from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, join, launched_local_rank, launched_processes
 from trainer.precision.modes import Precision
-
-
-@dataclass
-class Parallel:
-    """The ``parallel`` config group; this base is ``parallel=single``: one process, one device."""
-
-    kind: ClassVar[str] = "single"
-
-    def world(self, device: str) -> World:
-        """Join the other processes of the job.
-
-        Args:
-            device: the option; ``auto`` and ``cuda`` become the GPU of this process's local rank.
-
-        Raises:
-            UserError: torchrun started a number of processes that this choice cannot use.
-        """
-        if (processes := launched_processes()) > 1:
-            raise UserError(
-                f"torchrun started {processes} processes, and parallel=single uses one; "
-                "set parallel=ddp or parallel=fsdp, or start it with python"
-            )
-        return World()
-
-    def check(self, precision: Precision) -> None:
-        """Check that the options fit the precision.
-
-        Raises:
-            UserError: they do not.
-        """
-
-    def effective(self) -> dict[str, Any]:
-        """Return the entries of precision.json about this choice."""
-        return {}
-
-    def compiled(self, model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-        """Return the modules that torch.compile compiles: the model as a whole."""
-        return [model]
-
-    def wrap(
-        self, model: nn.Module, blocks: list[nn.Module], device: torch.device, accumulation: torch.dtype | None = None
-    ) -> nn.Module:
-        """Return the module that forward passes of training call; parameters of ``model`` keep their names.
-
-        Args:
-            model: on its device, with the same weights on every rank.
-            blocks: the model's repeated blocks, the units of sharding.
-            device: where the model is.
-            accumulation: the dtype in which gradients of microbatches are accumulated; None: that of the weights.
-        """
-        return model
-
-    def microbatch(self, replica: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Return the context of one microbatch's forward and backward; gradients are summed only in the ``last``."""
-        return nullcontext()
 
 
 @dataclass
@@ -235,28 +180,3 @@ def _shard_again(model: nn.Module, inputs: Any, outputs: Any) -> None:
     for module in model.modules():
         if callable(reshard := getattr(module, "reshard", None)):
             reshard()
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is sharded (a DTensor, whose import would take a third of a second)."""
-    return hasattr(tensor, "to_local")
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of the tensor, which shares its memory; the tensor itself if it is not sharded."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return part
-
-
-def local_rows(tensor: Any) -> tuple[int, int]:
-    """Return the first row and the number of rows of this rank's part of a tensor that is sharded as by torch.chunk."""
-    from torch.distributed.tensor import Shard
-
-    assert tensor.device_mesh.ndim == 1
-    assert tensor.placements == (Shard(0),)
-    length = tensor.shape[0]
-    chunk = math.ceil(length / tensor.device_mesh.size())
-    first = min(length, tensor.device_mesh.get_local_rank() * chunk)
-    count = tensor.to_local().shape[0]
-    assert count == min(chunk, length - first)
-    return first, count

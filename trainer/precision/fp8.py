@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 
-SCALINGS = ("tensorwise", "rowwise")
-"""One scale for a tensor (fastest), or one for each row (more exact)."""
 _MULTIPLE = 16  # the hardware requires it of every dimension of an fp8 matmul
 
 
@@ -27,7 +25,7 @@ def convert(model: nn.Module, fp32_modules: list[str], scaling: str, emulate: bo
     Args:
         model: in fp32.
         fp32_modules: names of submodules that stay in fp32, with all they contain.
-        scaling: one of ``SCALINGS``.
+        scaling: ``tensorwise`` or ``rowwise``, see ``Precision.fp8_scaling``.
         emulate: compute in fp32 with the same rounding, anywhere; for tests.
 
     Raises:

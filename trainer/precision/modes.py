@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from mantissa.formats import FORMATS, FP8, FP32, TF32, Format
 from trainer.errors import UserError
 from trainer.hardware import UNAVAILABLE, Hardware
-from trainer.precision import fp8, kernels, operators
+from trainer.precision import kernels, operators
 from trainer.precision.islands import cast, in_fp32, with_fp32_statistics
 from trainer.precision.kernels import Forms
 from trainer.precision.names import matching
@@ -28,6 +28,8 @@ SILENT = {
     TF32: {"NVIDIA_TF32_OVERRIDE": {"0"}},
 }
 """Environment variables with which a format is another one, each with the values that make it so."""
+SCALINGS = ("tensorwise", "rowwise")
+"""Of fp8: one scale for a tensor (fastest), or one for each row (more exact)."""
 
 
 @dataclass
@@ -68,9 +70,9 @@ class Precision:
                 )
         self.fp32_ops, self.low_ops = self.fp32_ops or None, self.low_ops or None
         if self.format.number is FP8:
-            self.fp8_scaling = self.fp8_scaling or fp8.SCALINGS[0]
-            if self.fp8_scaling not in fp8.SCALINGS:
-                raise UserError(f"precision.fp8_scaling={self.fp8_scaling} is unknown; use {' or '.join(fp8.SCALINGS)}")
+            self.fp8_scaling = self.fp8_scaling or SCALINGS[0]
+            if self.fp8_scaling not in SCALINGS:
+                raise UserError(f"precision.fp8_scaling={self.fp8_scaling} is unknown; use {' or '.join(SCALINGS)}")
         elif self.fp8_scaling is not None:
             raise UserError(
                 f"precision.fp8_scaling has no effect with precision={self.mode}; remove it, or use precision=fp8"
@@ -187,6 +189,8 @@ class Precision:
         """
         kept = self.keep_fp32(model, device)
         if self.format.number is FP8:
+            from trainer.precision import fp8
+
             fp8.convert(model, kept, str(self.fp8_scaling))
         dtype = self.format.half_weights
         if dtype is None:

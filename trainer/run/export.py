@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.reader import load
 from trainer.files import BEST
-from trainer.parallel.wrap import is_sharded
+from trainer.parallel.shards import is_sharded
 from trainer.run.terminal import Terminal
 from trainer.run_folder import RunFolder
 from trainer.tracking.mlflow.serving import remove_serving, write_serving

@@ -13,7 +13,7 @@ from tests.helpers import fit, same_bits, trainer_of
 from trainer.errors import UserError
 from trainer.optim import classes as optimizers
 from trainer.optim import muon as muon_module
-from trainer.optim.muon import MuonAdamW
+from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer
 
 GPT2 = ("recipe=gpt2", "recipe.size=nano", "recipe.context=16", "data=synthetic", "data.vocab_size=64", "batch_size=4")
@@ -134,7 +134,7 @@ def test_muon_iterates_in_fp32_where_the_cpu_emulates_bf16(
         exact = 3.4445 * exact + (-4.775 * square + 2.0315 * square @ square) @ exact
     weight = nn.Parameter(torch.zeros(24, 40))
     weight.grad = gradient.clone()
-    MuonAdamW([weight], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original").step()
+    Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="original").step()
     update = -weight.detach().double()  # "original" leaves a matrix with more columns than rows as it is
     assert least <= ((update - exact).norm() / exact.norm()).item() < most
     assert torch.equal(weight.grad, gradient)

@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.hardware import Hardware
 from trainer.precision import fp8, modes
 from trainer.precision.manifest import dtypes_in_use
-from trainer.precision.modes import Precision
+from trainer.precision.modes import SCALINGS, Precision
 from trainer.precision.scaler import StaticScaler
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_plain_linear_layers_whose_sides_divide_by_16_outside_islands() -> None:
     assert fp8.convertible(nn.Linear(16, 16), []) == []
 
 
-@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_scaling_that_is_asked_for_reaches_torchao(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class Options:
@@ -92,7 +92,7 @@ def test_the_scaling_that_is_asked_for_reaches_torchao(scaling: str, monkeypatch
     assert seen == [(Options(scaling), ["0"])]
 
 
-@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_llama_trains_with_emulated_products(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao.float8", reason="torchao is optional")
     convert = fp8.convert

@@ -19,8 +19,9 @@ from trainer.data.contract import Datasets, SampleId
 from trainer.data.loader import Batching
 from trainer.errors import OutOfMemory, UserError
 from trainer.hardware import Hardware, available_bytes, detect
+from trainer.parallel.single import Parallel
 from trainer.parallel.world import World, launched_local_rank
-from trainer.parallel.wrap import FSDP, Parallel
+from trainer.parallel.wrap import FSDP
 from trainer.profiling.ledger import MIB, STEADY
 from trainer.recipe import Recipe
 from trainer.run.memory.forecast import Forecast, copies_on_device, forecast, required_bytes, table
