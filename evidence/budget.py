@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import UserError
@@ -52,8 +52,6 @@ class Budget:
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
-    whole: bool = True
-    """Begin nothing of which the rest does not fit, too; else single pieces, of which the next call has the benefit."""
     _end: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,14 +61,6 @@ class Budget:
         """Return the seconds left."""
         return max(0.0, self._end - self.clock())
 
-    def check(self, pieces: Sequence[float | None]) -> None:
-        """Raise ``OutOfTime`` unless the next piece of work and, with ``whole``, all of them fit.
-
-        Args:
-            pieces: what each is expected to take in seconds, the next one first; None: not known.
-        """
-        known = [seconds for seconds in pieces if seconds is not None]
-        needed = sum(known) if len(known) == len(pieces) else None
-        wanted = sum(known) if self.whole else pieces[0]
-        if max(_SHORTEST_S if pieces[0] is None else 0.0, (wanted or 0.0) * _SAFETY) > self.left():
-            raise OutOfTime(needed)
+    def fits(self, seconds: float | None) -> bool:
+        """Return whether work may begin that is expected to take so long; None: not known."""
+        return self.left() >= (_SHORTEST_S if seconds is None else seconds * _SAFETY)

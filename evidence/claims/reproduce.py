@@ -7,14 +7,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from evidence.budget import Budget, OutOfTime, in_words
+from evidence.budget import Budget, OutOfTime
 from evidence.claims.claims import Claim, load
 from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import MOST, reasons
@@ -47,41 +47,9 @@ class Reproduction:
     """See ``Runner``."""
     budget: Budget | None = None
     """Of time."""
-    earlier: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By claim, what a run of each arm took here when it was tested before, in seconds."""
     git: dict[str, str] = field(init=False, default_factory=git_facts)
     done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     """The record of each claim that is tested, by its id."""
-
-    def test_all(self, names: Sequence[str], finished: Callable[[str], None]) -> dict[str, float | None]:
-        """Test claims in this order.
-
-        With a budget, a claim that does not fit as a whole is left for later. When nothing fits as a whole any more,
-        single runs are made that still fit; the next call has not to make them again.
-
-        Args:
-            names: of the claims.
-            finished: called with the name of each claim as soon as it has an outcome.
-
-        Returns:
-            What was left for lack of time, with the seconds that the rest of it takes; None: not known.
-        """
-        left: dict[str, float | None] = {name: None for name in names if name not in self.done}
-        for whole in (True, False):
-            if self.budget:
-                self.budget.whole = whole
-            for name in list(left):
-                try:
-                    self.test(name)
-                except OutOfTime as error:
-                    left[name] = error.needed_s
-                    if whole:
-                        needs = "" if error.needed_s is None else f" needs about {in_words(error.needed_s)} more, and"
-                        self.report(f"\n{name}{needs} does not fit in the time that is left")
-                else:
-                    del left[name]
-                    finished(name)
-        return left
 
     def test(self, name: str) -> dict[str, Any]:
         """Test one claim, once, and return its record in plain JSON types.
@@ -111,8 +79,7 @@ class Reproduction:
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
         seeds = list(range(claim.repeats))
-        folder, earlier = self.folder / self._key(claim), self.earlier.get(claim.id, {})
-        runner = Runner(folder, launch=self.launch, budget=self.budget, earlier=earlier)
+        runner = Runner(self.folder / self._key(claim), launch=self.launch, budget=self.budget)
         self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
         outcomes = runner.run_all(arms, seeds, lambda *run: self.report(outcome_line(*run)))
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
@@ -136,7 +103,6 @@ class Reproduction:
                 for run in outcomes
                 if run.exit_code not in (0, DIVERGED)
             ],
-            run_seconds={arm: round(seconds, 1) for arm, seconds in runner.seconds().items()},
         )
 
     def _combined(self, claim: Claim) -> dict[str, Any]:
@@ -208,14 +174,6 @@ def ordered(claims: Collection[str], tested: Collection[str]) -> list[str]:
     """
     place = {name: number for number, name in enumerate(yaml.safe_load(ORDER.read_text(encoding="utf-8")))}
     return sorted(claims, key=lambda name: (name in tested, place.get(name, -1), name))
-
-
-def rest_in_words(left: dict[str, float | None]) -> str:
-    """Return what is left to do, and how long it would take; ``left`` is that of ``test_all``."""
-    if not left:
-        return "Nothing is left to test here."
-    each = ", ".join(f"{name} ({in_words(seconds)})" for name, seconds in left.items())
-    return f"Left: {each}. The same command continues."
 
 
 def machine_name(hardware: Hardware) -> str:
