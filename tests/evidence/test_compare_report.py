@@ -199,9 +199,7 @@ def test_a_page_of_thirty_runs_needs_nothing_else(tmp_path: Path) -> None:
     assert all(f">{word}<" in text for word in ("fp32 (baseline)", "compiled", "null", "activations"))
 
 
-def test_the_pages_first_columns_are_the_verdicts(found: Result) -> None:
-    head = re.findall(r"<th>(.*?)</th>", page(found, ["compare"], {}))
-    assert head[:3] == ["arm", "quality", "difference"]
-    assert sorted(head) == sorted(rows(found)[0])
+def test_the_first_columns_are_the_verdicts(found: Result) -> None:
+    assert rows(found)[0][:3] == ("arm", "quality", "difference")
     first = re.findall(r"<tr><td>bf16</td>(.*?)</td>", page(found, ["compare"], {}))
     assert first == ["<td class=EQUIVALENT>EQUIVALENT"]
