@@ -25,10 +25,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
-
 from benchmarks import loading, nanogpt, overhead, peers, ratios, roofline
 from benchmarks.rows import MARKDOWN, Bench, Row
 from mantissa.display import duration
@@ -72,26 +68,6 @@ class BenchOptions:
     table: str = ""
 
 
-class Shown:
-    """The rows, and on a terminal below them a line with what is being measured, redrawn once a second."""
-
-    def __init__(self) -> None:
-        self.console = Console(highlight=False)
-        self.stage = ""
-        """The measurement, such as ``precision, 1 of 12``."""
-        self._began = time.monotonic()
-        self.status = Status("", console=self.console, refresh_per_second=1)
-
-    def report(self, doing: str) -> None:
-        """Set what is being done now; it shows at the next redrawing, and costs the measured loops nothing."""
-        words = (duration(time.monotonic() - self._began), self.stage, doing)
-        self.status.update(Text("  ".join(filter(None, words)), no_wrap=True, overflow="ellipsis"))
-
-    def print(self, text: str) -> None:
-        """Print text as it is, above the line."""
-        self.console.print(Text(text), soft_wrap=True)
-
-
 def main(arguments: list[str]) -> int:
     """Run the requested measurements, print each row as soon as it is known; return 1 where a measurement failed."""
     options, _ = parse(arguments, BenchOptions)
@@ -112,19 +88,24 @@ def main(arguments: list[str]) -> int:
     how = f"median of {options.repeats} repeats (lowest to highest); compared loops alternate in one process"
     results: dict[str, list[Result]] = {}
     failed: dict[str, str] = {}
-    shown = Shown()
-    shown.print(f"{machine}\n{how}")
+    print(f"{machine}\n{how}")
     count = f"{len(names)} measurement{'s' * (len(names) > 1)}"
-    shown.print(f"{count}, roughly {low} to {high} minutes on two idle cores")
+    print(f"{count}, roughly {low} to {high} minutes on two idle cores")
     try:
-        with shown.status:
-            for number, name in enumerate(names, 1):
-                shown.stage = f"{name}, {number} of {len(names)}"
-                bench = Bench(hardware, options.repeats, Path(), shown.report, frozenset(options.modes), options.text)
+        for name in names:
+            print(f"\n{name}")
+            began = time.monotonic()
+            results[name] = []
+            with tempfile.TemporaryDirectory(prefix="mantissa-bench-") as folder:
+                bench = Bench(hardware, options.repeats, Path(folder), frozenset(options.modes), options.text)
                 try:
-                    _measure(name, bench, results.setdefault(name, []), shown)
-                finally:
-                    failed |= bench.failures
+                    for result in MEASUREMENTS[name](bench):
+                        results[name].append(result)
+                        print(result.text())
+                except Exception as error:  # the others go on
+                    print(f"  {bench.failed(name, error)}")
+            failed |= bench.failures
+            print(f"  ({duration(time.monotonic() - began)})")
     finally:
         if options.json:
             rows = [result.to_dict() for found in results.values() for result in found]
@@ -138,28 +119,6 @@ def main(arguments: list[str]) -> int:
     for name, why in failed.items():
         print(f"failed: {name}: {why}")
     return 1 if failed else 0
-
-
-def _measure(name: str, bench: Bench, results: list[Result], shown: Shown) -> None:
-    """Print and collect what a measurement yields; a failure is named, and the others go on."""
-    began = time.monotonic()
-    shown.print(f"\n{name}")
-    shown.report("")
-    try:
-        with tempfile.TemporaryDirectory(prefix="mantissa-bench-") as folder:
-            bench.folder = Path(folder)
-            for result in MEASUREMENTS[name](bench):
-                results.append(result)
-                shown.print(result.text())
-        if bench.complete is not None:
-            raise KeyboardInterrupt
-    except Exception as error:
-        shown.print(f"  {bench.failed(name, error)}")
-    except KeyboardInterrupt:
-        if bench.complete:
-            shown.print(f"  interrupted: the last rows are of the {bench.complete} repeats that were complete")
-        raise
-    shown.print(f"  ({duration(time.monotonic() - began)})")
 
 
 def tables(results: dict[str, list[Result]]) -> str:

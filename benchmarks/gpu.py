@@ -9,8 +9,8 @@
   output_dir=…       folder of the stages (default: outputs/gpu)
 Each stage has a limit of time, and its outcome is appended to results/<machine>/gpu.jsonl before the next begins; one
 that fails does not stop the others, but the gate does, whose tests say whether any number here means something. If the
-variable OUT names a folder, outcomes.tar.gz is kept there: results/<machine>, the logs and the operator tables, as they
-are after each stage and every 20 s. Unpacked in results/, it is what the next call continues from.
+variable OUT names a folder, outcomes.tar.gz is written there after each stage: results/<machine>, the logs and the
+operator tables. Unpacked in results/, it is what the next call continues from.
 Exit code: 0, 1 when a stage failed, 2 for a user error, 130 when interrupted.
 """
 
@@ -24,8 +24,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ import torch
 from evidence.budget import duration as seconds_of
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
-from evidence.runs import merged
+from evidence.runs import in_a_process, merged
 from evidence.turns import stopwatch
 from mantissa.display import columns, duration, quantity
 from trainer.config.options import parse, run
@@ -58,7 +56,7 @@ TRACED = "profiler=torch profiler.record_shapes=false steps=12"
 _TESTS = f"-m pytest {shlex.quote(str(PROJECT / 'tests' / 'gpu'))} -q -p no:cacheprovider -p no:benchmark -W default"
 _GATE = "bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32"
 FIRST = ("gpt2_ladder", "tf32_matmul", "two_x")
-_LEAST_S, _STOP_S, _KEEP_EVERY_S = 15.0, 40.0, 20.0
+_LEAST_S, _STOP_S = 15.0, 40.0
 
 
 @dataclass
@@ -85,32 +83,19 @@ class Stage:
     """What it is to reach on an H200."""
 
 
+STEPS = "steps=60 eval_every=60"
+RESNET_512 = f"{RESNET} batch_size=512 micro_batch_size=512"
 STAGES = (
     Stage("rates", "benchmarks/gpu.py rates", 90),
     Stage("gate", f"{_TESTS} -k '{_GATE}'", 150),
-    Stage(
-        "gpt2_compiled", f"scripts/train.py {GPT2} compile=default steps=60 eval_every=60", 240, "500k tokens/s, 50%"
-    ),
+    Stage("gpt2_compiled", f"scripts/train.py {GPT2} compile=default {STEPS}", 240, "500k tokens/s, 50%"),
     Stage("gpt2_profile", f"scripts/train.py {GPT2} compile=default {TRACED}", 240),
-    Stage("gpt2_master", f"scripts/train.py {GPT2} compile=default precision=bf16_master steps=60 eval_every=60", 240),
-    Stage(
-        "resnet50_compiled",
-        f"scripts/train.py {RESNET} batch_size=512 micro_batch_size=512 compile=default steps=60 eval_every=60",
-        240,
-        "5k images/s",
-    ),
-    Stage(
-        "resnet50_profile",
-        f"scripts/train.py {RESNET} batch_size=512 micro_batch_size=512 compile=default {TRACED}",
-        240,
-    ),
+    Stage("gpt2_master", f"scripts/train.py {GPT2} compile=default precision=bf16_master {STEPS}", 240),
+    Stage("resnet50_compiled", f"scripts/train.py {RESNET_512} compile=default {STEPS}", 240, "5k images/s"),
+    Stage("resnet50_profile", f"scripts/train.py {RESNET_512} compile=default {TRACED}", 240),
     Stage("claims_first", f"scripts/reproduce.py claim={','.join(FIRST)}", 900, "gpt2_ladder 10x"),
-    Stage("gpt2_eager", f"scripts/train.py {GPT2} compile=off steps=60 eval_every=60", 150),
-    Stage(
-        "resnet50_eager",
-        f"scripts/train.py {RESNET} batch_size=256 micro_batch_size=256 compile=off steps=60 eval_every=60",
-        150,
-    ),
+    Stage("gpt2_eager", f"scripts/train.py {GPT2} compile=off {STEPS}", 150),
+    Stage("resnet50_eager", f"scripts/train.py {RESNET} batch_size=256 micro_batch_size=256 compile=off {STEPS}", 150),
     Stage("tests", f"{_TESTS} -n 4", 270),
     Stage("bench", "benchmarks/bench.py only=memory,precision,trainer repeats=3", 300),
     Stage("claims", "scripts/reproduce.py all=true", 3600),
@@ -135,23 +120,15 @@ def command(stage: Stage, options: GpuOptions, given: list[str], left_s: float) 
     return [sys.executable, script if script == "-m" else str(PROJECT / script), *words]
 
 
-@dataclass
-class Programme:
-    """Runs stages one after the other, and keeps what each gives before the next begins."""
+class Outcomes:
+    """What the stages left on this machine, in results/<machine>/gpu.jsonl and in the folder of their runs."""
 
-    options: GpuOptions
-    hardware: Hardware
-    given: list[str] = field(default_factory=list)
-    results: Path = RESULTS
-    git: dict[str, str] = field(default_factory=git_facts)
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.machine = machine_name(self.hardware)
-        self.folder = self.options.output_dir.absolute()
-        home = self.folder if self.options.reduced else self.results / self.machine
-        self.file = home / "gpu.jsonl"
-        make_folder(home)
+    def __init__(self, options: GpuOptions, hardware: Hardware) -> None:
+        self.machine, self.git = machine_name(hardware), git_facts()
+        self.folder = options.output_dir.absolute()
+        self.home = self.folder if options.reduced else RESULTS / self.machine
+        self.file = self.home / "gpu.jsonl"
+        make_folder(self.home)
         make_folder(self.folder)
 
     def records(self) -> dict[str, dict[str, Any]]:
@@ -159,78 +136,21 @@ class Programme:
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
         return {found["stage"]: found for found in map(json.loads, lines) if found["git"] == self.git}
 
-    def run(self) -> None:
-        """Run the stages that have not ended at this commit, or those that are named."""
-        end = self.clock() + seconds_of(self.options.budget)
-        for stage in STAGES:
-            status, only = self.records().get(stage.name, {}).get("status", CUT), self.options.only
-            left_s = end - self.clock()
-            if stage.name not in only if only else status != CUT:
-                continue
-            if left_s < _LEAST_S:
-                print(f"{stage.name}: left for the next call")
-                continue
-            if self.stage(stage, min(stage.limit_s, left_s)) != DONE and stage.name == "gate":
-                print("the gate failed: mend that first; only=… runs what it names all the same")
-                return
-
-    def stage(self, stage: Stage, limit_s: float) -> str:
-        """Run one stage, record it, and return how it ended."""
-        print(f"{stage.name}, at most {duration(limit_s)}")
-        line, log, began = command(stage, self.options, self.given, limit_s), self.log(stage), self.clock()
-        shutil.rmtree(self.folder / stage.name / "run", ignore_errors=True)  # of another commit, or cut
-        try:
-            code = self.launch(line, log, limit_s)
-            status = FAILED if code else DONE
-        except subprocess.TimeoutExpired:
-            code, status = -1, TOO_LONG if limit_s == stage.limit_s else CUT
-        if stage.name == "claims" and not code:
-            status = CUT  # another call has more time for them, and repeats none
+    def add(self, stage: Stage, status: str, code: int, line: list[str], seconds: float) -> None:
+        """Record how a stage ended, and pack all there is; the last whole file stays until there is another."""
         record: dict[str, Any] = {"stage": stage.name, "status": status, "exit_code": code, "command": line[1:]}
-        record |= {"seconds": round(self.clock() - began, 1), "git": self.git, "versions": versions()}
+        record |= {"seconds": round(seconds, 1), "git": self.git, "versions": versions()}
         record["summary"] = read_object(self.folder / stage.name / "run" / SUMMARY_FILE)
-        record["last_lines"] = log.read_text(encoding="utf-8", errors="replace").split("\n")[-8:]
+        log = (self.folder / f"{stage.name}.log").read_text(encoding="utf-8", errors="replace")
+        record["last_lines"] = log.split("\n")[-8:]
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self.keep()
-        return status
-
-    def launch(self, line: list[str], log: Path, limit_s: float) -> int:
-        """Run a command and return its exit code; meanwhile keep what there is, since the machine may end before it.
-
-        Raises:
-            subprocess.TimeoutExpired: it took longer than ``limit_s`` seconds and was ended.
-        """
-        end = self.clock() + limit_s
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while True:
-                try:
-                    return process.wait(max(0.0, min(_KEEP_EVERY_S, end - self.clock())))
-                except subprocess.TimeoutExpired:
-                    if self.clock() >= end:
-                        raise
-                    self.keep()
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
-            process.kill()
-            process.wait()
-
-    def log(self, stage: Stage) -> Path:
-        """Return the file with what a stage prints."""
-        return self.folder / f"{stage.name}.log"
-
-    def keep(self) -> None:
-        """Pack what is worth keeping; the last whole file stays until there is another."""
         if out := os.environ.get("OUT"):
             packed = Path(out) / ".outcomes"
-            kept = [*self.file.parent.rglob("*.json*"), *self.folder.glob("*.log"), *self.folder.rglob("operators.txt")]
+            kept = [*self.home.rglob("*.json*"), *self.folder.glob("*.log"), *self.folder.rglob("operators.txt")]
             with tarfile.open(packed, "w:gz") as archive:
                 for path in sorted(set(kept)):
-                    within = path.relative_to(self.file.parent) if path.is_relative_to(self.file.parent) else path.name
+                    within = path.relative_to(self.home) if path.is_relative_to(self.home) else path.name
                     archive.add(path, Path(self.machine) / within)
             packed.replace(Path(out) / "outcomes.tar.gz")
 
@@ -251,6 +171,33 @@ class Programme:
         return columns(rows)
 
 
+def run_stages(options: GpuOptions, given: list[str], outcomes: Outcomes) -> None:
+    """Run the stages that have not ended at this commit, or those that are named, within the budget."""
+    end = time.monotonic() + seconds_of(options.budget)
+    for stage in STAGES:
+        status = outcomes.records().get(stage.name, {}).get("status", CUT)
+        if stage.name not in options.only if options.only else status != CUT:
+            continue
+        began = time.monotonic()
+        limit_s = min(stage.limit_s, end - began)
+        if limit_s < _LEAST_S:
+            print(f"{stage.name}: left for the next call")
+            continue
+        print(f"{stage.name}, at most {duration(limit_s)}")
+        shutil.rmtree(outcomes.folder / stage.name / "run", ignore_errors=True)  # of another commit, or cut
+        line = command(stage, options, given, limit_s)
+        try:
+            code = in_a_process(line, outcomes.folder / f"{stage.name}.log", limit_s, _STOP_S)
+            # Another call has more time for claims, and repeats none.
+            status = FAILED if code else CUT if stage.name == "claims" else DONE
+        except subprocess.TimeoutExpired:
+            code, status = -1, TOO_LONG if limit_s == stage.limit_s else CUT
+        outcomes.add(stage, status, code, line, time.monotonic() - began)
+        if stage.name == "gate" and status != DONE:
+            print("the gate failed: mend that first; only=… runs what it names all the same")
+            return
+
+
 def rates(hardware: Hardware) -> dict[str, Any]:
     """Return versions, the rates of matrix products (10^12 FLOP/s) and that of copies (10^9 bytes read and written)."""
     count = 2**32 if hardware.is_gpu else 2**26
@@ -263,7 +210,7 @@ def rates(hardware: Hardware) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the programme and print its report; the exit code is 1 where a stage failed.
+    """Run the stages and print their report; the exit code is 1 where a stage failed.
 
     Raises:
         UserError: an unknown option or stage, or no such device.
@@ -283,10 +230,10 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"OUT={out} is not a folder; create it, or unset OUT")
     if not (hardware.is_gpu or options.reduced):
         raise UserError("there is no CUDA GPU here; set reduced=true to rehearse on a CPU")
-    programme = Programme(options, hardware, given)
-    programme.run()
-    print(f"\n{programme.report()}")
-    return int(any(record["status"] in (FAILED, TOO_LONG) for record in programme.records().values()))
+    outcomes = Outcomes(options, hardware)
+    run_stages(options, given, outcomes)
+    print(f"\n{outcomes.report()}")
+    return int(any(record["status"] in (FAILED, TOO_LONG) for record in outcomes.records().values()))
 
 
 if __name__ == "__main__":

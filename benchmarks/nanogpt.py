@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
 from benchmarks.rows import Bench, Row
-from evidence.turns import Block, Times, in_turns, ratios, steps_of, stopwatch
+from evidence.turns import Block, Times, in_turns, interleave, ratios, steps_of, stopwatch
 from recipes.data.text.source import TextDatasets
 from trainer.data.contract import Batch
 from trainer.data.evaluation import evaluation_samples
@@ -33,12 +33,8 @@ from trainer.trainer import Trainer
 CLIP = 1.0
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
-EVAL_BATCHES = 20
-"""Of the training text, and as many of the validation text, in each evaluation."""
 GOAL = 1.89
 """Validation loss in nats per character: what the recipe reaches with the text of tinyshakespeare."""
-EVERY = 250
-"""Steps from one evaluation to the next, as the recipe has it."""
 RACES = 3
 PLAIN, BARE, DEFAULT = "nanoGPT's loop", "a bare loop", "ours"
 _MUON = ("optimizer=muon", "optimizer.lr=6e-3", "schedule.final=0", "recipe.vocabulary_multiple=1")
@@ -128,7 +124,7 @@ class PlainLoop:
 
     Args:
         shape: of model and run.
-        train, valid: token ids.
+        text: token ids.
         seed: of the weights and of the batches.
         compiled: with torch.compile.
         autocast: opens the context of a forward pass; None: fp32. (The project itself has none on a CPU.)
@@ -138,14 +134,13 @@ class PlainLoop:
     def __init__(
         self,
         shape: PlainShape,
-        train: np.ndarray,
-        valid: np.ndarray,
+        text: np.ndarray,
         seed: int = 0,
         compiled: bool = False,
         autocast: Callable[[], AbstractContextManager[None]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.shape, self.train, self.valid = shape, train.astype(np.uint16), valid.astype(np.uint16)
+        self.shape, self.text = shape, text.astype(np.uint16)
         self.device = device or torch.device("cpu")
         torch.manual_seed(seed)
         self.model = PlainGPT(shape).to(self.device)
@@ -158,7 +153,7 @@ class PlainLoop:
         fused = {"fused": True} if self.device.type == "cuda" else {}
         self.optimizer = torch.optim.AdamW(groups, lr=shape.lr, betas=BETAS, **fused)
         self._windows = torch.Generator().manual_seed(seed)
-        self._batch = self._next(self.train)
+        self._batch = self._next()
         self.step = 0
         self.loss = math.nan
         """Of the last step."""
@@ -170,7 +165,7 @@ class PlainLoop:
                 group["lr"] = self.shape.lr_at(self.step)
             with self.autocast():
                 loss = self.model(*self._batch)
-            self._batch = self._next(self.train)
+            self._batch = self._next()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             self.optimizer.step()
@@ -178,24 +173,10 @@ class PlainLoop:
             self.step += 1
             self.loss = loss.item()
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Return the mean losses of random batches of both texts."""
-        self.model.eval()
-        means = {}
-        for part, array in (("train", self.train), ("valid", self.valid)):
-            losses = torch.zeros(EVAL_BATCHES)
-            for number in range(EVAL_BATCHES):
-                with self.autocast():
-                    losses[number] = self.model(*self._next(array)).item()
-            means[part] = losses.mean().item()
-        self.model.train()
-        return means
-
-    def _next(self, array: np.ndarray) -> tuple[Tensor, Tensor]:
-        context = self.shape.context
-        starts = torch.randint(len(array) - context, (self.shape.batch_size,), generator=self._windows).tolist()
-        rows = torch.stack([torch.from_numpy(array[start : start + context + 1].astype(np.int64)) for start in starts])
+    def _next(self) -> tuple[Tensor, Tensor]:
+        text, context = self.text, self.shape.context
+        starts = torch.randint(len(text) - context, (self.shape.batch_size,), generator=self._windows).tolist()
+        rows = torch.stack([torch.from_numpy(text[start : start + context + 1].astype(np.int64)) for start in starts])
         rows = rows.to(self.device)
         return rows[:, :-1], rows[:, 1:]
 
@@ -237,25 +218,17 @@ class Contestant:
     block: Block
     judge: Callable[[], float]
     """Returns the validation loss on the common windows."""
-    evaluation: Callable[[], float]
-    """Takes its own evaluation, as every ``EVERY`` steps, and returns the seconds."""
     seconds: float = 0.0
     done: int = 0
     curve: list[Point] = field(default_factory=list)
-    evaluation_s: float = 0.0
-    """Seconds of one of its own evaluations."""
 
     def reached(self, goal: float) -> Point | None:
         """Return where it first had a loss of ``goal`` or less; None: nowhere."""
         return next((point for point in self.curve if point.loss <= goal), None)
 
-    def to(self, goal: float, evaluated: bool) -> float:
-        """Return the seconds to a loss of ``goal``, with its own evaluations or without.
-
-        Where it was not reached, they are those of the whole run: a lower bound.
-        """
-        point = self.reached(goal) or self.curve[-1]
-        return point.seconds + (point.step // EVERY * self.evaluation_s if evaluated else 0.0)
+    def to(self, goal: float) -> float:
+        """Return the seconds to a loss of ``goal``; where it was not reached, of the whole run: a lower bound."""
+        return (self.reached(goal) or self.curve[-1]).seconds
 
 
 def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
@@ -277,10 +250,9 @@ def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
             yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], why)
     blocks: dict[str, Callable[[], float]] = {}
     for mode, compiled in forms:
-        bench.report(f"{job.name}: building {_form(mode, compiled)}")
         for name, block in _step_blocks(contest, mode, compiled, hardware).items():
             blocks[f"{name} {_form(mode, compiled)}"] = partial(block, job.steps)
-    times = bench.interleave(job.name, blocks)
+    times = interleave(blocks, bench.repeats)
     for mode, compiled in forms:
         form = _form(mode, compiled)
         command = job.line(f"precision={mode}", *(["compile=default"] if compiled else []))
@@ -318,7 +290,7 @@ def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False
     tokens, precision, device = trainer.datasets.tokens, trainer.config.precision, trainer.device
     shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
     autocast = None if precision.mode == "fp32" else partial(precision.autocast, device)
-    return PlainLoop(shape, tokens.train, tokens.valid, seed, compiled, autocast, device)
+    return PlainLoop(shape, tokens.train, seed, compiled, autocast, device)
 
 
 def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
@@ -331,22 +303,21 @@ def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags
     fastest = ("precision=bf16",) if hardware.support("bf16") == NATIVE else ()
     options = {name: (*given, *fastest) if given else () for name, given in contest.ours.items()}
-    found: dict[tuple[str, bool], list[float]] = {(name, full): [] for name in options for full in (False, True)}
+    found: dict[str, list[float]] = {name: [] for name in options}
     said: dict[str, list[str]] = {name: [] for name in options}
     failed: set[str] = set()
     for seed in range(min(bench.repeats, RACES)):
         racers = {name: _ours(contest, given, seed, hardware) for name, given in options.items()}
         racers[PLAIN] = plain = _baseline(contest, seed, hardware)
-        race(racers, contest, lambda doing: bench.report(f"{job.name}: {doing}"))
+        race(racers, contest)
         goal = max(GOAL, min(point.loss for point in plain.curve))
         for name in options:
             said[name].append(f"{_end(racers[name], goal)} against {_end(plain, goal)}")
             if racers[name].reached(goal) is None:
                 failed.add(name)
-            for full in (False, True):
-                found[name, full].append(racers[name].to(goal, full) / plain.to(goal, full))
-    for (name, full), values in found.items():
-        title = f"{job.name}, time to the loss, {name} / {PLAIN}{', evaluations included' if full else ''}"
+            found[name].append(racers[name].to(goal) / plain.to(goal))
+    for name, values in found.items():
+        title = f"{job.name}, time to the loss, {name} / {PLAIN}"
         target = None if name == DEFAULT else AMX_TARGET if amx else RACE_TARGET
         how = f"{job.line(*options[name])}; {'; '.join(said[name])}"
         yield Row(title, "x", values, how, target, lower_bound=name in failed)
@@ -358,17 +329,14 @@ def _end(one: Contestant, goal: float) -> str:
     return f"{point.loss:.3f}{'' if reached else ' (not reached)'} after {point.step} steps and {point.seconds:.1f} s"
 
 
-def race(racers: Mapping[str, Contestant], contest: Contest, report: Callable[[str], object]) -> None:
+def race(racers: Mapping[str, Contestant], contest: Contest) -> None:
     """Let all take their steps in turns, so that each round is under the same load, and note their losses."""
-    for (name, racer), number in in_turns(list(racers.items()), range(1, contest.rounds + 1)):
-        report(f"{name}, round {number} of {contest.rounds}")
+    for racer, number in in_turns(list(racers.values()), range(1, contest.rounds + 1)):
         steps = racer.steps * number // contest.rounds - racer.done
         racer.seconds += racer.block(steps)
         racer.done += steps
         if number >= contest.judged_from * contest.rounds:
             racer.curve.append(Point(racer.seconds, racer.done, racer.judge()))
-    for racer in racers.values():
-        racer.evaluation_s = racer.evaluation()
 
 
 def _ours(contest: Contest, options: tuple[str, ...], seed: int, hardware: Hardware) -> Contestant:
@@ -386,8 +354,7 @@ def _ours(contest: Contest, options: tuple[str, ...], seed: int, hardware: Hardw
         trainer.model.train()
         return sum(losses) / sum(map(trainer.recipe.count_targets, batches))
 
-    block, evaluate = (stopwatch(work, trainer.device) for work in (steps_of(trainer), lambda _: trainer.evaluate()))
-    return Contestant(trainer.plan.steps, block, judge, partial(evaluate, 1))
+    return Contestant(trainer.plan.steps, stopwatch(steps_of(trainer), trainer.device), judge)
 
 
 def _baseline(contest: Contest, seed: int, hardware: Hardware) -> Contestant:
@@ -400,8 +367,7 @@ def _baseline(contest: Contest, seed: int, hardware: Hardware) -> Contestant:
         losses = [loop.model(tokens[:, :-1], tokens[:, 1:]).item() * len(tokens) for tokens in windows]
         return sum(losses) / sum(map(len, windows))
 
-    block, evaluate = (stopwatch(work, loop.device) for work in (loop.run, lambda _: loop.evaluate()))
-    return Contestant(contest.shape.steps, block, judge, partial(evaluate, 1))
+    return Contestant(contest.shape.steps, stopwatch(loop.run, loop.device), judge)
 
 
 def _windows(trainer: Trainer, count: int) -> list[Batch]:

@@ -49,8 +49,6 @@ class Turns:
         self.steps, self.steps_per_repeat = job.steps, job.steps * job.rounds
         self.last_step = self.steps_per_repeat * (repeats + 1)
         self.others, self.fits, self.clock = others, fits, clock
-        self.report: Callable[[str, int], object] = lambda name, repeat: None
-        """Takes the name of the loop whose turn it is, and the repeat (0: the warm-up)."""
         self._times: Times = {name: [0.0] * (repeats + 1) for name in ("trainer", *others, *fits)}
 
     @property
@@ -58,10 +56,8 @@ class Turns:
         """Seconds per repeat by name; the run is called ``trainer``."""
         return {name: seconds[1:] for name, seconds in self._times.items()}
 
-    def start(self, step: int = 0) -> None:
-        """Start the clock of the run's next block, after ``step`` optimizer steps."""
-        if step < self.last_step:  # what comes later is not measured
-            self.report("Mantissa", step // self.steps_per_repeat)
+    def start(self) -> None:
+        """Start the clock of the run's next block."""
         self._began = self.clock()
 
     def due(self, step: int) -> bool:
@@ -76,7 +72,6 @@ class Turns:
         if step % self.steps_per_repeat == 0:
             blocks += [(name, block, self.steps_per_repeat) for name, block in self.fits.items()]
         for name, block, steps in blocks:
-            self.report(name, repeat)
             self._times[name][repeat] += block(steps)
 
 
@@ -101,7 +96,7 @@ class MeasuredRun(Run):
                 self.background_s -= _background_s()
             elif step == self.turns.last_step:
                 self.background_s += _background_s()
-            self.turns.start(step)
+            self.turns.start()
 
     def _wait_for_mlflow(self) -> None:
         # Its import and first connection belong to the start, not to a step.
@@ -156,7 +151,6 @@ def alternate(
     tracked = (f"tracking.uri=sqlite:///{folder}/mlflow.db", "tracking.experiment=bench")
     length = (f"steps={last}", f"eval_every={last}", "eval_samples=1")
     config = job.config(*options, *local, *place, *tracked, *length)
-    bench.report(f"{job.name}: building")
     trainer = Trainer.from_config(config, hardware)
     workload = Workload(trainer)
     blocks, fits = others(workload)
@@ -164,7 +158,6 @@ def alternate(
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
     run.turns = turns = Turns(job, repeats, blocks, fits, clock)
-    turns.report = lambda name, repeat: bench.repeat(f"{job.name}: {name}", repeat)
     with threads(job.threads):
         turns.start()
         run.train()
@@ -263,7 +256,6 @@ def peak_memory(bench: Bench, jobs: Sequence[tuple[Job, str]] = ()) -> Iterator[
     """Measure the peak memory of one step, trainer over hand-written loop; it is exact and needs no repeats."""
     hardware = bench.hardware
     for job, mode in jobs or ((gpt2_job(hardware), bench.mode), (BIGNET, "fp32")):
-        bench.report(f"{job.name} {mode}")
         options = (f"precision={mode}", "clip=norm")
         ours = PeakWatch(hardware.device)
         workload = trainer_peak(bench, job, options, ours)

@@ -12,7 +12,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -498,68 +497,39 @@ def _side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> Si
     mode, device = peers_mode(bench), bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
     options += [f"log_every={LOG_EVERY}", "checkpoint=none"]
-    bench.report(f"{job.name}: {MANTISSA}, first steps")
-    ours = FirstSteps(device)
+    ours, baseline = FirstSteps(device), FirstSteps(device)
     workload = trainer_peak(bench, job, options, ours)
-    baseline = FirstSteps(device)
     bare(workload, bench.folder).first_steps(baseline)
     way = baseline.distance(workload.weights)
     rows = [
         Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.bytes, drift=0.0),
         Peer(MANTISSA, _commit(), peak_bytes=ours.bytes, drift=ours.distance(baseline.weights) / way),
     ]
-    tried: list[tuple[Peer, Framework]] = []
+    makers: dict[str, Callable[[Workload, Path], Loop]] = {}
     for framework in frameworks:
         known, why = framework.installed()
         note = framework.note or framework.note_under_autocast * (mode in ("bf16", "fp16"))
         peer = Peer(framework.name, known, note=note, error=why)
         rows.append(peer)
-        if not peer.error:
-            tried.append((peer, framework))
-            bench.report(f"{job.name}: {peer.name}, first steps")
-            watch = FirstSteps(device)
-            with _named(bench, job, peer):
-                framework.make(workload, bench.folder).first_steps(watch)
-                peer.peak_bytes, peer.drift = watch.bytes, watch.distance(baseline.weights) / way
-    unit, units = workload.units()
-    steps = _time(bench, job, options, rows, tried)
-    return SideBySide(f"{job.name} {mode}", job.line(*options), unit, units, steps, baseline.how, rows)
-
-
-def _time(bench: Bench, job: Job, options: Sequence[str], rows: list[Peer], tried: list[tuple[Peer, Framework]]) -> int:
-    """Time the loops of all rows in turn; return the optimizer steps of a repeat."""
+        if why:
+            continue
+        watch = FirstSteps(device)
+        try:
+            framework.make(workload, bench.folder).first_steps(watch)
+        except Exception as error:  # the others go on without it
+            peer.error = bench.failed(f"{job.name}, {peer.name}", error)
+        else:
+            peer.peak_bytes, peer.drift = watch.bytes, watch.distance(baseline.weights) / way
+            makers[peer.name] = framework.make
 
     def others(workload: Workload) -> tuple[dict[str, Block], dict[str, Block]]:
-        blocks: dict[str, Block] = {}
-        fits: dict[str, Block] = {}
-        for peer, framework in tried:
-            if peer.error:
-                continue
-            bench.report(f"{job.name}: building {peer.name}")
-            with _named(bench, job, peer):
-                loop = framework.make(workload, bench.folder)
-                (fits if loop.whole_fit else blocks)[peer.name] = partial(_attempt, bench, job, peer, loop.block)
+        loops = {name: make(workload, bench.folder) for name, make in makers.items()}
+        blocks = {name: loop.block for name, loop in loops.items() if not loop.whole_fit}
+        fits = {name: loop.block for name, loop in loops.items() if loop.whole_fit}
         return blocks, fits
 
     found = alternate(bench, job, options, others)
     for peer in rows:
-        if not peer.error:
-            peer.seconds = found.times[{BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name)]
-    return found.steps
-
-
-def _attempt(bench: Bench, job: Job, peer: Peer, block: Block, steps: int) -> float:
-    """Return the seconds of a block; 0 once it has failed."""
-    if not peer.error:
-        with _named(bench, job, peer):
-            return block(steps)
-    return 0.0
-
-
-@contextmanager
-def _named(bench: Bench, job: Job, peer: Peer) -> Iterator[None]:
-    """Name a framework that fails; the others go on without it."""
-    try:
-        yield
-    except Exception as error:
-        peer.error = bench.failed(f"{job.name}, {peer.name}", error)
+        peer.seconds = found.times.get({BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name), [])
+    unit, units = workload.units()
+    return SideBySide(f"{job.name} {mode}", job.line(*options), unit, units, found.steps, baseline.how, rows)

@@ -71,9 +71,8 @@ def _speedups(bench: Bench, job: Job, variants: Variants, pairs: list[tuple[str,
     blocks = {}
     for name, overrides in variants.items():
         if any(name in pair for pair in measured):
-            bench.report(f"{job.name}: building {name}")
             blocks[name] = _training_block(job, overrides, hardware)
-    times = bench.interleave(job.name, blocks)
+    times = interleave(blocks, bench.repeats)
     for fast, slow in measured:
         how = f"{job.line(*variants[fast])}; vs. {' '.join(variants[slow])}; {job.steps} steps a repeat"
         target = BF16_TARGET if amx and (fast, slow) == ("bf16", "fp32") else None
@@ -101,7 +100,7 @@ def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) ->
 def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTIMIZERS) -> Iterator[Row]:
     """Measure a step with each optimizer beside one with AdamW."""
     hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
-    blocks: dict[str, Callable[[], float]] = {}
+    works: dict[str, Callable[[], object]] = {}
     missing: dict[str, str] = {}
     for name in ("adamw", *names):
         overrides = (*f"optimizer={name}".split(), "steps=1000000", f"device={hardware.device}")
@@ -110,8 +109,8 @@ def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTI
         except UserError as error:  # the library that has it is not installed
             missing[name] = str(error)
             continue
-        blocks[name] = partial(stopwatch(steps_of(trainer), hardware.device), job.steps)
-    times = bench.interleave(job.name, blocks)
+        works[name] = partial(steps_of(trainer), job.steps)
+    times = bench.time(works)
     for name in names:
         title = f"{job.name}, a step with {name.partition(' ')[0]} / with adamw"
         if name in missing:
@@ -126,15 +125,8 @@ def ema_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     options = ("ema=default", "steps=1000000", f"device={hardware.device}")
     trainer = Trainer.from_config(job.config(*options), hardware)
 
-    def update(steps: int) -> None:
-        for _ in range(steps):
-            trainer.average.update(trainer.step)
-
-    timed = {"step": steps_of(trainer), "update": update}
-    blocks: dict[str, Callable[[], float]] = {
-        name: partial(stopwatch(work, hardware.device), 1) for name, work in timed.items()
-    }
-    times = bench.interleave(job.name, blocks, 2 * bench.repeats)
+    works = {"step": partial(steps_of(trainer), 1), "update": lambda: trainer.average.update(trainer.step)}
+    times = bench.time(works, 2 * bench.repeats)
     share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
     how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"
     yield Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)
@@ -163,7 +155,7 @@ def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
         "update": partial(update, False),
         "measured": partial(update, True),
     }
-    times = bench.interleave(job.name, blocks, 2 * bench.repeats)
+    times = interleave(blocks, 2 * bench.repeats)
     columns = zip(times["step"], times["update"], times["measured"], strict=True)
     share = [100 * (measured - update) / (every * step) for step, update, measured in columns]
     how = f"{job.line()}; updates with and without a measurement alternate, the difference is spread over {every} steps"
@@ -192,14 +184,12 @@ def _generation(bench: Bench, job: Job, mode: str, target: float | None, tokens:
     network = without_dropout(network.eval())
     prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
-    def text(cache: bool, _: int) -> None:
+    def text(cache: bool) -> None:
         with precision.autocast(device):
             continued(network, prompt, tokens, GenerateOptions(cache=cache))
 
-    blocks: dict[str, Callable[[], float]] = {
-        name: partial(stopwatch(partial(text, name == "with"), device), 1) for name in ("without", "with")
-    }
-    speedup = ratios(bench.interleave(f"{job.name} {mode}", blocks), "without", "with")
+    times = bench.time({"without": partial(text, False), "with": partial(text, True)})
+    speedup = ratios(times, "without", "with")
     how = f"{job.line(f'precision={mode}')}, random weights; {tokens} tokens, one text at a time"
     return Row(_title(job, mode), "x", speedup, how, target, False)
 
@@ -222,20 +212,17 @@ def _evaluation(bench: Bench, job: Job, batches: int = 4) -> Row:
     # Already in memory: loading counts for the evaluation only.
     loaded = [to_device(next(stream)[0], device) for _ in range(batches)]
 
-    def forward(_: int) -> None:
+    def forward() -> None:
         trainer.model.train()
         for batch in loaded:
             with config.precision.autocast(device):
                 trainer.recipe.loss(trainer.model, batch).loss_sum.item()
 
-    def evaluated(_: int) -> None:
+    def evaluated() -> None:
         trainer.model.eval()
         evaluate(opened)
 
-    blocks: dict[str, Callable[[], float]] = {
-        name: partial(stopwatch(work, device), 1) for name, work in (("forward", forward), ("evaluation", evaluated))
-    }
-    times = bench.interleave(job.name, blocks)
+    times = bench.time({"forward": forward, "evaluation": evaluated})
     rates = [ratio * count / (batches * size) for ratio in ratios(times, "forward", "evaluation")]
     how = f"samples per second, {job.line(precision)}; {count} samples, loading included in evaluation only"
     return Row(f"{job.name}, evaluation / training's forward", "x", rates, how, 1.0, False)
@@ -253,7 +240,6 @@ def saving(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
         writer = CheckpointWriter(Checkpoint(background=background), bench.folder / str(background), World())
         stalls, slowed = [], []
         for repeat in range(bench.repeats + 1):
-            bench.repeat(f"{job.name}: a checkpoint {how}", repeat)
             alone = block(STEPS)
             stall = writer.save(trainer.state_dict(), {}, None)
             after = block(STEPS)
@@ -295,7 +281,6 @@ def parallel(bench: Bench, overrides: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def _in_processes(count: int, bench: Bench, overrides: Sequence[str]) -> dict[str, Any]:
-    bench.report(f"{count} process{'es' * (count > 1)}, {bench.repeats} repeats")
     file = bench.folder / f"{count}.json"
     options = (f"precision={bench.mode}", "clip=norm", *overrides)
     command = [sys.executable, "-m", "benchmarks.ratios", str(file), str(bench.repeats), *options]
@@ -344,14 +329,13 @@ def startup(bench: Bench, script: Path = PROJECT / "scripts/train.py") -> Iterat
     folder, options = bench.folder, (f"precision={bench.mode}", "steps=1", f"device={bench.hardware.device}")
     train = [sys.executable, str(script), "recipe=gpt2", *options]
     mistake = [sys.executable, str(script), "precision=bf61"]
-    bench.report("filling caches")
     _seconds([*train, "eval_samples=1", "checkpoint=none"], folder, code=0)  # fills caches
     blocks = {
         "import torch": lambda: _seconds([sys.executable, "-c", "import torch"], folder, code=0),
         "mistake": lambda: _seconds(mistake, folder, code=2),
         "first step": lambda: _seconds(train, folder, until="step 1/1"),
     }
-    times = bench.interleave("a process", blocks, min(bench.repeats, 3), warm_up=0)
+    times = interleave(blocks, min(bench.repeats, 3), warm_up=0)
     for name, command, target in (("first step", train, 15.0), ("mistake", mistake, 4.0)):
         line = f"python scripts/train.py {' '.join(command[2:])}"
         title = {"first step": "command to the end of the first step", "mistake": "command to the error message"}

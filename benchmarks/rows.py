@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.turns import Times, interleave
+from evidence.turns import Times, interleave, stopwatch
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 
@@ -85,16 +86,12 @@ class Bench:
     repeats: int
     folder: Path
     """Empty, and removed after the measurement."""
-    report: Callable[[str], object] = lambda doing: None
-    """Takes what is being done now, such as ``gpt2 mini: bf16, repeat 2 of 5``; cheap enough for every block."""
     modes: frozenset[str] = frozenset()
     """Precisions that are measured also in fp32 arithmetic."""
     text: str = ""
     """A file of text for ``nanogpt``; empty: the source of the standard library."""
     failures: dict[str, str] = field(default_factory=dict, init=False)
     """Errors by the part of the measurement that failed."""
-    complete: int | None = field(default=None, init=False)
-    """Complete repeats of the comparison that Ctrl-C ended; None: not interrupted."""
 
     def failed(self, what: str, error: Exception) -> str:
         """Record that a part of the measurement failed, while the others go on; return the error in words."""
@@ -106,31 +103,15 @@ class Bench:
         why = None if mode in self.modes else not_timed_here(mode, self.hardware)
         return f"left out: {why}; measured with modes={mode}" if why else None
 
+    def time(self, works: Mapping[str, Callable[[], object]], repeats: int | None = None) -> Times:
+        """Return the seconds of each piece of work, called in turns, ``repeats`` times after a warm-up."""
+        blocks = {
+            name: partial(stopwatch(lambda _, work=work: work(), self.hardware.device), 1)
+            for name, work in works.items()
+        }
+        return interleave(blocks, repeats or self.repeats)
+
     @property
     def mode(self) -> str:
         """The precision of measurements that compare no precisions: bf16, or fp32 where bf16 is left out."""
         return "fp32" if self.left_out("bf16") else "bf16"
-
-    def repeat(self, what: str, number: int) -> None:
-        """Report that repeat ``number`` of ``what`` begins; 0 is the warm-up."""
-        self.report(f"{what}, {f'repeat {number} of {self.repeats}' if number else 'warm-up'}")
-
-    def interleave(
-        self, what: str, blocks: dict[str, Callable[[], float]], repeats: int | None = None, warm_up: int = 1
-    ) -> Times:
-        """Call the blocks in turn (see ``evidence.turns``), and report each call as one of ``what``.
-
-        Ctrl-C ends the repeats early. The complete ones are returned, so that their rows can be printed; the next call
-        raises KeyboardInterrupt.
-        """
-        if self.complete is not None:
-            raise KeyboardInterrupt
-        repeats = self.repeats if repeats is None else repeats
-
-        def before(name: str, number: int) -> None:
-            self.repeat(f"{what}: {name}", number + 1 - warm_up)
-
-        times = interleave(blocks, repeats, warm_up, before)
-        complete = min(map(len, times.values()), default=repeats)
-        self.complete = complete if complete < repeats else None
-        return times

@@ -16,7 +16,7 @@ from evidence.budget import Budget, OutOfTime, duration, in_words
 from evidence.claims import results
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
-from evidence.claims.reproduce import Reproduction, machine_name, ordered, part_facts, save
+from evidence.claims.reproduce import Reproduction, machine_name, ordered, save
 from evidence.runs import TRAIN, merged
 from trainer.config.compose import compose
 from trainer.config.options import parse
@@ -59,7 +59,10 @@ def main(arguments: list[str]) -> int:
         _list(claims, records, machine_name(hardware), console if console.is_terminal else Console(width=_WIDE))
         return 0
     here = records.get(machine_name(hardware), {})
-    wanted = ordered(claims, here) if options.all else options.claim
+    if options.all:
+        wanted = ordered([name for name, claim in claims.items() if not claim.combines], here)
+    else:
+        wanted = list(dict.fromkeys(part for name in options.claim for part in load(name).combines or [name]))
     budget = Budget(duration(options.budget)) if options.budget else None
     _check_given(wanted, given)
     if not options.all:
@@ -69,12 +72,6 @@ def main(arguments: list[str]) -> int:
     reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, budget=budget)
     if not options.reduced:
         known = _known(claims, here)
-        # What combines a claim that is tested anew follows it, where its other parts are known.
-        wanted += [
-            name
-            for name, parts in ((name, set(claim.combines)) for name, claim in claims.items())
-            if name in here and name not in wanted and parts & set(wanted) and parts <= {*wanted, *known}
-        ]
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
     return _run(wanted, claims, reproduction)
 
@@ -92,15 +89,18 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
             reproduction.test(name)
         except OutOfTime as error:
             left.append(f"{name} ({in_words(error.needed_s)})")
-        for each in [each for each in done if each not in known and each not in new]:  # the claim and what it combines
-            new.append(each)
-            _print(done[each], claims[each], reproduction.reduced)
-            if not reproduction.reduced:
-                print(f"written to {save(done[each], results.RESULTS)}")
-                if done[each]["verdict"] != NOT_HERE:  # of those there are many at once
-                    results.update()
+            continue
+        new.append(name)
+        _print(done[name], claims[name], reproduction.reduced)
+        if not reproduction.reduced:
+            print(f"written to {save(done[name], results.RESULTS)}")
+            if done[name]["verdict"] != NOT_HERE:  # of those there are many at once
+                results.update()
     if new and not reproduction.reduced:
         results.update()
+        for claim in claims.values():  # what follows from them
+            if set(claim.combines) & set(new) and (record := results.combined(claim, done)):
+                _print(record, claim, reproduction.reduced)
     if reproduction.budget:
         tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
         absent = f"; {len(new) - len(tested)} not testable here" if len(new) > len(tested) else ""
@@ -127,7 +127,7 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
     if missing := claim.lacking(hardware, given):
         raise UserError(f"claim={claim.id} is {NOT_HERE}: it needs {', '.join(missing)}")
     arms = list(claim.arms) if options.reduced else claim.to_run(hardware)
-    if not arms and not claim.combines:
+    if not arms:
         why = next(iter(claim.not_timed(hardware).values()), "its arms need another machine")
         raise UserError(f"claim={claim.id} is {NOT_HERE}: {why}")
     for arm in claim.runs(arms, given, hardware.device.type, memory_ledger=False):
@@ -149,8 +149,6 @@ def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dic
         and not record.get("failures")
         and not record.get("unexplained")
         and not record.get("too_slow")  # its arms can run now
-        and record.get("parts", {})
-        == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
     }
 
 

@@ -16,11 +16,10 @@ import yaml
 
 from evidence.budget import Budget, OutOfTime
 from evidence.claims.claims import Claim, load
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
+from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import MOST, reasons
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
-from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
@@ -65,7 +64,7 @@ class Reproduction:
             if missing := claim.lacking(self.hardware, self.given):
                 self.done[name] = self._record(claim, NOT_HERE, needs=missing)
             else:
-                self.done[name] = self._combined(claim) if claim.combines else self._tested(claim)
+                self.done[name] = self._tested(claim)
         return self.done[name]
 
     def _tested(self, claim: Claim) -> dict[str, Any]:
@@ -103,34 +102,6 @@ class Reproduction:
                 for run in outcomes
                 if run.exit_code not in (0, DIVERGED)
             ],
-        )
-
-    def _combined(self, claim: Claim) -> dict[str, Any]:
-        parts = [self.test(name) for name in claim.combines]
-        verdicts = [part["verdict"] for part in parts]
-        verdict = combine(verdicts)
-        if verdict == CONFIRMED and NOT_HERE in verdicts:
-            verdict = INCONCLUSIVE
-        return self._record(
-            claim,
-            verdict,
-            parts={part["claim"]: part_facts(part) for part in parts},
-            needs=[need for part in parts for need in part.get("needs", [])],
-            findings=[
-                finding | {"quantity": f"{part['claim']}: {finding['quantity']}"}
-                for part in parts
-                for finding in part.get("findings", [])
-                if finding["bounds"]
-            ],
-            why=[
-                *(sentence for part in parts for sentence in part.get("why", [])),
-                *(
-                    f"{part['claim']} was not tested: {'; '.join(dict.fromkeys(part['not_timed'].values()))}."
-                    for part in parts
-                    if part["verdict"] == NOT_HERE and "not_timed" in part
-                ),
-            ],
-            failures=[failure for part in parts for failure in part.get("failures", [])],
         )
 
     def _public(self, text: str) -> str:
@@ -190,11 +161,6 @@ def bf16_instructions(cpu_flags: Container[str]) -> str:
     """Return what a CPU computes bf16 products with, which the names of some do not tell; empty: nothing."""
     names = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16"}
     return next((name for flag, name in names.items() if flag in cpu_flags), "")
-
-
-def part_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what a claim that combines others records of each; when it changes, that claim is out of date."""
-    return {key: record[key] for key in ("verdict", "claim_sha256", "git", "date")}
 
 
 def save(record: dict[str, Any], results: Path) -> Path:

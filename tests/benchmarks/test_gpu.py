@@ -1,13 +1,14 @@
-"""The programme for a GPU machine, on a machine and with a clock that are made up."""
+"""The stages for a GPU machine, on a machine and with a clock that are made up."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ class Machine:
         self.takes: dict[str, float] = {}
         self.codes: dict[str, int] = {}
 
-    def launch(self, line: list[str], log: Path, limit_s: float) -> int:
+    def __call__(self, line: list[str], log: Path, limit_s: float, stop_s: float) -> int:
         name = log.stem
         self.started.append(name)
         self.lines[name] = line
@@ -56,41 +57,45 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made_up = Machine(tmp_path)
+    monkeypatch.setattr(gpu, "in_a_process", made_up)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: made_up.now))
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    return made_up
 
 
 @pytest.fixture
-def call(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[dict[str, str], gpu.Programme]]:
+def call(tmp_path: Path, machine: Machine) -> Callable[..., tuple[dict[str, str], gpu.Outcomes]]:
     """One call of the command: its budget, the stages that it names, the commit. Returns how each stage ended."""
-    monkeypatch.delenv("OUT", raising=False)
 
-    def one(budget: str, only: tuple[str, ...] = (), commit: str = "a") -> tuple[dict[str, str], gpu.Programme]:
+    def one(budget: str, only: tuple[str, ...] = (), commit: str = "a") -> tuple[dict[str, str], gpu.Outcomes]:
         machine.started.clear()
         options = gpu.GpuOptions(budget, list(only), output_dir=tmp_path / "runs")
-        place, git = tmp_path / "results", {"commit": commit}
-        programme = gpu.Programme(options, H200, ["data.path=text"], place, git, lambda: machine.now)
-        monkeypatch.setattr(programme, "launch", machine.launch)
-        programme.run()
-        return {name: record["status"] for name, record in programme.records().items()}, programme
+        outcomes = gpu.Outcomes(options, H200)
+        outcomes.git = {"commit": commit}
+        gpu.run_stages(options, ["data.path=text"], outcomes)
+        return {name: record["status"] for name, record in outcomes.records().items()}, outcomes
 
     return one
 
 
 def test_stages_come_in_order_and_the_claims_get_the_time_that_is_left(
-    call: Callable[..., Any], machine: Machine
+    call: Callable[..., Any], machine: Machine, tmp_path: Path
 ) -> None:
-    ended, programme = call("28min")
+    ended, outcomes = call("28min")
     assert machine.started == ORDER == NAMES
     assert ended.pop("claims") == "not finished"  # the next call has more time for them
     assert set(ended.values()) == {"done"}
     assert {"all=true", "device=auto", "data.path=text", f"budget={28 * 60 - 12 * 60 - 15}s"} <= set(
         machine.lines["claims"]
     )
-    report = programme.report().splitlines()
+    report = outcomes.report().splitlines()
     assert report[3].split() == ["gpt2_compiled", "done", "1:00", "520k", "tokens/s", "43%", "500k", "tokens/s,", "50%"]
+    with tarfile.open(tmp_path / "outcomes.tar.gz") as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"gpu.jsonl", "gate.log", "claims.log", "operators.txt"} <= names
 
 
 def test_one_that_fails_or_hangs_does_not_stop_the_others(call: Callable[..., Any], machine: Machine) -> None:
@@ -109,10 +114,15 @@ def test_a_gate_that_fails_stops_the_others_but_those_that_are_named(
     assert machine.started == ["claims_first", "tests"]
 
 
-def test_the_next_call_continues_at_the_same_commit(call: Callable[..., Any], machine: Machine) -> None:
-    ended, _ = call("210s")
+def test_the_next_call_continues_at_the_same_commit_from_what_was_brought_home(
+    call: Callable[..., Any], machine: Machine, tmp_path: Path
+) -> None:
+    ended, outcomes = call("210s")
     assert machine.started == NAMES[:4]  # half a minute is left for the fourth
     assert ended["gpt2_profile"] == "not finished"
+    shutil.rmtree(outcomes.home)
+    with tarfile.open(tmp_path / "outcomes.tar.gz") as archive:
+        archive.extractall(tmp_path / "results", filter="data")
     call("60min")
     assert machine.started == NAMES[3:]
     call("60min")
@@ -121,18 +131,6 @@ def test_the_next_call_continues_at_the_same_commit(call: Callable[..., Any], ma
     assert machine.started == ["rates"]
     call("60min", commit="b")
     assert machine.started == NAMES
-
-
-def test_what_is_worth_keeping_comes_back_packed(
-    call: Callable[..., Any], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, programme = call("4min")
-    monkeypatch.setenv("OUT", str(tmp_path))
-    write_json(programme.file.parent / "two_x.json", {})
-    programme.keep()
-    with tarfile.open(tmp_path / "outcomes.tar.gz") as archive:
-        names = {Path(name).name for name in archive.getnames()}
-    assert {"gpu.jsonl", "two_x.json", "gate.log", "operators.txt"} <= names
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -148,15 +146,6 @@ def test_every_command_has_options_that_exist(reduced: bool, tmp_path: Path) -> 
             parse(words, ReproduceOptions)
         if script.endswith("bench.py"):
             parse(words, BenchOptions)
-
-
-def test_a_process_ends_with_its_code_or_at_its_limit(tmp_path: Path) -> None:
-    programme = gpu.Programme(gpu.GpuOptions(reduced=True, output_dir=tmp_path), detect("cpu"))
-    log = tmp_path / "log"
-    assert programme.launch([sys.executable, "-c", "print('said'); raise SystemExit(3)"], log, 60.0) == 3
-    assert log.read_text() == "said\n"
-    with pytest.raises(subprocess.TimeoutExpired):
-        programme.launch([sys.executable, "-c", "input(); import time; time.sleep(600)"], log, 0.0)
 
 
 def test_the_rates_are_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
