@@ -125,7 +125,8 @@ def ema_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     options = ("ema=default", "steps=1000000", f"device={hardware.device}")
     trainer = Trainer.from_config(job.config(*options), hardware)
 
-    works = {"step": partial(steps_of(trainer), 1), "update": lambda: trainer.average.update(trainer.step)}
+    works: dict[str, Callable[[], object]] = {"step": partial(steps_of(trainer), 1)}
+    works["update"] = lambda: trainer.average.update(trainer.step)
     times = bench.time(works, 2 * bench.repeats)
     share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
     how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"

@@ -105,11 +105,11 @@ class Bench:
 
     def time(self, works: Mapping[str, Callable[[], object]], repeats: int | None = None) -> Times:
         """Return the seconds of each piece of work, called in turns, ``repeats`` times after a warm-up."""
-        blocks = {
-            name: partial(stopwatch(lambda _, work=work: work(), self.hardware.device), 1)
-            for name, work in works.items()
-        }
-        return interleave(blocks, repeats or self.repeats)
+
+        def seconds(work: Callable[[], object]) -> float:
+            return stopwatch(lambda _: work(), self.hardware.device)(1)
+
+        return interleave({name: partial(seconds, work) for name, work in works.items()}, repeats or self.repeats)
 
     @property
     def mode(self) -> str:

@@ -153,8 +153,8 @@ class Runner:
         """
         left = [(arm, seed), *then]
         expected_s = self.expected_s(left)
-        if self.budget and not self.budget.fits(expected_s and expected_s[0]):
-            raise OutOfTime(expected_s and sum(expected_s))
+        if self.budget and not self.budget.fits(expected_s[0] if expected_s else None):
+            raise OutOfTime(sum(expected_s) if expected_s else None)
         folder = self.runs / _name(arm, seed)
         if folder.exists():
             shutil.rmtree(folder)  # unfinished or failed: the speed of half a run is not that of a whole one

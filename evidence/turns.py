@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -58,7 +58,7 @@ def in_turns(them: Sequence[One], rounds: Iterable[Round]) -> Iterator[tuple[One
             yield one, each_round
 
 
-def interleave(blocks: dict[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Times:
+def interleave(blocks: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Times:
     """Call the blocks in turn, in reverse order every second repeat, and return their seconds.
 
     ``warm_up`` further repeats come first and are not kept.
