@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.rows import Bench, Row
-from evidence.turns import interleave, ratios, stopwatch
+from evidence.turns import ratios, stopwatch
 from trainer.config.compose import compose
 from trainer.data.loader import Batching, DataOrder
 from trainer.hardware import Hardware, threads
@@ -40,6 +40,7 @@ def loader(bench: Bench, images: int = 128, batches: int = 4) -> Iterator[Row]:
         batches: of ``BATCH`` images that a loop loads in a repeat.
     """
     folder = bench.folder
+    bench.report("writing JPEGs")
     write_jpegs(folder / "train", images)
     write_jpegs(folder / "val", 4)
     for policy in POLICIES:
@@ -54,7 +55,7 @@ def loader(bench: Bench, images: int = 128, batches: int = 4) -> Iterator[Row]:
             timed: dict[str, Callable[[], float]] = {
                 name: partial(stopwatch(loop, cpu), batches) for name, loop in loops.items()
             }
-            times = interleave(timed, bench.repeats)
+            times = bench.interleave(f"augment={policy}", timed)
         measured = f"augment={policy}, JPEGs of {WIDTH} × {HEIGHT} to {SIZE} × {SIZE}, batches of {BATCH}, one process"
         for name in loops:
             rates = [batches * BATCH / seconds for seconds in times[name]]

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
-from benchmarks.rows import Bench, Row
-from evidence.turns import Block, Times, in_turns, interleave, ratios, steps_of, stopwatch
+from benchmarks.rows import ENDLESS, Bench, Row
+from evidence.turns import Block, Times, in_turns, ratios, steps_of, stopwatch
 from recipes.data.text.source import TextDatasets
 from trainer.data.contract import Batch
 from trainer.data.evaluation import evaluation_samples
@@ -124,7 +124,7 @@ class PlainLoop:
 
     Args:
         shape: of model and run.
-        text: token ids.
+        train: token ids.
         seed: of the weights and of the batches.
         compiled: with torch.compile.
         autocast: opens the context of a forward pass; None: fp32. (The project itself has none on a CPU.)
@@ -134,13 +134,13 @@ class PlainLoop:
     def __init__(
         self,
         shape: PlainShape,
-        text: np.ndarray,
+        train: np.ndarray,
         seed: int = 0,
         compiled: bool = False,
         autocast: Callable[[], AbstractContextManager[None]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.shape, self.text = shape, text.astype(np.uint16)
+        self.shape, self.train = shape, train.astype(np.uint16)
         self.device = device or torch.device("cpu")
         torch.manual_seed(seed)
         self.model = PlainGPT(shape).to(self.device)
@@ -174,9 +174,11 @@ class PlainLoop:
             self.loss = loss.item()
 
     def _next(self) -> tuple[Tensor, Tensor]:
-        text, context = self.text, self.shape.context
-        starts = torch.randint(len(text) - context, (self.shape.batch_size,), generator=self._windows).tolist()
-        rows = torch.stack([torch.from_numpy(text[start : start + context + 1].astype(np.int64)) for start in starts])
+        context = self.shape.context
+        starts = torch.randint(len(self.train) - context, (self.shape.batch_size,), generator=self._windows).tolist()
+        rows = torch.stack(
+            [torch.from_numpy(self.train[start : start + context + 1].astype(np.int64)) for start in starts]
+        )
         rows = rows.to(self.device)
         return rows[:, :-1], rows[:, 1:]
 
@@ -226,8 +228,8 @@ class Contestant:
         """Return where it first had a loss of ``goal`` or less; None: nowhere."""
         return next((point for point in self.curve if point.loss <= goal), None)
 
-    def to(self, goal: float) -> float:
-        """Return the seconds to a loss of ``goal``; where it was not reached, of the whole run: a lower bound."""
+    def seconds_to(self, goal: float) -> float:
+        """Return the seconds to a loss of ``goal``; of the whole run, a lower bound, where it was not reached."""
         return (self.reached(goal) or self.curve[-1]).seconds
 
 
@@ -248,11 +250,12 @@ def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
         if why := bench.left_out(mode):
             forms = [form for form in forms if form[0] != mode]
             yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], why)
-    blocks: dict[str, Callable[[], float]] = {}
+    loops: dict[str, Callable[[int], None]] = {}
     for mode, compiled in forms:
-        for name, block in _step_blocks(contest, mode, compiled, hardware).items():
-            blocks[f"{name} {_form(mode, compiled)}"] = partial(block, job.steps)
-    times = interleave(blocks, bench.repeats)
+        bench.report(f"{job.name}: building {_form(mode, compiled)}")
+        for name, loop in _loops(contest, mode, compiled, hardware).items():
+            loops[f"{name} {_form(mode, compiled)}"] = loop
+    times = bench.times(job.name, loops, job.steps)
     for mode, compiled in forms:
         form = _form(mode, compiled)
         command = job.line(f"precision={mode}", *(["compile=default"] if compiled else []))
@@ -272,16 +275,13 @@ def _form(mode: str, compiled: bool) -> str:
     return f"{mode} compiled" if compiled else mode
 
 
-def _step_blocks(contest: Contest, mode: str, compiled: bool, hardware: Hardware) -> dict[str, Block]:
-    options: tuple[str, ...] = (f"precision={mode}", "steps=1000000", f"device={hardware.device}")
-    options += ("compile=default",) if compiled else ()
+def _loops(contest: Contest, mode: str, compiled: bool, hardware: Hardware) -> dict[str, Callable[[int], None]]:
+    options = (f"precision={mode}", ENDLESS, f"device={hardware.device}", *["compile=default"] * compiled)
     trainer = Trainer.from_config(contest.job.config(*options), hardware)
     bare = BareLoop(Workload(trainer))
     if compiled:
         bare.model.compile()
-    loops = {"ours": steps_of(trainer), PLAIN: _plain(contest, trainer, 0, compiled).run}
-    loops[BARE] = bare.run
-    return {name: stopwatch(loop, hardware.device) for name, loop in loops.items()}
+    return {"ours": steps_of(trainer), PLAIN: _plain(contest, trainer, 0, compiled).run, BARE: bare.run}
 
 
 def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False) -> PlainLoop:
@@ -309,17 +309,17 @@ def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     for seed in range(min(bench.repeats, RACES)):
         racers = {name: _ours(contest, given, seed, hardware) for name, given in options.items()}
         racers[PLAIN] = plain = _baseline(contest, seed, hardware)
-        race(racers, contest)
+        race(racers, contest, lambda doing: bench.report(f"{job.name}: {doing}"))
         goal = max(GOAL, min(point.loss for point in plain.curve))
         for name in options:
             said[name].append(f"{_end(racers[name], goal)} against {_end(plain, goal)}")
+            found[name].append(racers[name].seconds_to(goal) / plain.seconds_to(goal))
             if racers[name].reached(goal) is None:
                 failed.add(name)
-            found[name].append(racers[name].to(goal) / plain.to(goal))
     for name, values in found.items():
-        title = f"{job.name}, time to the loss, {name} / {PLAIN}"
         target = None if name == DEFAULT else AMX_TARGET if amx else RACE_TARGET
         how = f"{job.line(*options[name])}; {'; '.join(said[name])}"
+        title = f"{job.name}, time to the loss, {name} / {PLAIN}"
         yield Row(title, "x", values, how, target, lower_bound=name in failed)
 
 
@@ -329,9 +329,10 @@ def _end(one: Contestant, goal: float) -> str:
     return f"{point.loss:.3f}{'' if reached else ' (not reached)'} after {point.step} steps and {point.seconds:.1f} s"
 
 
-def race(racers: Mapping[str, Contestant], contest: Contest) -> None:
+def race(racers: Mapping[str, Contestant], contest: Contest, report: Callable[[str], object]) -> None:
     """Let all take their steps in turns, so that each round is under the same load, and note their losses."""
-    for racer, number in in_turns(list(racers.values()), range(1, contest.rounds + 1)):
+    for (name, racer), number in in_turns(list(racers.items()), range(1, contest.rounds + 1)):
+        report(f"{name}, round {number} of {contest.rounds}")
         steps = racer.steps * number // contest.rounds - racer.done
         racer.seconds += racer.block(steps)
         racer.done += steps

@@ -35,6 +35,7 @@ def roofline(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
 
 def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
     hardware, device = bench.hardware, bench.hardware.device
+    bench.report(f"{job.name} {mode}: building")
     options = (f"precision={mode}", "clip=norm")
     trainer = Trainer.from_config(job.config(*options, "steps=1000000", f"device={device}"), hardware)
     take = steps_of(trainer)
@@ -45,6 +46,7 @@ def _rows(bench: Bench, job: Job, mode: str) -> Iterator[Row]:
     fractions: list[float] = []
     seconds: list[float] = []
     for repeat in range(bench.repeats + 1):
+        bench.repeat(f"{job.name} {mode}", repeat)
         synchronise(device)
         with new_profile(device) as profile:
             began = time.perf_counter()

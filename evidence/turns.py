@@ -58,13 +58,20 @@ def in_turns(them: Sequence[One], rounds: Iterable[Round]) -> Iterator[tuple[One
             yield one, each_round
 
 
-def interleave(blocks: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> Times:
+def interleave(
+    blocks: Mapping[str, Callable[[], float]],
+    repeats: int,
+    warm_up: int = 1,
+    before: Callable[[str, int], object] = lambda name, repeat: None,
+) -> Times:
     """Call the blocks in turn, in reverse order every second repeat, and return their seconds.
 
-    ``warm_up`` further repeats come first and are not kept.
+    ``warm_up`` further repeats come first and are not kept. ``before`` is called before each block, with its name and
+    the number of the repeat (from 0, warm-up included).
     """
     times: Times = {name: [] for name in blocks}
-    for name, _ in in_turns(list(blocks), range(warm_up + repeats)):
+    for name, repeat in in_turns(list(blocks), range(warm_up + repeats)):
+        before(name, repeat)
         times[name].append(blocks[name]())
     return {name: seconds[warm_up:] for name, seconds in times.items()}
 
