@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,17 +178,23 @@ def save(record: dict[str, Any], results: Path) -> Path:
     return path
 
 
+def _finite(values: Iterable[float | None]) -> list[float | None]:
+    """Return values as JSON can hold them: None in the place of infinity and NaN."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]
+
+
 def _plain(finding: Finding) -> dict[str, Any]:
     criterion = finding.criterion
-    numbers = {"median": finding.median, "low": finding.low, "high": finding.high}
-    finite = {key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()}
+    median, low, high = _finite((finding.median, finding.low, finding.high))
     return {
         "quantity": criterion.quantity(),
         "bounds": criterion.bounds(),
         "published": criterion.published,
         "verdict": finding.verdict,
-        **finite,
-        "values": [value if math.isfinite(value) else None for value in finding.values],
+        "median": median,
+        "low": low,
+        "high": high,
+        "values": _finite(finding.values),
         "note": criterion.note,
         "criterion": {key: value for key, value in asdict(criterion).items() if value not in (None, [], "")},
     }
@@ -205,8 +211,6 @@ def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
         "overrides": overrides,
         "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
         "measures": {
-            name: [value if value is not None and math.isfinite(value) else None for value in found]
-            for name, found in values.items()
-            if any(value is not None for value in found)
+            name: _finite(found) for name, found in values.items() if any(value is not None for value in found)
         },
     }

@@ -194,14 +194,10 @@ def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
     if record is None:
         return "not tested yet"
     if record["verdict"] == NOT_HERE:
-        why = [
-            *(f"needs {need}" for need in record.get("needs", [])),
-            *record.get("not_timed", {}).values(),
-            *record.get("too_slow", {}).values(),
-            *record.get("left_out", {}).values(),
-        ]
-        why += record.get("why", [])
-        return f"not testable: {why[0].rstrip('.')}" if why else "not testable"
+        why = [f"needs {need}" for need in record.get("needs", [])]
+        for kind in ("not_timed", "too_slow", "left_out"):
+            why += record.get(kind, {}).values()
+        return f"not testable: {[*why, *record.get('why', [])][0].rstrip('.')}"
     decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
     return f"**{verdict(record, claim)}** {'; '.join(map(_short, decided))}"
 
@@ -240,15 +236,9 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
 
 def _left_out(record: dict[str, Any]) -> list[str]:
     """Return a sentence for each reason why arms were not run, or not timed."""
-    lacks = {name: f"; it needs {needs}" for name, needs in record.get("left_out", {}).items()}
-    return [
-        *(f"The arm {name} was not run{why}." for name, why in lacks.items()),
-        *(
-            f"The arm{'s' * (len(names) > 1)} {', '.join(names)} {'were' if len(names) > 1 else 'was'} not run: {why}."
-            for why, names in _by_reason(record.get("too_slow", {}))
-        ),
-        *not_timed(record),
-    ]
+    lacks = {name: f"needs {needs}" for name, needs in record.get("left_out", {}).items()}
+    not_run = _by_reason(lacks | record.get("too_slow", {}))
+    return [f"Not run, {why}: {', '.join(names)}." for why, names in not_run] + not_timed(record)
 
 
 def not_timed(record: dict[str, Any]) -> list[str]:
