@@ -25,7 +25,7 @@ class OutOfTime(Exception):
         """Seconds for all that is left of the work; None: not known."""
 
 
-def duration(text: str, key: str = "budget") -> float:
+def seconds_of(text: str) -> float:
     """Return the seconds that ``90s``, ``25min`` or ``1.5h`` means.
 
     Raises:
@@ -34,16 +34,7 @@ def duration(text: str, key: str = "budget") -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text.strip())
     if match and (seconds := float(match[1]) * _UNITS[match[2]]) > 0:
         return seconds
-    raise UserError(f"{key}={text} is not a time: set {key}=25min, or with another unit {key}=90s, {key}=1.5h")
-
-
-def in_words(seconds: float | None) -> str:
-    """Return a time for a sentence."""
-    if seconds is None:
-        return "not known yet"
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    raise UserError(f"budget={text} is not a time: set budget=25min, or with another unit budget=90s, budget=1.5h")
 
 
 @dataclass

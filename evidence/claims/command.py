@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evidence.budget import Budget, OutOfTime, duration, in_words
+from evidence.budget import Budget, OutOfTime, seconds_of
 from evidence.claims import results
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
 from evidence.claims.reproduce import Reproduction, machine_name, ordered, save
 from evidence.runs import TRAIN, merged
+from mantissa.display import duration
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
         wanted = ordered([name for name, claim in claims.items() if not claim.combines], here)
     else:
         wanted = list(dict.fromkeys(part for name in options.claim for part in load(name).combines or [name]))
-    budget = Budget(duration(options.budget)) if options.budget else None
+    budget = Budget(seconds_of(options.budget)) if options.budget else None
     _check_given(wanted, given)
     if not options.all:
         for name in wanted:
@@ -88,7 +89,7 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
         try:
             reproduction.test(name)
         except OutOfTime as error:
-            left.append(f"{name} ({in_words(error.needed_s)})")
+            left.append(f"{name} ({duration(error.needed_s) if error.needed_s else 'not known yet'})")
             continue
         new.append(name)
         _print(done[name], claims[name], reproduction.reduced)
@@ -104,7 +105,7 @@ def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction
     if reproduction.budget:
         tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
         absent = f"; {len(new) - len(tested)} not testable here" if len(new) > len(tested) else ""
-        print(f"\nDone in {in_words(time.monotonic() - began)}: {', '.join(tested) or 'no claim'}{absent}.")
+        print(f"\nDone in {duration(time.monotonic() - began)}: {', '.join(tested) or 'no claim'}{absent}.")
         print(f"Left: {', '.join(left)}. The same command continues." if left else "Nothing is left to test here.")
     return int(any(done[name].get("failures") for name in new))
 
