@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from evidence.budget import duration as seconds_of
+from evidence.budget import seconds_of
 from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
 from evidence.runs import merged
@@ -85,32 +85,19 @@ class Stage:
     """What it is to reach on an H200."""
 
 
+STEPS = "steps=60 eval_every=60"
+RESNET_512 = f"{RESNET} batch_size=512 micro_batch_size=512"
 STAGES = (
     Stage("rates", "benchmarks/gpu.py rates", 90),
     Stage("gate", f"{_TESTS} -k '{_GATE}'", 150),
-    Stage(
-        "gpt2_compiled", f"scripts/train.py {GPT2} compile=default steps=60 eval_every=60", 240, "500k tokens/s, 50%"
-    ),
+    Stage("gpt2_compiled", f"scripts/train.py {GPT2} compile=default {STEPS}", 240, "500k tokens/s, 50%"),
     Stage("gpt2_profile", f"scripts/train.py {GPT2} compile=default {TRACED}", 240),
-    Stage("gpt2_master", f"scripts/train.py {GPT2} compile=default precision=bf16_master steps=60 eval_every=60", 240),
-    Stage(
-        "resnet50_compiled",
-        f"scripts/train.py {RESNET} batch_size=512 micro_batch_size=512 compile=default steps=60 eval_every=60",
-        240,
-        "5k images/s",
-    ),
-    Stage(
-        "resnet50_profile",
-        f"scripts/train.py {RESNET} batch_size=512 micro_batch_size=512 compile=default {TRACED}",
-        240,
-    ),
+    Stage("gpt2_master", f"scripts/train.py {GPT2} compile=default precision=bf16_master {STEPS}", 240),
+    Stage("resnet50_compiled", f"scripts/train.py {RESNET_512} compile=default {STEPS}", 240, "5k images/s"),
+    Stage("resnet50_profile", f"scripts/train.py {RESNET_512} compile=default {TRACED}", 240),
     Stage("claims_first", f"scripts/reproduce.py claim={','.join(FIRST)}", 900, "gpt2_ladder 10x"),
-    Stage("gpt2_eager", f"scripts/train.py {GPT2} compile=off steps=60 eval_every=60", 150),
-    Stage(
-        "resnet50_eager",
-        f"scripts/train.py {RESNET} batch_size=256 micro_batch_size=256 compile=off steps=60 eval_every=60",
-        150,
-    ),
+    Stage("gpt2_eager", f"scripts/train.py {GPT2} compile=off {STEPS}", 150),
+    Stage("resnet50_eager", f"scripts/train.py {RESNET} batch_size=256 micro_batch_size=256 compile=off {STEPS}", 150),
     Stage("tests", f"{_TESTS} -n 4", 270),
     Stage("bench", "benchmarks/bench.py only=memory,precision,trainer repeats=3", 300),
     Stage("claims", "scripts/reproduce.py all=true", 3600),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.errors import UserError
@@ -25,7 +25,7 @@ class OutOfTime(Exception):
         """Seconds for all that is left of the work; None: not known."""
 
 
-def duration(text: str, key: str = "budget") -> float:
+def seconds_of(text: str) -> float:
     """Return the seconds that ``90s``, ``25min`` or ``1.5h`` means.
 
     Raises:
@@ -34,16 +34,7 @@ def duration(text: str, key: str = "budget") -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text.strip())
     if match and (seconds := float(match[1]) * _UNITS[match[2]]) > 0:
         return seconds
-    raise UserError(f"{key}={text} is not a time: set {key}=25min, or with another unit {key}=90s, {key}=1.5h")
-
-
-def in_words(seconds: float | None) -> str:
-    """Return a time for a sentence."""
-    if seconds is None:
-        return "not known yet"
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    raise UserError(f"budget={text} is not a time: set budget=25min, or with another unit budget=90s, budget=1.5h")
 
 
 @dataclass
@@ -52,8 +43,6 @@ class Budget:
 
     seconds: float
     clock: Callable[[], float] = time.monotonic
-    whole: bool = True
-    """Begin nothing of which the rest does not fit, too; else single pieces, of which the next call has the benefit."""
     _end: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,14 +52,6 @@ class Budget:
         """Return the seconds left."""
         return max(0.0, self._end - self.clock())
 
-    def check(self, pieces: Sequence[float | None]) -> None:
-        """Raise ``OutOfTime`` unless the next piece of work and, with ``whole``, all of them fit.
-
-        Args:
-            pieces: what each is expected to take in seconds, the next one first; None: not known.
-        """
-        known = [seconds for seconds in pieces if seconds is not None]
-        needed = sum(known) if len(known) == len(pieces) else None
-        wanted = sum(known) if self.whole else pieces[0]
-        if max(_SHORTEST_S if pieces[0] is None else 0.0, (wanted or 0.0) * _SAFETY) > self.left():
-            raise OutOfTime(needed)
+    def fits(self, seconds: float | None) -> bool:
+        """Return whether work may begin that is expected to take so long; None: not known."""
+        return self.left() >= (_SHORTEST_S if seconds is None else seconds * _SAFETY)

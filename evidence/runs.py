@@ -107,26 +107,21 @@ class Runner:
     """See ``in_a_process``, which is the default."""
     budget: Budget | None = None
     """Of time: no run is begun that is not expected to fit."""
-    earlier: dict[str, float] = field(default_factory=dict)
-    """Seconds that a run of each arm took in other folders."""
 
     @property
     def runs(self) -> Path:
         """The folder of the runs."""
         return self.folder / "runs"
 
-    def seconds(self) -> dict[str, float]:
-        """Return what a run took, the mean of each arm; of those that were ended, at least that."""
-        found: dict[str, list[float]] = {}
-        for path in self.runs.glob(f"*/{OUTCOME_FILE}"):
-            found.setdefault(path.parent.name.rpartition("-s")[0], []).append(read_object(path)["wall_time_s"])
-        return {arm: statistics.mean(each) for arm, each in found.items()}
-
-    def expected_s(self, plan: Sequence[tuple[Arm, int]]) -> list[float | None]:
+    def expected_s(self, plan: Sequence[tuple[Arm, int]]) -> list[float] | None:
         """Return what each run takes that is not done: if its arm never ran, as long as any; None where none ran."""
-        known = self.earlier | self.seconds()
-        longest = max(known.values(), default=None)
-        return [known.get(arm.label, longest) for arm, seed in plan if not self.done(arm, seed)]
+        took: dict[str, list[float]] = {}
+        for path in self.runs.glob(f"*/{OUTCOME_FILE}"):
+            took.setdefault(path.parent.name.rpartition("-s")[0], []).append(read_object(path)["wall_time_s"])
+        if not took:
+            return None
+        known = {arm: statistics.mean(seconds) for arm, seconds in took.items()}
+        return [known.get(arm.label, max(known.values())) for arm, seed in plan if not self.done(arm, seed)]
 
     def command(self, arm: Arm, seed: int) -> list[str]:
         """Return the command line of one run."""
@@ -144,15 +139,22 @@ class Runner:
             return None
         return outcome if outcome.finished or outcome.exit_code == DIVERGED else None
 
-    def run(self, arm: Arm, seed: int) -> Outcome:
+    def run(self, arm: Arm, seed: int, then: Sequence[tuple[Arm, int]] = ()) -> Outcome:
         """Train once, in a fresh process, and record the outcome.
+
+        Args:
+            arm: to train.
+            seed: of the pair.
+            then: the runs that follow, whose time is named where there is none left.
 
         Raises:
             KeyboardInterrupt: the run was interrupted.
             OutOfTime: it does not fit in the budget, or was ended at its end.
         """
-        if self.budget:
-            self.budget.check(self.expected_s([(arm, seed)]))
+        left = [(arm, seed), *then]
+        expected_s = self.expected_s(left)
+        if self.budget and not self.budget.fits(expected_s[0] if expected_s else None):
+            raise OutOfTime(sum(expected_s) if expected_s else None)
         folder = self.runs / _name(arm, seed)
         if folder.exists():
             shutil.rmtree(folder)  # unfinished or failed: the speed of half a run is not that of a whole one
@@ -176,7 +178,7 @@ class Runner:
             record = {"exit_code": code, "failure": failure, "wall_time_s": outcome.wall_time_s, "summary": found}
             write_json(folder / OUTCOME_FILE, record)
         if code == ENDED:
-            raise OutOfTime(None)
+            raise OutOfTime(sum(self.expected_s(left) or ()))
         return outcome
 
     def run_all(
@@ -199,9 +201,7 @@ class Runner:
             if arm.label in settled:  # it would fail in the same way
                 continue
             known = self.done(arm, seed)
-            if known is None and self.budget:
-                self.budget.check(self.expected_s(plan[number - 1 :]))
-            outcome = known or self.run(arm, seed)
+            outcome = known or self.run(arm, seed, plan[number:])
             outcomes.append(outcome)
             if outcome.exit_code in SETTLED:
                 settled.add(arm.label)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.certificate.child import TRACE_FILE, Kill
+from evidence.certificate.child import Kill
 from evidence.certificate.differences import Differences, differences_between, trace
+from evidence.runs import merged
 from mantissa.formats import FORMATS
 from trainer.config.options import parse
 from trainer.errors import RunError, UserError
-from trainer.files import PROJECT, write_json, write_text
+from trainer.files import PROJECT, SUMMARY_FILE, write_json, write_text
 from trainer.hardware import detect
 from trainer.run.provenance import git_facts, versions
 
@@ -112,30 +110,29 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
         RunError: a run failed.
     """
     began = time.monotonic()
-    recipe = _value(overrides, "recipe") or "gpt2"
-    precision = _value(overrides, "precision") or "fp32"
+    given = dict(override.partition("=")[::2] for override in overrides)
+    recipe, precision = given.get("recipe", "gpt2"), given.get("precision", "fp32")
     folder = options.output_dir.absolute() / f"certificate-{recipe}-{precision}"
     if folder.exists():
         raise UserError(f"{folder} exists; remove it, or choose another with output_dir=…")
-    kills = options.kills
-    steps = int(_value(overrides, "steps") or 2 * kills + 10)
-    defaults = [f"steps={steps}", *COMMON, *DEFAULTS.get(recipe, []), *(SKIPPING if _scaled(precision) else [])]
-    typed = {override.partition("=")[0] for override in overrides}
-    job = [*overrides, *(each for each in defaults if each.partition("=")[0] not in typed), f"output_dir={folder}"]
+    steps = int(given.get("steps", 2 * options.kills + 10))
+    scaled = precision in FORMATS and FORMATS[precision].needs_loss_scale
+    defaults = [f"steps={steps}", *COMMON, *DEFAULTS.get(recipe, []), *(SKIPPING if scaled else [])]
+    job = [*merged(defaults, overrides), f"output_dir={folder}"]
     _train(child, None, [*job, "run_name=whole"])
     resumed = [*job, "run_name=killed", "resume=auto"]
-    generator = random.Random(options.seed)
-    for kill in _planned_kills(generator, kills, steps, precision):
-        outside = partial(_kill_from_outside, folder, kill.step, generator.random()) if kill.kind == "outside" else None
-        _train(child, kill, resumed, outside)
+    kinds = [kind for kind in KINDS_OF_KILL if kind != "skip" or scaled]
+    for kill in _planned_kills(random.Random(options.seed), kinds, options.kills, steps):
+        _train(child, kill, resumed)
     _train(child, None, resumed)
     # Before the first checkpoint there is nothing to resume: the run then starts again, in another folder.
-    last = max(folder.glob("killed*"), key=lambda path: len(list(path.glob("summary.json"))))
+    folders = sorted(folder.glob("killed*"))
+    last = next(path for path in folders if (path / SUMMARY_FILE).exists())
     comparison = differences_between(folder / "whole", last, steps)
-    lines = _killed_lines(folder)
+    lines = [line for path in folders for line in trace(path)]
     verdict, code = comparison.judge(options.max_ulp)
     result = Certificate(
-        command=f"python scripts/certify.py {' '.join(overrides)} kills={kills} seed={options.seed}",
+        command=f"python scripts/certify.py {' '.join(overrides)} kills={options.kills} seed={options.seed}",
         verdict=verdict,
         exit_code=code,
         kills=[line for line in lines if "killed" in line],
@@ -150,67 +147,27 @@ def certify(overrides: list[str], options: CertifyOptions, child: str = "evidenc
     return result
 
 
-def _value(overrides: list[str], key: str) -> str | None:
-    values = [override.partition("=")[2] for override in overrides if override.partition("=")[0] == key]
-    return values[-1] if values else None
-
-
-def _planned_kills(generator: random.Random, kills: int, steps: int, precision: str) -> list[Kill]:
+def _planned_kills(generator: random.Random, kinds: list[str], kills: int, steps: int) -> list[Kill]:
     """Return the kills in the order of their steps, with every kind equally often."""
-    kinds = [kind for kind in KINDS_OF_KILL if kind != "skip" or _scaled(precision)]
     chosen = [kinds[number % len(kinds)] for number in range(kills)]
     generator.shuffle(chosen)
     moments = sorted(generator.randrange(FIRST_KILL, steps - 1) for _ in range(kills))
-    counts = {"accumulation": (2, ACCUMULATION), "save": (1, 7), "evaluation": (2, 2)}
+    counts = {"accumulation": (2, ACCUMULATION), "save": (1, 7), "evaluation": (2, 2), "outside": (0, 150)}
     return [
         Kill(kind, step, generator.randint(*counts.get(kind, (0, 0))))
         for kind, step in zip(chosen, moments, strict=True)
     ]
 
 
-def _scaled(precision: str) -> bool:
-    return precision in FORMATS and FORMATS[precision].needs_loss_scale
-
-
-_Process = subprocess.Popen[str]
-
-
-def _train(child: str, kill: Kill | None, job: list[str], outside: Callable[[_Process], None] | None = None) -> None:
-    """Run the job until it ends or is killed as planned, by itself or by ``outside``.
+def _train(child: str, kill: Kill | None, job: list[str]) -> None:
+    """Run the job until it ends or is killed as planned.
 
     Raises:
         RunError: it failed, or ended before it was killed.
     """
     command = [sys.executable, "-m", child, kill.text() if kill else "none", *job]
-    process = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if outside:
-        outside(process)
-    output, _ = process.communicate()
-    if process.returncode not in (0, -signal.SIGKILL):
-        raise RunError(f"a run ended with status {process.returncode}:\n{output[-2000:]}")
-    if process.returncode == 0 and kill:
+    done = subprocess.run(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode not in (0, -signal.SIGKILL):
+        raise RunError(f"a run ended with status {done.returncode}:\n{done.stdout[-2000:]}")
+    if done.returncode == 0 and kill:
         raise RunError(f"the run ended before it could be killed ({kill.text()}); use more steps or fewer kills")
-
-
-def _kill_from_outside(folder: Path, step: int, fraction: float, process: _Process) -> None:
-    """Kill the process a moment after it has trained ``step``, or its first if that is later."""
-    known = len(_killed_lines(folder))
-
-    def reached() -> bool:
-        return any(line.get("step", 0) >= step for line in _killed_lines(folder)[known:])
-
-    while process.poll() is None and not reached():
-        time.sleep(0.005)
-    time.sleep(0.15 * fraction)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-        steps = [line["step"] for line in _killed_lines(folder) if "step" in line]
-        newest = max(folder.glob(f"killed*/{TRACE_FILE}"), key=lambda path: path.stat().st_mtime)
-        with newest.open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps({"killed": "outside", "after_step": steps[-1], "count": 0}) + "\n")
-
-
-def _killed_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the traces of the killed job from all its folders: without a checkpoint it starts again in another one."""
-    return [line for path in sorted(folder.glob(f"killed*/{TRACE_FILE}")) for line in trace(path.parent)]

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -41,7 +42,9 @@ class Kill:
     step: int
     """From which step on."""
     count: int
-    """Of ``accumulation``, ``save`` and ``evaluation``: at which forward pass, or file written, it dies; from 1."""
+    """Of ``accumulation``, ``save`` and ``evaluation``: at which forward pass, or file written, it dies; from 1.
+
+    Of ``outside``: after so many milliseconds."""
 
     def text(self) -> str:
         """Return it as an argument of the command line."""
@@ -68,8 +71,10 @@ class TracedRun(Run):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._trace = (self.folder.path / TRACE_FILE).open("a", encoding="utf-8")
+        self._trace.write("\n")  # a kill may have cut the last line
         self._data = ""
         self._counts: Counter[str] = Counter()
+        self._killer: subprocess.Popen[bytes] | None = None
         self.writer.after_flush = partial(self._count, "save")
         self.trainer.model.register_forward_pre_hook(self._before_forward)
         if self.trainer.step:
@@ -105,9 +110,14 @@ class TracedRun(Run):
         if self.kill is None:
             return
         overdue = record.step >= min(self.kill.step + PATIENCE_STEPS, self.plan.steps - 1)
-        if overdue and self.kill.kind == "outside":
-            signal.pause()  # so that the job does not end before it is killed
-        if self._due("step") or overdue or (self._due("skip") and skipped):
+        if self._due("outside", self.kill.count):
+            if not self._killer:
+                self._note({"killed": "outside", "after_step": record.step, "count": self.kill.count})
+                command = f"sleep {self.kill.count / 1000}; kill -KILL {os.getpid()}"
+                self._killer = subprocess.Popen(["sh", "-c", command])
+            if overdue:
+                signal.pause()  # so that the job does not end before it is killed
+        elif self._due("step") or overdue or (self._due("skip") and skipped):
             self._die("step" if overdue else self.kill.kind)
 
     def _note(self, line: dict[str, Any]) -> None:

@@ -104,30 +104,34 @@ class Claim:
         for criterion in self.criteria:
             for name in criterion.arms:
                 _check_name("criteria", name, {*self.arms, *([NULL_ARM] if self.null_arm else [])})
-                arm = self.arms[self.null_arm if name == NULL_ARM else name]
-                word = self.setups[arm.partition(" ")[0]].partition(" ")[0]
-                measures = PROBE_MEASURES[word.removeprefix(PROBE)] if word.startswith(PROBE) else MEASURES
+                probe = self.words(self._base(name))[0]
+                measures = PROBE_MEASURES[probe.removeprefix(PROBE)] if probe.startswith(PROBE) else MEASURES
                 _check_name(f"criteria on {name}", criterion.measure, measures)
+
+    def _base(self, name: str) -> str:
+        """Return the arm whose overrides these are: of the null arm, the one that it repeats."""
+        return self.null_arm if name == NULL_ARM else name
+
+    def words(self, arm: str, on_cuda: bool = False) -> list[str]:
+        """Return the overrides of an arm: its setup's, those for a GPU, its own."""
+        setup, *own = self.arms[arm].split()
+        return [*self.setups[setup].split(), *(self.on_cuda.get(setup, "") if on_cuda else "").split(), *own]
 
     def lacking(self, hardware: Hardware, given: list[str]) -> list[str]:
         """Return what this machine or the command line lacks to run the claim, in words; empty: nothing."""
-        missing = [words for need in self.needs if (words := lacking(need, hardware))]
         typed = {override.partition("=")[0] for override in given}
-        return missing + [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
+        asked = [f"{key}=… ({what})" for key, what in self.asks.items() if key not in typed]
+        return lacking(self.needs, hardware) + asked
 
     def arms_lack(self, hardware: Hardware) -> dict[str, str]:
         """Return what this machine lacks for arms that it cannot run, by arm."""
-        found = {
-            name: "; ".join(words for need in needs if (words := lacking(need, hardware)))
-            for name, needs in self.arms_need.items()
-        }
+        found = {name: "; ".join(lacking(needs, hardware)) for name, needs in self.arms_need.items()}
         return {name: words for name, words in found.items() if words}
 
     def mode(self, arm: str) -> str:
         """Return the precision of an arm."""
-        setup, *own = self.arms[arm].split()
-        words = [*self.setups[setup].split(), *own]
-        return next((word.removeprefix(_PRECISION) for word in reversed(words) if word.startswith(_PRECISION)), "fp32")
+        words = reversed(self.words(arm))
+        return next((word.removeprefix(_PRECISION) for word in words if word.startswith(_PRECISION)), "fp32")
 
     def not_timed(self, hardware: Hardware) -> dict[str, str]:
         """Return why the speed of arms that run here is not that of their format, by arm."""
@@ -141,22 +145,15 @@ class Claim:
         Empty: nothing that decides can be tested.
         """
         lack, not_timed = self.arms_lack(hardware), self.not_timed(hardware)
-        here = [name for name in self.arms if name not in lack]
-
-        def base(names: list[str]) -> set[str]:
-            return {self.null_arm if name == NULL_ARM else name for name in names}
-
-        testable = [
-            criterion
-            for criterion in self.criteria
-            if base(criterion.arms) <= {*here} - {*(not_timed if criterion.measure in TIMED else [])}
-        ]
-        if len(testable) == len(self.criteria):
-            return here
-        if not any(criterion.decides for criterion in testable):
-            return []
-        useful = {name for criterion in testable for name in base(criterion.arms)}
-        return [name for name in here if name in useful]
+        useful: set[str] = set()
+        decided = False
+        for criterion in self.criteria:
+            used = set(map(self._base, criterion.arms))
+            if used & {*lack, *(not_timed if criterion.measure in TIMED else ())}:
+                continue
+            useful |= used
+            decided |= criterion.decides
+        return [name for name in self.arms if name in useful] if decided else []
 
     def runs(self, names: list[str], given: list[str], device: str, memory_ledger: bool) -> list[Arm]:
         """Return the arms of these names as command lines, the null arm last; ``device`` is ``cpu`` or ``cuda``."""
@@ -164,9 +161,7 @@ class Claim:
         asked = [override for override in given if override.partition("=")[0] in self.asks]
         arms = []
         for name in names:
-            setup, *own = self.arms[name].split()
-            sizes = self.on_cuda.get(setup, "") if device == "cuda" else ""
-            words = [*self.setups[setup].split(), *sizes.split(), *own, f"device={device}"]
+            words = [*self.words(name, device == "cuda"), f"device={device}"]
             if words[0].startswith(PROBE):
                 arms.append(Arm(name, (words[0].removeprefix(PROBE), *words[1:]), script="benchmarks/probe.py"))
             else:
@@ -196,14 +191,19 @@ def _stand_in(texts: dict[str, str]) -> dict[str, str]:
     return {name: " ".join(STAND_INS.get(word, word) for word in text.split()) for name, text in texts.items()}
 
 
-def lacking(need: str, hardware: Hardware) -> str:
-    """Return a need in words if this machine does not meet it; empty otherwise."""
-    if need in NEEDS:
-        has, words = NEEDS[need]
-        return "" if has(hardware) else words
-    # A card sold as one of 80 GB reports 79 GiB.
-    enough = hardware.memory_bytes >= _MEMORY_IS_SOLD_AS * int(need.removesuffix("GiB")) * 2**30
-    return "" if enough else f"{need} of {'GPU ' if hardware.is_gpu else ''}memory"
+def lacking(needs: list[str], hardware: Hardware) -> list[str]:
+    """Return, in words, those needs that this machine does not meet."""
+    found = []
+    for need in needs:
+        if need in NEEDS:
+            has, words = NEEDS[need]
+            met = has(hardware)
+        else:  # a card sold as one of 80 GB reports 79 GiB
+            met = hardware.memory_bytes >= _MEMORY_IS_SOLD_AS * int(need.removesuffix("GiB")) * 2**30
+            words = f"{need} of {'GPU ' if hardware.is_gpu else ''}memory"
+        if not met:
+            found.append(words)
+    return found
 
 
 _MEMORY_IS_SOLD_AS = 0.92

@@ -12,16 +12,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evidence.budget import Budget, duration, in_words
+from evidence.budget import Budget, OutOfTime, seconds_of
 from evidence.claims import results
 from evidence.claims.claims import Claim, load, names
 from evidence.claims.criteria import NOT_HERE, shown
-from evidence.claims.reproduce import Reproduction, machine_name, ordered, part_facts, rest_in_words, save
+from evidence.claims.reproduce import Reproduction, machine_name, ordered, save
 from evidence.runs import TRAIN, merged
+from mantissa.display import duration
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.errors import UserError, nearest
 from trainer.hardware import Hardware, detect
+
+_WIDE = 200
+"""Columns of a table that goes to no terminal."""
 
 
 @dataclass
@@ -50,13 +54,17 @@ def main(arguments: list[str]) -> int:
         print("\n".join(f"written: {path}" for path in results.update()) or "the pages are up to date")
         return 0
     claims = {name: load(name) for name in names()}
-    hardware = detect(options.device)
+    hardware, records = detect(options.device), results.read()
     if not options.claim and not options.all:
-        _list(claims, results.read(), machine_name(hardware), terminal())
+        console = Console()
+        _list(claims, records, machine_name(hardware), console if console.is_terminal else Console(width=_WIDE))
         return 0
-    here = results.read().get(machine_name(hardware), {})
-    wanted = ordered(claims, here) if options.all else options.claim
-    budget = Budget(duration(options.budget)) if options.budget else None
+    here = records.get(machine_name(hardware), {})
+    if options.all:
+        wanted = ordered([name for name, claim in claims.items() if not claim.combines], here)
+    else:
+        wanted = list(dict.fromkeys(part for name in options.claim for part in load(name).combines or [name]))
+    budget = Budget(seconds_of(options.budget)) if options.budget else None
     _check_given(wanted, given)
     if not options.all:
         for name in wanted:
@@ -65,37 +73,40 @@ def main(arguments: list[str]) -> int:
     reproduction = Reproduction(hardware, folder, given, reduced=options.reduced, budget=budget)
     if not options.reduced:
         known = _known(claims, here)
-        wanted += [name for name in here if name not in wanted and _made_anew(claims.get(name), wanted, known)]
         reproduction.done |= {name: known[name] for name in known if options.all or name not in wanted}
-        reproduction.earlier = {name: record.get("run_seconds", {}) for name, record in here.items()}
     return _run(wanted, claims, reproduction)
 
 
 def _run(wanted: list[str], claims: dict[str, Claim], reproduction: Reproduction) -> int:
     """Test claims, print and write each outcome at once, say what is left; return the exit code."""
     done, began = reproduction.done, time.monotonic()
-    new: list[str] = []
-    for name in [name for name in wanted if name in done]:
-        print(f"{name}: {done[name]['verdict']}, of {done[name]['date']}")
-    known = set(done)
-
-    def finished(name: str) -> None:
-        for each in [each for each in done if each not in known and each not in new]:  # the claim and what it combines
-            new.append(each)
-            _print(done[each], claims[each], reproduction.reduced)
-            if not reproduction.reduced:
-                print(f"written to {save(done[each], results.RESULTS)}")
-                if done[each]["verdict"] != NOT_HERE:  # of those there are many at once
-                    results.update()
-
-    left = reproduction.test_all(wanted, finished)
+    known, new = set(done), []
+    left: list[str] = []
+    for name in wanted:
+        if name in known:
+            print(f"{name}: {done[name]['verdict']}, of {done[name]['date']}")
+            continue
+        try:
+            reproduction.test(name)
+        except OutOfTime as error:
+            left.append(f"{name} ({duration(error.needed_s) if error.needed_s else 'not known yet'})")
+            continue
+        new.append(name)
+        _print(done[name], claims[name], reproduction.reduced)
+        if not reproduction.reduced:
+            print(f"written to {save(done[name], results.RESULTS)}")
+            if done[name]["verdict"] != NOT_HERE:  # of those there are many at once
+                results.update()
     if new and not reproduction.reduced:
         results.update()
+        for claim in claims.values():  # what follows from them
+            if set(claim.combines) & set(new) and (record := results.combined(claim, done)):
+                _print(record, claim, reproduction.reduced)
     if reproduction.budget:
         tested = [f"{name} {done[name]['verdict']}" for name in new if done[name]["verdict"] != NOT_HERE]
         absent = f"; {len(new) - len(tested)} not testable here" if len(new) > len(tested) else ""
-        taken = in_words(time.monotonic() - began)
-        print(f"\nDone in {taken}: {', '.join(tested) or 'no claim'}{absent}. {rest_in_words(left)}")
+        print(f"\nDone in {duration(time.monotonic() - began)}: {', '.join(tested) or 'no claim'}{absent}.")
+        print(f"Left: {', '.join(left)}. The same command continues." if left else "Nothing is left to test here.")
     return int(any(done[name].get("failures") for name in new))
 
 
@@ -117,7 +128,7 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
     if missing := claim.lacking(hardware, given):
         raise UserError(f"claim={claim.id} is {NOT_HERE}: it needs {', '.join(missing)}")
     arms = list(claim.arms) if options.reduced else claim.to_run(hardware)
-    if not arms and not claim.combines:
+    if not arms:
         why = next(iter(claim.not_timed(hardware).values()), "its arms need another machine")
         raise UserError(f"claim={claim.id} is {NOT_HERE}: {why}")
     for arm in claim.runs(arms, given, hardware.device.type, memory_ledger=False):
@@ -126,12 +137,6 @@ def _check(claim: Claim, hardware: Hardware, given: list[str], options: Reproduc
                 compose(merged(arm.overrides))
             except UserError as error:
                 raise UserError(f"evidence/claims/published/{claim.id}.yaml: arm {arm.label}: {error}") from None
-
-
-def _made_anew(claim: Claim | None, wanted: list[str], known: dict[str, dict[str, Any]]) -> bool:
-    """Return whether a claim combines one that is to be tested, and only claims that are tested or known."""
-    parts = set(claim.combines) if claim else set()
-    return bool(parts & set(wanted)) and parts <= {*wanted, *known}
 
 
 def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -145,20 +150,7 @@ def _known(claims: dict[str, Claim], outcomes: dict[str, dict[str, Any]]) -> dic
         and not record.get("failures")
         and not record.get("unexplained")
         and not record.get("too_slow")  # its arms can run now
-        and record.get("parts", {})
-        == {part: part_facts(outcomes[part]) for part in claims[name].combines if part in outcomes}
     }
-
-
-def terminal() -> Console:
-    """Return the standard output, 200 columns wide where it is not a terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDE)
-
-
-_WIDE = 200
-"""Columns."""
-_NOT_THERE = "NOT TESTABLE THERE"
 
 
 def _list(claims: dict[str, Claim], records: results.Records, here: str, console: Console) -> None:
@@ -169,7 +161,7 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
         table.add_column(f"{name} ({'this machine' if name == here else 'another machine'})", overflow="fold")
     for name, claim in claims.items():
         verdicts = [
-            results.verdict(outcomes.get(name), claim).replace(NOT_HERE, NOT_HERE if place == here else _NOT_THERE)
+            results.verdict(outcomes.get(name), claim).replace("HERE", "HERE" if place == here else "THERE")
             for place, outcomes in records.items()
         ]
         words = f"{escape(claim.statement)} [dim]({escape(claim.source)})[/]"
@@ -177,8 +169,7 @@ def _list(claims: dict[str, Claim], records: results.Records, here: str, console
         table.add_row(name, words, needs or "any", *verdicts)
     console.print(table)
     if here not in records:
-        others = "; the verdicts above are of other machines" if records else ""
-        console.print(f"No claim has been tested on this machine yet{others}.")
+        console.print("No claim has been tested on this machine yet; the verdicts above are of other machines.")
     console.print(f"This machine: {here}. Test one claim with claim=…, or all claims that it can with all=true.")
 
 

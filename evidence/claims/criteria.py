@@ -100,12 +100,13 @@ def evaluate(criterion: Criterion, outcomes: list[Outcome]) -> Finding:
     runs: dict[str, dict[int, Outcome]] = {}
     for outcome in outcomes:
         runs.setdefault(outcome.arm, {})[outcome.seed] = outcome
+    undecided = NOT_HERE if criterion.decides else ""
     if missing := [name for name in criterion.arms if name not in runs]:
-        return Finding(criterion, NOT_HERE if criterion.decides else "", why=f"the arm {missing[0]} does not run here")
+        return Finding(criterion, undecided, why=f"the arm {missing[0]} does not run here")
     every = (run for name in criterion.arms for run in runs[name].values())
     wide = next(filter(None, (run.summary.get("fp32_arithmetic") for run in every)), None)
     if wide and criterion.measure in TIMED:
-        return Finding(criterion, NOT_HERE if criterion.decides else "", why=f"not testable: {wide}")
+        return Finding(criterion, undecided, why=f"not testable: {wide}")
     values = _values(criterion, runs)
     finding = Finding(criterion, "", values=values)
     if values:

@@ -7,20 +7,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from evidence.budget import Budget, OutOfTime, in_words
+from evidence.budget import Budget, OutOfTime
 from evidence.claims.claims import Claim, load
-from evidence.claims.criteria import CONFIRMED, NOT_HERE, Finding, combine, evaluate
+from evidence.claims.criteria import NOT_HERE, Finding, combine, evaluate
 from evidence.claims.reasons import MOST, reasons
 from evidence.measures import MEASURES, TIMED, measured
 from evidence.runs import DIVERGED, Arm, Launch, Outcome, Runner, outcome_line
-from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_json
 from trainer.hardware import Hardware
@@ -47,41 +46,9 @@ class Reproduction:
     """See ``Runner``."""
     budget: Budget | None = None
     """Of time."""
-    earlier: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By claim, what a run of each arm took here when it was tested before, in seconds."""
     git: dict[str, str] = field(init=False, default_factory=git_facts)
     done: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     """The record of each claim that is tested, by its id."""
-
-    def test_all(self, names: Sequence[str], finished: Callable[[str], None]) -> dict[str, float | None]:
-        """Test claims in this order.
-
-        With a budget, a claim that does not fit as a whole is left for later. When nothing fits as a whole any more,
-        single runs are made that still fit; the next call has not to make them again.
-
-        Args:
-            names: of the claims.
-            finished: called with the name of each claim as soon as it has an outcome.
-
-        Returns:
-            What was left for lack of time, with the seconds that the rest of it takes; None: not known.
-        """
-        left: dict[str, float | None] = {name: None for name in names if name not in self.done}
-        for whole in (True, False):
-            if self.budget:
-                self.budget.whole = whole
-            for name in list(left):
-                try:
-                    self.test(name)
-                except OutOfTime as error:
-                    left[name] = error.needed_s
-                    if whole:
-                        needs = "" if error.needed_s is None else f" needs about {in_words(error.needed_s)} more, and"
-                        self.report(f"\n{name}{needs} does not fit in the time that is left")
-                else:
-                    del left[name]
-                    finished(name)
-        return left
 
     def test(self, name: str) -> dict[str, Any]:
         """Test one claim, once, and return its record in plain JSON types.
@@ -97,7 +64,7 @@ class Reproduction:
             if missing := claim.lacking(self.hardware, self.given):
                 self.done[name] = self._record(claim, NOT_HERE, needs=missing)
             else:
-                self.done[name] = self._combined(claim) if claim.combines else self._tested(claim)
+                self.done[name] = self._tested(claim)
         return self.done[name]
 
     def _tested(self, claim: Claim) -> dict[str, Any]:
@@ -111,8 +78,7 @@ class Reproduction:
         ledger = not self.hardware.is_gpu and any(criterion.measure == "memory" for criterion in claim.criteria)
         arms = claim.runs(names, self.given, self.hardware.device.type, ledger)
         seeds = list(range(claim.repeats))
-        folder, earlier = self.folder / self._key(claim), self.earlier.get(claim.id, {})
-        runner = Runner(folder, launch=self.launch, budget=self.budget, earlier=earlier)
+        runner = Runner(self.folder / self._key(claim), launch=self.launch, budget=self.budget)
         self.report(f"\n{claim.id}: {claim.statement}\n{len(arms)} arms × {len(seeds)}, alternating; {runner.runs}")
         outcomes = runner.run_all(arms, seeds, lambda *run: self.report(outcome_line(*run)))
         findings = [evaluate(criterion, outcomes) for criterion in claim.criteria]
@@ -136,35 +102,6 @@ class Reproduction:
                 for run in outcomes
                 if run.exit_code not in (0, DIVERGED)
             ],
-            run_seconds={arm: round(seconds, 1) for arm, seconds in runner.seconds().items()},
-        )
-
-    def _combined(self, claim: Claim) -> dict[str, Any]:
-        parts = [self.test(name) for name in claim.combines]
-        verdicts = [part["verdict"] for part in parts]
-        verdict = combine(verdicts)
-        if verdict == CONFIRMED and NOT_HERE in verdicts:
-            verdict = INCONCLUSIVE
-        return self._record(
-            claim,
-            verdict,
-            parts={part["claim"]: part_facts(part) for part in parts},
-            needs=[need for part in parts for need in part.get("needs", [])],
-            findings=[
-                finding | {"quantity": f"{part['claim']}: {finding['quantity']}"}
-                for part in parts
-                for finding in part.get("findings", [])
-                if finding["bounds"]
-            ],
-            why=[
-                *(sentence for part in parts for sentence in part.get("why", [])),
-                *(
-                    f"{part['claim']} was not tested: {'; '.join(dict.fromkeys(part['not_timed'].values()))}."
-                    for part in parts
-                    if part["verdict"] == NOT_HERE and "not_timed" in part
-                ),
-            ],
-            failures=[failure for part in parts for failure in part.get("failures", [])],
         )
 
     def _public(self, text: str) -> str:
@@ -210,14 +147,6 @@ def ordered(claims: Collection[str], tested: Collection[str]) -> list[str]:
     return sorted(claims, key=lambda name: (name in tested, place.get(name, -1), name))
 
 
-def rest_in_words(left: dict[str, float | None]) -> str:
-    """Return what is left to do, and how long it would take; ``left`` is that of ``test_all``."""
-    if not left:
-        return "Nothing is left to test here."
-    each = ", ".join(f"{name} ({in_words(seconds)})" for name, seconds in left.items())
-    return f"Left: {each}. The same command continues."
-
-
 def machine_name(hardware: Hardware) -> str:
     """Return the machine's name for folders: the device's name; of a CPU also its bf16 instructions and used cores."""
     name = re.sub(r"\((r|tm)\)|cpu @.*", "", hardware.name.lower())
@@ -232,11 +161,6 @@ def bf16_instructions(cpu_flags: Container[str]) -> str:
     """Return what a CPU computes bf16 products with, which the names of some do not tell; empty: nothing."""
     names = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16"}
     return next((name for flag, name in names.items() if flag in cpu_flags), "")
-
-
-def part_facts(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what a claim that combines others records of each; when it changes, that claim is out of date."""
-    return {key: record[key] for key in ("verdict", "claim_sha256", "git", "date")}
 
 
 def save(record: dict[str, Any], results: Path) -> Path:
@@ -254,17 +178,23 @@ def save(record: dict[str, Any], results: Path) -> Path:
     return path
 
 
+def _finite(values: Iterable[float | None]) -> list[float | None]:
+    """Return values as JSON can hold them: None in the place of infinity and NaN."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]
+
+
 def _plain(finding: Finding) -> dict[str, Any]:
     criterion = finding.criterion
-    numbers = {"median": finding.median, "low": finding.low, "high": finding.high}
-    finite = {key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()}
+    median, low, high = _finite((finding.median, finding.low, finding.high))
     return {
         "quantity": criterion.quantity(),
         "bounds": criterion.bounds(),
         "published": criterion.published,
         "verdict": finding.verdict,
-        **finite,
-        "values": [value if math.isfinite(value) else None for value in finding.values],
+        "median": median,
+        "low": low,
+        "high": high,
+        "values": _finite(finding.values),
         "note": criterion.note,
         "criterion": {key: value for key, value in asdict(criterion).items() if value not in (None, [], "")},
     }
@@ -281,8 +211,6 @@ def _arm(arm: Arm, claim: Claim, outcomes: list[Outcome]) -> dict[str, Any]:
         "overrides": overrides,
         "seeds": [outcome.seed + arm.seed_shift for outcome in mine],
         "measures": {
-            name: [value if value is not None and math.isfinite(value) else None for value in found]
-            for name, found in values.items()
-            if any(value is not None for value in found)
+            name: _finite(found) for name, found in values.items() if any(value is not None for value in found)
         },
     }

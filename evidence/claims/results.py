@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from evidence.claims.claims import Claim, load, names
-from evidence.claims.criteria import NOT_HERE, shown
+from evidence.claims.criteria import CONFIRMED, NOT_HERE, combine, shown
 from evidence.claims.reproduce import bf16_instructions
+from mantissa.statistics import INCONCLUSIVE
 from trainer.errors import UserError
 from trainer.files import PROJECT, write_text
 
@@ -30,15 +31,50 @@ Notes = dict[str, list[str]]
 
 
 def read(folder: Path = RESULTS) -> Records:
-    """Return all outcomes; the machine that could test most claims comes first."""
+    """Return all outcomes, with those that follow from others; the machine that could test most claims comes first."""
     found: Records = {}
     for path in sorted(folder.glob("*/*.json")):
         found.setdefault(path.parent.name, {})[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+    claims = map(load, names())
+    for claim in [claim for claim in claims if claim.combines]:
+        for outcomes in found.values():
+            if record := combined(claim, outcomes):
+                outcomes[claim.id] = record
 
     def tested(machine: str) -> int:
         return sum(record["verdict"] != NOT_HERE for record in found[machine].values())
 
     return {machine: found[machine] for machine in sorted(found, key=tested, reverse=True)}
+
+
+def combined(claim: Claim, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the outcome of a claim that consists of others; None: one of them has no outcome."""
+    if not claim.combines or not set(claim.combines) <= outcomes.keys():
+        return None
+    parts = [outcomes[name] for name in claim.combines]
+    verdicts = [part["verdict"] for part in parts]
+    together = combine(verdicts)
+    record = max(parts, key=lambda part: str(part["date"])) | {
+        "claim": claim.id,
+        "claim_sha256": claim.digest,
+        "verdict": INCONCLUSIVE if together == CONFIRMED and NOT_HERE in verdicts else together,
+        "findings": [
+            finding | {"quantity": f"{part['claim']}: {finding['quantity']}"}
+            for part in parts
+            for finding in part.get("findings", [])
+            if finding["bounds"]
+        ],
+        "why": [
+            *(sentence for part in parts for sentence in part.get("why", [])),
+            *(
+                f"{part['claim']} was not tested: {'; '.join(dict.fromkeys(part['not_timed'].values()))}."
+                for part in parts
+                if part["verdict"] == NOT_HERE and "not_timed" in part
+            ),
+        ],
+    }
+    record |= {key: [each for part in parts for each in part.get(key, [])] for key in ("needs", "failures")}
+    return {key: value for key, value in record.items() if key not in ("left_out", "not_timed", "too_slow")}
 
 
 def verdict(record: dict[str, Any] | None, claim: Claim) -> str:
@@ -158,14 +194,10 @@ def _cell(record: dict[str, Any] | None, claim: Claim) -> str:
     if record is None:
         return "not tested yet"
     if record["verdict"] == NOT_HERE:
-        why = [
-            *(f"needs {need}" for need in record.get("needs", [])),
-            *record.get("not_timed", {}).values(),
-            *record.get("too_slow", {}).values(),
-            *record.get("left_out", {}).values(),
-        ]
-        why += record.get("why", [])
-        return f"not testable: {why[0].rstrip('.')}" if why else "not testable"
+        why = [f"needs {need}" for need in record.get("needs", [])]
+        for kind in ("not_timed", "too_slow", "left_out"):
+            why += record.get(kind, {}).values()
+        return f"not testable: {[*why, *record.get('why', [])][0].rstrip('.')}"
     decided = (finding for finding in record["findings"] if finding["verdict"] not in ("", NOT_HERE))
     return f"**{verdict(record, claim)}** {'; '.join(map(_short, decided))}"
 
@@ -204,15 +236,9 @@ def _outcome(machine: str, record: dict[str, Any], claim: Claim) -> list[str]:
 
 def _left_out(record: dict[str, Any]) -> list[str]:
     """Return a sentence for each reason why arms were not run, or not timed."""
-    lacks = {name: f"; it needs {needs}" for name, needs in record.get("left_out", {}).items()}
-    return [
-        *(f"The arm {name} was not run{why}." for name, why in lacks.items()),
-        *(
-            f"The arm{'s' * (len(names) > 1)} {', '.join(names)} {'were' if len(names) > 1 else 'was'} not run: {why}."
-            for why, names in _by_reason(record.get("too_slow", {}))
-        ),
-        *not_timed(record),
-    ]
+    lacks = {name: f"needs {needs}" for name, needs in record.get("left_out", {}).items()}
+    not_run = _by_reason(lacks | record.get("too_slow", {}))
+    return [f"Not run, {why}: {', '.join(names)}." for why, names in not_run] + not_timed(record)
 
 
 def not_timed(record: dict[str, Any]) -> list[str]:

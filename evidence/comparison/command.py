@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from trainer.config.options import fraction, listed, parse, unquoted
 from trainer.errors import UserError, nearest
 from trainer.tracking.mlflow.addresses import tracking_uri
 
-CHOSEN = ("seed", "run_name", "resume")
+CHOSEN = ("seed", "run_name", "resume", "output_dir")
 """Keys that the comparison sets for every run."""
 
 
@@ -51,21 +50,27 @@ def planned(arguments: list[str]) -> Comparison:
     """Read the command line; what is not an option of the comparison is an override of all arms."""
     options, others = parse(arguments, CompareOptions, "overrides")
     common = [text for text in others if not text.startswith("arm.")]
-    if set_here := [key for key in CHOSEN if any(text.startswith(f"{key}=") for text in common)]:
-        raise UserError(f"{set_here[0]}=… is set for every run; use seeds=5, and name=… for the comparison")
-    arms = [_arm(item) for item in options.arms]
+    precisions = sorted(path.stem for path in (CONF / "precision").glob("*.yaml"))
+    for name in options.arms:
+        if name not in precisions:
+            raise UserError(
+                f"arms: {name} is not a precision ({', '.join(precisions)}){nearest(name, precisions)}; "
+                'for other overrides use arm.<name>="key=value …"'
+            )
+    arms = [Arm(name, (f"precision={name}",)) for name in options.arms]
     for label, _, overrides in (text.removeprefix("arm.").partition("=") for text in others if text not in common):
         arms.append(Arm(label, tuple(unquoted(overrides).split())))
     if len(arms) < 2:
         raise UserError('a comparison needs two arms or more, such as arms=fp32,bf16 or arm.compiled="compile=default"')
-    if any(arm.label == NULL for arm in arms):
+    labels = [arm.label for arm in arms]
+    if NULL in labels:
         raise UserError(f"the label {NULL} is reserved for the null arm; choose another")
     check_labels(arms)
-    for arm in arms:
-        if fixed := [text for text in arm.overrides if text.partition("=")[0] in (*CHOSEN, "output_dir")]:
-            raise UserError(f"arm {arm.label}: {fixed[0]} cannot differ between arms; remove it and use seeds=5")
+    for text in (*common, *(text for arm in arms for text in arm.overrides)):
+        if text.partition("=")[0] in CHOSEN:
+            raise UserError(f"{text} is set for every run; remove it, and use seeds=5, and name=… for the comparison")
     baseline = options.baseline or arms[0].label
-    if baseline not in (labels := [arm.label for arm in arms]):
+    if baseline not in labels:
         raise UserError(f"baseline={baseline} is not among the arms ({', '.join(labels)}){nearest(baseline, labels)}")
     arms.sort(key=lambda arm: arm.label != baseline)  # a stable sort: the baseline comes first
     if options.null:
@@ -76,38 +81,21 @@ def planned(arguments: list[str]) -> Comparison:
     return Comparison(arms, baseline, seeds, margin, common, options.output_dir, options.name)
 
 
-def _arm(item: str) -> Arm:
-    if "=" in item:
-        parts = unquoted(item).split()
-        return Arm(re.sub(r"[^\w.]+", "-", "-".join(part.partition("=")[2] for part in parts)), tuple(parts))
-    known = sorted(path.stem for path in (CONF / "precision").glob("*.yaml"))
-    if item not in known:
-        raise UserError(
-            f"arms: {item} is not a precision ({', '.join(known)}){nearest(item, known)}; "
-            f'for other overrides use arm.{item}="key=value …"'
-        )
-    return Arm(item, (f"precision={item}",))
-
-
 def _seeds(text: str) -> list[int]:
     try:
         seeds = [int(item) for item in listed(text)] if "," in text or text.startswith("[") else list(range(int(text)))
     except ValueError:
         raise UserError(f"seeds={text} is neither a number nor a list; write seeds=5 or seeds=3,4,5") from None
-    if len(seeds) < 2:
-        raise UserError(f"seeds={text} gives one pair of runs, and an interval needs two or more; use seeds=5")
-    if len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:
-        raise UserError(f"seeds={text} must be different numbers from 0 to {NULL_SHIFT - 1}")
+    if len(set(seeds)) < max(2, len(seeds)) or min(seeds) < 0 or max(seeds) >= NULL_SHIFT:
+        raise UserError(f"seeds={text} must be two or more different numbers from 0 to {NULL_SHIFT - 1}; use seeds=5")
     return seeds
 
 
 def _margin(text: str) -> float:
     margin = fraction(text)
-    if margin is None:
-        raise UserError(f"margin={text} is not a number; write margin=0.3%")
-    if not 0 < margin < 1:
+    if margin is None or not 0 < margin < 1:
         raise UserError(
-            f"margin={text} must lie above 0 and below 100 %: it is the difference in validation loss that is too "
+            f"margin={text} must be a number above 0 and below 100 %: the difference in validation loss that is too "
             "small to matter, such as margin=0.3%"
         )
     return margin

@@ -47,22 +47,20 @@ def _color(result: Result, arm: ArmResult) -> str:
 
 def _loss(result: Result) -> Any:
     figure, axes = bare_figure(*SIZE)
-    drawn = False
     for arm in result.arms:
         runs = [o.series[LOSS] for o in result.outcomes if o.arm == arm.label and o.finished and LOSS in o.series]
         color = _color(result, arm)
         for steps, values in runs:
             axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
-        common = sorted(set.intersection(*(set(steps.tolist()) for steps, _ in runs))) if runs else []
+        losses: dict[int, list[float]] = {}
+        for steps, values in runs:
+            for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+                losses.setdefault(step, []).append(value)
+        common = [step for step, values in losses.items() if len(values) == len(runs)]
         if common:
-            at = [dict(zip(steps.tolist(), values.tolist(), strict=True)) for steps, values in runs]
-            means = [float(np.mean([run[step] for run in at])) for step in common]
+            means = [float(np.mean(losses[step])) for step in common]
             axes.plot(common, means, "--" if arm.is_null else "-", color=color, linewidth=1.8, label=arm.label)
-            drawn = True
-    if not drawn:
-        return None
-    _label_curves(axes, "validation loss")
-    return figure
+    return _labelled(figure, axes, "validation loss")
 
 
 def _separation(result: Result) -> Any:
@@ -70,7 +68,6 @@ def _separation(result: Result) -> Any:
     runs = {arm.label: {o.seed: o for o in result.outcomes if o.arm == arm.label and o.finished} for arm in result.arms}
     base = runs[result.comparison.baseline]
     figure, axes = bare_figure(*SIZE)
-    drawn = False
     for arm in result.arms:
         distances = curve_distances(runs[arm.label], base) if arm.label != result.comparison.baseline else {}
         steps = [step for step, values in distances.items() if math.isfinite(max(values)) and max(values) > 0]
@@ -81,19 +78,19 @@ def _separation(result: Result) -> Any:
         elif steps:
             means = [float(np.mean(distances[step])) for step in steps]
             axes.plot(steps, means, "o-", color=_color(result, arm), linewidth=1.8, markersize=3, label=arm.label)
-            drawn = True
-    if not drawn:
-        return None
     axes.set_yscale("log")
-    _label_curves(axes, "difference in validation loss")
-    return figure
+    return _labelled(figure, axes, "difference in validation loss")
 
 
-def _label_curves(axes: Any, quantity: str) -> None:
+def _labelled(figure: Any, axes: Any, quantity: str) -> Any:
+    """Return the figure with its axes named; None where no curve was drawn."""
+    if not axes.lines:
+        return None
     axes.set_xlabel("optimizer step", color=QUIET)
     axes.set_ylabel(quantity, color=QUIET)
     axes.grid(axis="y", color="#e8eaed")
     axes.legend(frameon=False, labelcolor=INK)
+    return figure
 
 
 def _speed(result: Result) -> Any:

@@ -16,31 +16,24 @@ from mantissa.page import document, items, paragraphs, plots, wide_table
 from mantissa.statistics import BETTER, EQUIVALENT, INCONCLUSIVE, WORSE, Interval, mean_interval
 from trainer.files import write_text
 
-COST = ("throughput", "speedup", "peak memory", "memory ratio")
 ENERGY = "energy"
-QUALITY = ("valid. loss", "difference", "curves diverge at", "quality")
+QUALITY = ("quality", "difference", "valid. loss", "curves diverge at")
+COST = ("speedup", "memory ratio", ENERGY, "throughput", "peak memory")
+HEAD = ("arm", *QUALITY, *COST)
+"""The verdicts first: they are in sight wherever a table ends."""
 VERDICTS = (EQUIVALENT, BETTER, WORSE, INCONCLUSIVE)
-HEAD = ("arm", *COST, ENERGY, *QUALITY)
-PAGE_COLUMNS = (
-    *("arm", "quality", "difference", "speedup", "memory ratio", ENERGY),
-    *("valid. loss", "curves diverge at"),
-)
-"""The columns of the page up to the widest ones, the verdicts first: they are in sight wherever the table ends."""
 
 
 def write_report(result: Result, command: list[str]) -> list[Path]:
     """Write ``report.md``, ``report.html`` and the plots as PNG beside them; return the files, the page first."""
     folder = result.comparison.folder
     figures = compare_plots.figures(result)
-    drawn = []
     for name, (_, figure) in figures.items():
-        drawn.append(folder / f"{name}.png")
-        figure.savefig(drawn[-1])
+        figure.savefig(folder / f"{name}.png")
     images = "".join(f"![{title}]({name}.png)\n\n" for name, (title, _) in figures.items())
-    text = markdown(result, command, images)
-    write_text(folder / "report.md", text)
+    write_text(folder / "report.md", markdown(result, command, images))
     write_text(folder / "report.html", page(result, command, figures))
-    return [folder / "report.html", folder / "report.md", *drawn]
+    return [folder / name for name in ("report.html", "report.md", *(f"{name}.png" for name in figures))]
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
@@ -49,16 +42,16 @@ def rows(result: Result) -> list[tuple[str, ...]]:
     lines = [
         (
             f"{arm.label} (baseline)" if arm.label == result.comparison.baseline else arm.label,
-            _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s")
-            + (" in fp32 arithmetic" if arm.arithmetic else ""),
+            "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
+            _difference(arm),
+            _mean(None, arm.quality.values, loss),
+            _separation(result, arm),
             "not testable" if arm.not_timed else _ratio(result, arm, arm.speed),
-            _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
             _ratio(result, arm, arm.memory),
             _ratio(result, arm, arm.energy),
-            _mean(None, arm.quality.values, loss),
-            _difference(arm),
-            _separation(result, arm),
-            "noise" if arm.is_null and arm.quality.verdict else arm.quality.verdict,
+            _mean(arm.speed.value, arm.speed.values, lambda v: f"{v:,.0f} {unit}/s")
+            + (" in fp32 arithmetic" if arm.arithmetic else ""),
+            _mean(arm.memory.value, arm.memory.values, lambda v: f"{mebibytes(v)} MiB"),
         )
         for arm in result.arms
     ]
@@ -69,8 +62,8 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 def table(result: Result) -> str:
     """Return two tables for a terminal of 80 columns or little more: the cost of each arm, and its quality."""
     lines = rows(result)
-    first = len(lines[0]) - len(QUALITY)
-    blocks = [columns([line[:first] for line in lines]), columns([(line[0], *line[first:]) for line in lines])]
+    first = 1 + len(QUALITY)
+    blocks = [columns([(line[0], *line[first:]) for line in lines]), columns([line[:first] for line in lines])]
     return "\n\n".join([*blocks, *_unmeasured(result)])
 
 
@@ -96,13 +89,13 @@ def sentences(result: Result) -> list[str]:
 
 def _sentence(result: Result, arm: ArmResult) -> str:
     base, quality = result.comparison.baseline, arm.quality
-    changes = []
-    if arm.speed.ratio:
-        changes.append(_change(arm.speed.ratio, "faster", "slower"))
-    if arm.memory.ratio:
-        changes.append(_change(arm.memory.ratio, "more memory", "less memory"))
-    if arm.energy.ratio:
-        changes.append(_change(arm.energy.ratio, "more energy for the same work", "less energy for the same work"))
+    words = (
+        ("faster", "slower"),
+        ("more memory", "less memory"),
+        ("more energy for the same work", "less energy for the same work"),
+    )
+    ratios = (arm.speed.ratio, arm.memory.ratio, arm.energy.ratio)
+    changes = [_change(ratio, *each) for ratio, each in zip(ratios, words, strict=True) if ratio]
     clauses = [f"{', '.join(changes)} than {base}"] if changes else []
     if arm.not_timed:
         clauses.append(f"speed not testable here ({arm.not_timed})")
@@ -180,7 +173,7 @@ def markdown(result: Result, command: list[str], images: str) -> str:
 def page(result: Result, command: list[str], figures: dict[str, tuple[str, Any]]) -> str:
     """Return ``report.html``: styles and plots inside, no script, no address."""
     name = result.comparison.name
-    head, *below = _for_page(rows(result))
+    head, *below = rows(result)
     return document(
         name,
         _STYLE,
@@ -189,13 +182,6 @@ def page(result: Result, command: list[str], figures: dict[str, tuple[str, Any]]
         f"{paragraphs(_unmeasured(result))}{plots(figures.values())}\n"
         f"<h2>How it was measured</h2>\n{paragraphs(method(result))}",
     )
-
-
-def _for_page(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    names = lines[0]
-    first = [names.index(name) for name in PAGE_COLUMNS if name in names]
-    order = [*first, *(column for column in range(len(names)) if column not in first)]
-    return [tuple(line[column] for column in order) for line in lines]
 
 
 _STYLE = ".EQUIVALENT, .BETTER { color: #137333 } .WORSE { color: #c5221f } .INCONCLUSIVE { color: #7a4f00 }\n"
@@ -244,19 +230,15 @@ def _separation(result: Result, arm: ArmResult) -> str:
 def _difference(arm: ArmResult) -> str:
     if not arm.quality.test:
         return ""
-    interval = _noise(arm) if arm.is_null else arm.quality.test.difference
+    # No test judges the null arm.
+    interval = mean_interval(arm.quality.differences) if arm.is_null else arm.quality.test.difference
     return f"{_percent(interval)} ({_level(interval)})"
-
-
-def _noise(arm: ArmResult) -> Interval:
-    """Return the interval of the null arm's differences, which no test judges."""
-    return mean_interval(arm.quality.differences)
 
 
 def _null_sentence(arm: ArmResult, base: str) -> str:
     parts = []
     if arm.quality.test:
-        parts.append(f"final losses by {_percent(_noise(arm))}")
+        parts.append(f"final losses by {_percent(mean_interval(arm.quality.differences))}")
     if arm.speed.ratio:
         parts.append(f"speed by {_times(arm.speed.ratio)}")
     differs = " and in ".join(parts) or "nothing that was measured"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from scipy import stats
 from evidence.comparison.judge import ArmResult, judge
 from evidence.runs import Arm, Outcome, _last_error
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE, WORSE
+from tests.evidence.ended import ended
 
 FP32, BF16 = Arm("fp32", ("precision=fp32",)), Arm("bf16", ("precision=bf16",))
 NULL = Arm("null", FP32.overrides, seed_shift=1000)
@@ -29,38 +29,10 @@ class Runs:
         self.outcomes: list[Outcome] = []
 
     def add(
-        self,
-        arm: Arm,
-        seed: int,
-        losses: tuple[float | None, ...] = (3.0, 2.5, 2.0),
-        speed: float | None = 100.0,
-        device: str = "cpu",
-        peak_bytes: int | None = None,
-        energy_j: float | None = None,
-        skipped_steps: int = 0,
-        fp32_arithmetic: str | None = None,
+        self, arm: Arm, seed: int, losses: Sequence[float | None] = (3.0, 2.5, 2.0), peak_bytes: int = 0, **summary: Any
     ) -> None:
-        folder = self.folder / f"{arm.label}-s{seed}"
-        folder.mkdir(parents=True)
-        losses = tuple(loss if loss is not None and math.isfinite(loss) else None for loss in losses)  # as train.py
-        lines = [{"step": step, "valid/loss": loss} for step, loss in zip(STEPS, losses, strict=True)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        if peak_bytes:
-            (folder / "profile").mkdir()
-            ledger = {"peak_bytes": peak_bytes, "at_peak": {"weights": peak_bytes}}
-            (folder / "profile" / "ledger.json").write_text(json.dumps(ledger))
-        summary: dict[str, Any] = {
-            "status": "FINISHED",
-            "final": {"valid/loss": losses[-1]},
-            "units_per_s": speed,
-            "peak_memory_bytes": 7_000,
-            "hardware": {"device": device},
-            "energy_j": energy_j,
-            "units": 50,
-            "skipped_steps": skipped_steps,
-            "fp32_arithmetic": fp32_arithmetic,
-        }
-        self.outcomes.append(Outcome(arm.label, seed, folder, 0, summary=summary))
+        ledger = {"weights": peak_bytes} if peak_bytes else None
+        self.outcomes.append(ended(self.folder, arm.label, seed, STEPS, losses, ledger, **summary))
 
     def fail(self, arm: Arm, seed: int, exit_code: int, why: str = "") -> None:
         self.outcomes.append(Outcome(arm.label, seed, self.folder / f"{arm.label}-s{seed}", exit_code, why))
@@ -79,8 +51,8 @@ def test_the_speed_of_fp32_arithmetic_is_compared_with_no_other_formats(runs: Ru
     why, compiled = "bf16 matmuls: fp32 arithmetic", Arm("compiled", ("precision=bf16", "compile=default"))
     for seed in range(3):
         runs.add(FP32, seed, energy_j=5.0, peak_bytes=100)
-        runs.add(BF16, seed, energy_j=2.0, peak_bytes=60, speed=80.0, fp32_arithmetic=why)
-        runs.add(compiled, seed, energy_j=2.0, speed=160.0, fp32_arithmetic=why)
+        runs.add(BF16, seed, energy_j=2.0, peak_bytes=60, units_per_s=80.0, fp32_arithmetic=why)
+        runs.add(compiled, seed, energy_j=2.0, units_per_s=160.0, fp32_arithmetic=why)
     found = runs.judged([FP32, BF16])
     assert (found["bf16"].speed.ratio, found["bf16"].energy.ratio, found["bf16"].not_timed) == (None, None, why)
     assert found["bf16"].memory.ratio
@@ -93,10 +65,10 @@ def test_the_speed_of_fp32_arithmetic_is_compared_with_no_other_formats(runs: Ru
 
 def test_ratios_are_of_runs_of_the_same_seed(runs: Runs) -> None:
     """The machine slowed down fourfold between the seeds, which the ratios must not see; the order is shuffled."""
-    runs.add(BF16, 1, speed=52.5, losses=(4.0, 3.5, 3.03))
-    runs.add(FP32, 0, speed=100.0)
-    runs.add(FP32, 1, speed=25.0, losses=(4.0, 3.5, 3.0))
-    runs.add(BF16, 0, speed=190.0, losses=(3.0, 2.5, 2.0))
+    runs.add(BF16, 1, units_per_s=52.5, losses=(4.0, 3.5, 3.03))
+    runs.add(FP32, 0, units_per_s=100.0)
+    runs.add(FP32, 1, units_per_s=25.0, losses=(4.0, 3.5, 3.0))
+    runs.add(BF16, 0, units_per_s=190.0, losses=(3.0, 2.5, 2.0))
     found = runs.judged([FP32, BF16])
     speed = found["bf16"].speed
     assert sorted(speed.ratios) == pytest.approx([1.9, 2.1])
@@ -108,11 +80,11 @@ def test_ratios_are_of_runs_of_the_same_seed(runs: Runs) -> None:
 
 def test_a_failed_seed_leaves_the_other_pairs(runs: Runs) -> None:
     for seed in range(4):
-        runs.add(FP32, seed, speed=100.0 + seed)
-    runs.add(BF16, 0, speed=200.0)
+        runs.add(FP32, seed, units_per_s=100.0 + seed)
+    runs.add(BF16, 0, units_per_s=200.0)
     runs.fail(BF16, 1, 1, "the disk is full")
-    runs.add(BF16, 2, speed=204.0)
-    runs.add(BF16, 3, speed=206.0)
+    runs.add(BF16, 2, units_per_s=204.0)
+    runs.add(BF16, 3, units_per_s=206.0)
     bf16 = runs.judged([FP32, BF16])["bf16"]
     assert (bf16.seeds, bf16.failures) == ([0, 2, 3], {1: "the disk is full"})
     assert bf16.speed.ratios == pytest.approx([2.0, 2.0, 2.0])
@@ -122,7 +94,7 @@ def test_a_failed_seed_leaves_the_other_pairs(runs: Runs) -> None:
 
 def test_a_seed_that_only_the_baseline_lost_is_not_a_pair_and_is_reported(runs: Runs) -> None:
     runs.fail(FP32, 0, 3)
-    runs.add(BF16, 0, speed=900.0, losses=(9.0, 9.0, 9.0))
+    runs.add(BF16, 0, units_per_s=900.0, losses=(9.0, 9.0, 9.0))
     for seed in (1, 2):
         runs.add(FP32, seed)
         runs.add(BF16, seed)
@@ -158,7 +130,7 @@ def test_where_the_baseline_diverges_too_nothing_is_worse(runs: Runs) -> None:
 
 def test_one_pair_and_none_give_no_interval(runs: Runs) -> None:
     runs.add(FP32, 0)
-    runs.add(BF16, 0, speed=200.0)
+    runs.add(BF16, 0, units_per_s=200.0)
     runs.fail(FP32, 1, 1)
     runs.fail(BF16, 1, 1)
     bf16 = runs.judged([FP32, BF16])["bf16"]
@@ -171,7 +143,7 @@ def test_one_pair_and_none_give_no_interval(runs: Runs) -> None:
 
 def test_what_was_not_measured_is_none_and_never_0(runs: Runs) -> None:
     for seed in (0, 1):
-        runs.add(FP32, seed, speed=None, energy_j=None)
+        runs.add(FP32, seed, units_per_s=None, energy_j=None)
         runs.add(BF16, seed, energy_j=0.0)  # a counter that did not move
     for arm in runs.judged([FP32, BF16]).values():
         assert (arm.energy.value, arm.energy.values, arm.energy.ratio) == (None, [], None)
@@ -181,8 +153,8 @@ def test_what_was_not_measured_is_none_and_never_0(runs: Runs) -> None:
 
 def test_energy_is_of_a_unit_and_memory_the_allocators_on_cuda_and_the_ledgers_elsewhere(runs: Runs) -> None:
     for seed in (0, 1):
-        runs.add(FP32, seed, device="cuda:0", peak_bytes=4_000, energy_j=200.0)
-        runs.add(BF16, seed, device="cpu", peak_bytes=3_500, energy_j=100.0, skipped_steps=2)
+        runs.add(FP32, seed, hardware={"device": "cuda:0"}, peak_bytes=4_000, energy_j=200.0)
+        runs.add(BF16, seed, hardware={"device": "cpu"}, peak_bytes=3_500, energy_j=100.0, skipped_steps=2)
     found = runs.judged([FP32, BF16])
     assert found["fp32"].energy.values == [4.0, 4.0]
     assert found["bf16"].energy.ratios == [0.5, 0.5]

@@ -13,133 +13,105 @@ from typing import Any
 
 import pytest
 
-from evidence.budget import Budget, duration, in_words
+from evidence.budget import Budget, OutOfTime, seconds_of
 from evidence.claims import claims, results
 from evidence.claims import command as reproduce_cli
 from evidence.claims.criteria import CONFIRMED
-from evidence.claims.reproduce import ORDER, Reproduction, ordered, rest_in_words, save
-from evidence.runs import in_a_process
+from evidence.claims.reproduce import ORDER, ordered, save
+from evidence.runs import Arm, Runner, in_a_process
 from tests.evidence.claims.made_up import CLAIM, Machine, reproduction
 from trainer.errors import UserError
 
-LOSS = [{"measure": "loss", "arm": "bf16", "over": "fp32", "within": 0.01}]
-"""Needs no run under a profiler: six runs in all."""
-
 
 @pytest.fixture
-def call(tmp_path: Path, made_up: Machine) -> Callable[..., tuple[Reproduction, dict[str, float | None]]]:
-    """One call of the command: the claims, the seconds that it has, and what earlier calls took."""
+def runner(tmp_path: Path, made_up: Machine) -> Callable[[float], Runner]:
+    """A runner with so many seconds, whose command line is made up."""
 
-    def run(names: list[str], seconds: float, earlier: Any = None) -> tuple[Reproduction, dict[str, float | None]]:
-        here = reproduction(tmp_path, made_up, budget=Budget(seconds, clock=made_up.clock), earlier=earlier or {})
+    def made(seconds: float) -> Runner:
         made_up.started.clear()
-        return here, here.test_all(names, lambda _: None)
+        return Runner(tmp_path, launch=made_up, budget=Budget(seconds, clock=made_up.clock))
 
-    return run
+    return made
+
+
+ARMS = [Arm("fp32", ("precision=fp32",)), Arm("bf16", ("precision=bf16",))]
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("25min", 1500), ("1h", 3600), ("1.5h", 5400), ("0.5min", 30)]
 )
 def test_a_time_is_read(text: str, seconds: float) -> None:
-    assert duration(text) == seconds
+    assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["25", "soon", "0min"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=f"budget={text} is not a time: set budget=25min"):
-        duration(text)
+        seconds_of(text)
 
 
-def test_a_time_is_shown() -> None:
-    assert [in_words(seconds) for seconds in (4.4, 120, 5400, None)] == ["4 s", "2 min", "1.5 h", "not known yet"]
+def run_all(runner: Runner) -> float | None:
+    """Return the seconds that are left to do: 0 where all six runs are done."""
+    try:
+        runner.run_all(ARMS, [0, 1, 2], lambda *_: None)
+    except OutOfTime as error:
+        return error.needed_s
+    return 0
 
 
-def test_a_claim_that_does_not_fit_is_left_for_one_that_does(
-    files: Callable[..., None], call: Callable[..., Any], made_up: Machine
+def test_only_runs_that_are_expected_to_fit_are_begun_and_the_next_call_continues(
+    runner: Callable[[float], Runner], made_up: Machine
 ) -> None:
-    files("long", criteria=LOSS, repeats=20)
-    files("short", criteria=LOSS)
-    known = {"long": {"fp32": 10.0, "bf16": 10.0}, "short": {"fp32": 10.0, "bf16": 10.0}}
-    here, left = call(["long", "short"], 80, known)
-    assert list(here.done) == ["short"]
-    assert here.done["short"]["verdict"] == CONFIRMED
-    assert left == {"long": 390.0}  # a single run of it still fitted into the twenty seconds that were left over
-    assert made_up.started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1", "fp32-s2", "bf16-s2", "fp32-s0"]
-    assert made_up.now <= 80
-
-
-def test_what_a_claim_takes_is_learnt_from_its_first_run(
-    files: Callable[..., None], call: Callable[..., Any], made_up: Machine
-) -> None:
+    assert run_all(runner(19)) is None
+    assert made_up.started == []
     made_up.takes = {"fp32": 30.0, "bf16": 10.0}
-    files("mine", criteria=LOSS)
-    here, left = call(["mine"], 100)
-    assert not here.done
-    # bf16 is taken to need 30 s as well until it has run; the whole claim does not fit, but single runs do
-    assert made_up.started == ["fp32-s0", "bf16-s0", "bf16-s1", "fp32-s1"]
-    assert left == {"mine": 40.0}
-    again, left = call(["mine"], 100)
+    # bf16 is taken to need 30 s as well until it has run
+    assert run_all(runner(60)) == 150
+    assert made_up.started == ["fp32-s0"]
+    assert run_all(runner(80)) == 40
+    assert made_up.started == ["bf16-s0", "bf16-s1", "fp32-s1"]
+    assert run_all(runner(90)) == 0
     assert made_up.started == ["fp32-s2", "bf16-s2"]
-    assert (list(again.done), left) == (["mine"], {})
-    assert again.done["mine"]["run_seconds"] == {"fp32": 30.0, "bf16": 10.0}
 
 
 def test_a_run_that_outlasts_the_time_is_ended_and_not_begun_again_with_as_little(
-    files: Callable[..., None], call: Callable[..., Any], made_up: Machine
+    runner: Callable[[float], Runner], made_up: Machine
 ) -> None:
     made_up.takes = {"fp32": 200.0, "bf16": 200.0}
-    files("mine", criteria=LOSS)
-    _, left = call(["mine"], 60)
+    assert run_all(runner(60)) == 360  # at least
     assert (made_up.started, made_up.now) == (["fp32-s0"], 60)
-    assert left == {"mine": 360.0}  # at least
-    call(["mine"], 60)
+    assert run_all(runner(60)) == 360
     assert made_up.started == []
-    call(["mine"], 1500)
+    assert run_all(runner(1500)) == 0
     assert len(made_up.started) == 6
 
 
-@pytest.mark.parametrize(
-    ("seconds", "earlier"),
-    [(90, {"fp32-operators": 50.0, "bf16-operators": 50.0}), (70, {})],
-    ids=["expected not to fit", "of unknown length"],
-)
 def test_an_outcome_is_kept_where_only_its_explanation_has_no_time(
-    files: Callable[..., None], call: Callable[..., Any], made_up: Machine, seconds: float, earlier: dict[str, float]
+    tmp_path: Path, files: Callable[..., None], made_up: Machine
 ) -> None:
     files("mine", criteria=CLAIM["criteria"][:1])  # type: ignore[index]
     made_up.takes = {"fp32-operators": 100.0, "bf16-operators": 100.0}
-    here, left = call(["mine"], seconds, {"mine": {"fp32": 10.0, "bf16": 10.0} | earlier})
-    record = here.done["mine"]
-    assert (record["verdict"], record["unexplained"], left) == (CONFIRMED, True, {})
+    record = reproduction(tmp_path, made_up, budget=Budget(70, clock=made_up.clock)).test("mine")
+    assert (record["verdict"], record["unexplained"]) == (CONFIRMED, True)
     assert record["why"] == [
         "There was no time left for the runs under a profiler that explain it; the same command makes them."
     ]
-    again, _ = call(["mine"], 900)
+    made_up.started.clear()
+    again = reproduction(tmp_path, made_up).test("mine")
     assert made_up.started == ["bf16-operators-s0", "fp32-operators-s0"]
-    assert "unexplained" not in again.done["mine"]
+    assert "unexplained" not in again
 
 
 def test_claims_come_in_order_of_value_those_without_an_outcome_first() -> None:
-    listed = ordered(claims.names(), ["tf32_matmul", "two_x"])
-    assert listed[:2] == ["amp_recipe", "gpt2_ladder"]
-    assert listed[-2:] == ["tf32_matmul", "two_x"]
-    assert ordered(["two_x", "of_mine"], [])[0] == "of_mine"
+    here = ["two_x", "gpt2_ladder", "of_mine", "tf32_matmul", "amp_recipe"]
+    assert ordered(here, ["tf32_matmul", "two_x"]) == ["of_mine", "amp_recipe", "gpt2_ladder", "tf32_matmul", "two_x"]
 
 
 def test_every_claim_has_a_place_and_a_reason() -> None:
     lines = [line for line in ORDER.read_text().splitlines() if not line.startswith("#")]
     places = [line.partition(": ") for line in lines]
-    assert sorted(name for name, _, _ in places) == claims.names()
+    assert sorted(name for name, _, _ in places) == [name for name in claims.names() if not claims.load(name).combines]
     assert all(reason for _, _, reason in places)
-    order = [name for name, _, _ in places]
-    for name in claims.names():
-        assert all(order.index(part) < order.index(name) for part in claims.load(name).combines)
-
-
-def test_what_is_left_is_said_with_its_time() -> None:
-    assert rest_in_words({}) == "Nothing is left to test here."
-    assert rest_in_words({"a": 120.0, "b": None}) == "Left: a (2 min), b (not known yet). The same command continues."
 
 
 def test_the_command_writes_each_outcome_at_once_and_says_what_is_left(
@@ -161,16 +133,10 @@ def test_the_command_writes_each_outcome_at_once_and_says_what_is_left(
     arguments = ["all=true", "budget=5min", "device=cpu", f"output_dir={tmp_path}"]
     assert reproduce_cli.main(arguments) == 0
     said = capsys.readouterr().out
-    # quality_parity has 20 runs and scaler_needed 15, of ten seconds; ten of old_or_small and two under a profiler
+    # quality_parity has 20 runs of ten seconds; of scaler_needed's 15 nine fit, of which each is expected to take 11.5
     assert written == [("quality_parity", 200.0)]
-    assert "does not fit in the time that is left" in said
-    assert re.search(r"Done in \d+ s: quality_parity [A-Z]+\. Left: ", said)
-    assert "The same command continues." in said
-
-
-def test_a_process_ends_at_its_limit(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        in_a_process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", 0.2)
+    assert re.search(r"Done in \d:\d\d: quality_parity [A-Z]+\.\n", said)
+    assert re.search(r"Left: scaler_needed \(1:00\), old_or_small \(not known yet\)\. The same command continues", said)
 
 
 def test_a_process_that_does_not_end_at_its_limit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

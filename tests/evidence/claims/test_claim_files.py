@@ -47,12 +47,6 @@ def test_a_file_becomes_arms_that_end_in_their_own_overrides(tmp_path: Path) -> 
     assert "profiler=memory" in on_cpu.overrides
 
 
-def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
-    first = claim(tmp_path).digest
-    assert claim(tmp_path).digest == first
-    assert claim(tmp_path, published="2x").digest != first
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -62,14 +56,10 @@ def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
         ({"criteria": [GOOD_CRITERION | {"arm": "null_arm"}]}, "'null_arm' is not known"),
         ({"criteria": [GOOD_CRITERION | {"measure": "sped"}]}, "did you mean 'speed'?"),
         ({"criteria": [GOOD_CRITERION | {"measure": "tflops"}]}, "criteria on bf16: 'tflops' is not known"),
-        ({"criteria": [GOOD_CRITERION | {"at_least": "2x"}]}, "at_least: Value '2x'"),
         ({"criteria": [{"measure": "speed", "arm": "bf16"}]}, "no criterion decides; give one at_least"),
-        ({"criteria": [{"arm": "bf16", "at_least": 1}]}, "criteria[0].measure: "),
         ({"null_arm": "fp23"}, "did you mean 'fp32'?"),
         ({"reduced": {"other": "steps=1"}}, "reduced: 'other' is not known"),
         ({"repeats": 1}, "repeats=1 gives no interval"),
-        ({"repeats": "three"}, "repeats: Value 'three'"),
-        ({"needs": "cuda"}, "needs: "),
         ({"needs": ["cude"]}, "did you mean 'cuda'?"),
         ({"arms": {"a/b": "net"}}, "an arm cannot be called a/b"),
         ({"arms": {"null_arm": "net"}}, "an arm cannot be called null_arm"),
@@ -132,7 +122,7 @@ def test_a_file_that_is_no_claim_is_named(tmp_path: Path, text: bytes, words: st
     ],
 )
 def test_what_a_machine_lacks(need: str, hardware: Hardware, words: str) -> None:
-    assert lacking(need, hardware) == words
+    assert lacking([need], hardware) == ([words] if words else [])
 
 
 def test_an_arm_that_needs_more_is_left_out(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 
 SPEED = {"measure": "speed", "arm": "bf16", "over": "fp32", "at_least": 2.0}
 LOSS = {"measure": "loss", "arm": "bf16", "over": "fp32", "within": 0.01}
-COMBINED: dict[str, Any] = {"setups": {}, "arms": {}, "criteria": []}
+WIDE = "fp16 matmuls: fp32 arithmetic, this CPU has no fp16 instructions"
 
 
 @pytest.mark.parametrize(
@@ -88,29 +88,37 @@ def test_a_failed_arm_leaves_the_others_and_the_verdict_open(
 
 
 @pytest.mark.parametrize(
-    ("two", "verdicts", "combined"),
+    ("two", "combined"),
     [
-        ({"criteria": [SPEED | {"at_least": 3.0}]}, [CONFIRMED, REFUTED], REFUTED),
-        ({"needs": ["cuda"]}, [CONFIRMED, NOT_HERE], INCONCLUSIVE),
+        ({"criteria": [SPEED | {"at_least": 3.0}]}, REFUTED),
+        ({"needs": ["cuda"]}, INCONCLUSIVE),
+        ({"arms": CLAIM["arms"] | {"bf16": "net precision=fp16"}, "criteria": [SPEED]}, INCONCLUSIVE),  # type: ignore[operator]
     ],
 )
 def test_a_claim_may_combine_others(
     tmp_path: Path,
     files: Callable[..., None],
     made_up: Machine,
+    wide: dict[str, str],
     two: dict[str, Any],
-    verdicts: list[str],
     combined: str,
 ) -> None:
+    wide["fp16"] = WIDE
     files("one")
     files("two", **two)
-    files("both", **COMBINED, combines=["one", "two"])
-    record = reproduction(tmp_path, made_up).test("both")
+    files("both", setups={}, arms={}, criteria=[], combines=["one", "two"])
+    here = reproduction(tmp_path, made_up)
+    parts = {name: here.test(name) for name in ("one", "two")}
+    both = claims.load("both", tmp_path / "claim")
+    assert results.combined(both, {"one": parts["one"]}) is None
+    record = results.combined(both, parts)
+    assert record is not None
     assert record["verdict"] == combined
-    assert [part["verdict"] for part in record["parts"].values()] == verdicts
-    judged = [name for name in ("one", "two") if record["parts"][name]["verdict"] != NOT_HERE]
+    judged = [name for name in ("one", "two") if parts[name]["verdict"] != NOT_HERE]
     assert [finding["quantity"].split(":")[0] for finding in record["findings"]] == judged
-    assert record["needs"] == (["an NVIDIA GPU"] if NOT_HERE in verdicts else [])
+    assert record["needs"] == (["an NVIDIA GPU"] if "needs" in two else [])
+    assert (f"two was not tested: {WIDE}." in record["why"]) == ("arms" in two)
+    assert f"**{combined}** on `here`, " in "\n".join(results._outcome("here", record, both))
 
 
 def test_what_torch_compile_fuses_counts_as_part_of_the_step(
@@ -250,25 +258,21 @@ def test_all_skips_claims_with_an_outcome_of_the_same_file(
 
     monkeypatch.setattr(Reproduction, "test", test)
     assert reproduce_cli.main(["all=true", "device=cpu"]) == 0
-    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed"}
+    assert set(claims.names()) - set(tested) == {"two_x", "scaler_needed", "paper_parity"}  # the last combines others
     assert "two_x: CONFIRMED, of 2026-01-01" in capsys.readouterr().out
     tested.clear()
     reproduce_cli.main(["claim=clip_order", "device=cpu"])
     assert tested == ["clip_order"]
 
 
-def test_a_claim_that_combines_others_follows_them(kept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = claims.load("paper_parity").combines
-    folders = {kept(name).parent for name in parts}
-    assert reproduce_cli.main(["claim=paper_parity", "device=cpu"]) == 0
-    paper = folders.pop() / "paper_parity.json"
-    assert json.loads(paper.read_text())["verdict"] == CONFIRMED
+def test_a_claim_that_combines_others_follows_them(
+    kept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = claims.load("paper_parity").combines
+    kept(second)
     monkeypatch.setattr(Reproduction, "_tested", lambda self, claim: outcome(claim.id) | {"verdict": REFUTED})
-    assert reproduce_cli.main([f"claim={parts[0]}", "device=cpu"]) == 0
-    assert json.loads(paper.read_text())["verdict"] == REFUTED
-
-
-WIDE = "fp16 matmuls: fp32 arithmetic, this CPU has no fp16 instructions"
+    assert reproduce_cli.main([f"claim={first}", "device=cpu"]) == 0
+    assert "paper_parity: REFUTED" in capsys.readouterr().out
 
 
 def test_the_speed_of_an_arm_in_fp32_arithmetic_is_not_tested_its_quality_is(
@@ -310,18 +314,6 @@ def test_nothing_is_run_where_nothing_that_decides_is_left(
     assert f"  The speed of bf16 is not testable: {WIDE}." in capsys.readouterr().out
     (line,) = results._outcome("here", record, claims.load("mine", tmp_path / "claim"))
     assert line == f"**{NOT_HERE}** on `here`. The speed of bf16 is not testable: {WIDE}."
-
-
-def test_a_claim_says_which_of_those_that_it_combines_was_not_timed(
-    tmp_path: Path, files: Callable[..., None], made_up: Machine, wide: dict[str, str]
-) -> None:
-    wide["fp16"] = WIDE
-    files("two", arms=CLAIM["arms"] | {"bf16": "net precision=fp16"}, criteria=[SPEED])  # type: ignore[operator]
-    files("both", **COMBINED, combines=["two"])
-    record = reproduction(tmp_path, made_up).test("both")
-    assert (record["verdict"], record["why"]) == (NOT_HERE, [f"two was not tested: {WIDE}."])
-    (line,) = results._outcome("here", record, claims.load("both", tmp_path / "claim"))
-    assert line == f"**{NOT_HERE}** on `here`. two was not tested: {WIDE}."
 
 
 def test_a_claim_about_speed_that_cannot_be_tested_here_is_refused_by_name(
