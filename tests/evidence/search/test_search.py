@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 from evidence.search.search import main as search
 from evidence.search.space import parse_space
-from evidence.search.study import Search, open_search, pruner_of
+from evidence.search.study import Search, open_study, pruner_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
@@ -47,8 +47,14 @@ def searched(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 def opened(outputs: Path, trials: int = 3) -> Search:
-    space, _ = parse_space([LR])
-    return open_search("x", outputs, space, {}, maximise=False, trials=trials, seed=0, pruner=pruner_of("none", 1, 1))
+    return searching(outputs, "x", LR, trials, seed=0)
+
+
+def searching(outputs: Path, name: str, typed: str, trials: int, seed: int) -> Search:
+    space, _ = parse_space([typed])
+    study = open_study(name, outputs, {}, maximise=False, pruner=pruner_of("none", 1, 1))
+    (outputs / "search" / name).mkdir(parents=True, exist_ok=True)
+    return Search(study, outputs / "search" / name, space, trials, seed)
 
 
 def runs(outputs: Path) -> list[str]:
@@ -94,15 +100,10 @@ def test_a_search_trains_its_trials_and_ends_with_what_to_paste(
 
 def test_the_proposals_depend_on_the_seed_and_the_trials_number_only(outputs: Path) -> None:
     def proposals(name: str, seed: int, fresh: bool) -> list[float]:
-        def opened() -> Search:
-            space, _ = parse_space(["space.x=uniform(0,1)"])
-            pruner = pruner_of("none", 1, 1)
-            return open_search(name, outputs, space, {}, maximise=False, trials=13, seed=seed, pruner=pruner)
-
-        found, made = [], opened()
+        found, made = [], searching(outputs, name, "space.x=uniform(0,1)", 13, seed)
         for _ in range(13):  # more than the ten of TPE that are random
             if fresh:
-                made = opened()
+                made = searching(outputs, name, "space.x=uniform(0,1)", 13, seed)
             with made.next() as trial:
                 assert trial is not None
                 found.append(trial.params["x"])
