@@ -176,15 +176,15 @@ class Search:
         """
         default = self.space.candidate()
         if default.label not in self.entries:
-            self.show(f"starting {default.label}, train.py's default")
+            self.show(f"train.py's default: {default.label}")
             self._visit(Entry(default), TURNS)
         precisions = self.space.precisions()
-        self._try("precisions", precisions)
+        self._try("precision", precisions)
         working = [entry.candidate for entry in self.ranked() if entry.candidate in precisions]
         if not working:
             raise self._nothing()
         singles = list(self.space.one_change(working[0], REACH))
-        self._try("single changes", singles)
+        self._try("single change", singles)
         for change in self._helpful(working[0], singles):
             best = self.contenders()[0].candidate
             self._try("combination", [self.space.candidate([*best.overrides, change])])
@@ -215,10 +215,7 @@ class Search:
 
     def _measure(self, kind: str, entries: Sequence[Entry], turns: int = TURNS) -> None:
         """Give candidates so many turns, those for which there is time."""
-        entries = [each for each in entries if len(each.turns) < turns]
-        if entries:
-            self.show(f"{kind}: {', '.join(each.label for each in entries)}")
-        for entry in entries:
+        for entry in (each for each in entries if len(each.turns) < turns):
             known = self.reference if any(each.timed for each in self.entries.values()) else entry
             # The rest is for the final round.
             pair_s = FRESH_S + 2 * (known.start_s + FINAL_TURNS * self.timer.block_of(known))
@@ -226,6 +223,7 @@ class Search:
             more = turns - len(entry.turns)
             need_s = (entry.start_s or known.start_s) + 2 * more * self.timer.block_of(entry)
             if left_s >= need_s:
+                self.show(f"{kind}: {entry.label}")
                 self._visit(entry, more, max(need_s, left_s / 2))  # compiling may take much longer than all else
                 continue
             self._out_of_time = True

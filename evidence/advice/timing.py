@@ -12,8 +12,9 @@ from evidence.turns import in_turns
 
 START_S = 1800.0
 """Seconds that a start may take, where the budget does not say it."""
-PATIENCE = 20.0
-"""Times the time that is expected, after which a block counts as hung; and seconds beyond that."""
+PATIENCE, PATIENCE_S = 20.0, 60.0
+"""Times the time that is expected, after which a block counts as hung; and seconds beyond that, since tiny steps are
+many times slower where other programs hold the cores."""
 ROOM = 1.25
 """Times the memory of a process that must be free for a second one beside it."""
 
@@ -113,4 +114,4 @@ class Timer:
 
 
 def _patience(expected_s: float) -> float:
-    return PATIENCE * expected_s + PATIENCE
+    return PATIENCE * expected_s + PATIENCE_S

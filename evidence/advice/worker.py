@@ -29,7 +29,7 @@ from trainer.trainer import Trainer
 
 WARM_UP_S = 0.3
 """Seconds that the steps of the warm-up after the first take together, or they are two."""
-END_S = 3.0
+END_S = 10.0
 """For the end of a process; then it is killed."""
 COMPILED = "compiled"
 """The folder below the advice's for what torch.compile keeps."""
