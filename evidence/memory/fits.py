@@ -14,7 +14,7 @@ from trainer.errors import OutOfMemory, UserError
 from trainer.hardware import Hardware
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World
-from trainer.run.memory.fit import fit_plan, rough_bytes
+from trainer.run.memory.fit import USABLE, fit_plan, rough_bytes
 from trainer.run.memory.forecast import forecast, required_bytes
 
 
