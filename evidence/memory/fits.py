@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from evidence.runs import merged
 from mantissa.display import size
@@ -14,8 +13,7 @@ from trainer.errors import OutOfMemory, UserError
 from trainer.hardware import Hardware
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World
-from trainer.run.memory.fit import USABLE, fit_plan, rough_bytes
-from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.memory.fit import fit_plan, needed_bytes, rough_bytes
 
 
 def given(overrides: Sequence[str], *keys: str) -> bool:
@@ -57,12 +55,11 @@ def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, 
     try:
         config = compose(overrides)
         resolved = config.resolve(hardware)
-        micro_batch_size = resolved.plan.batching.micro_batch_size
-        rough = rough_bytes(resolved.config.recipe, datasets, micro_batch_size)
+        batching = resolved.plan.batching
+        rough = rough_bytes(resolved.config.recipe, datasets, batching.micro_batch_size)
         if rough is None or rough < usable_bytes / 2:
             return ""
-        config = replace(config, micro_batch_size=micro_batch_size)
-        need = required_bytes(config, forecast(config))
+        need = needed_bytes(config, batching, batching.micro_batch_size)
     except Exception:  # the run itself reports it
         return ""
     return f"forecast to need {size(need)}, {size(usable_bytes)} can be used" if need > usable_bytes else ""
