@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evidence.memory.fits import Fits, fitting, given
+from evidence.memory.fits import fitting, given, too_large
 from evidence.runs import merged
 from mantissa.display import about
 from mantissa.formats import BASIC, FORMATS
 from trainer.config.compose import compose
 from trainer.config.schema import Config
+from trainer.data.contract import Datasets
 from trainer.errors import UserError, first_line
-from trainer.hardware import UNAVAILABLE, Hardware
+from trainer.hardware import UNAVAILABLE, Hardware, available_bytes
 from trainer.optim.classes import accepted_options, optimizer_class
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.precision.kernels import not_timed_here
 from trainer.profiling.rates import slowdown
 from trainer.recipe import Recipe
+from trainer.run.memory.fit import USABLE
 from trainer.run.memory.forecast import meta_model
 
 SLOWER = 1.2
@@ -65,8 +67,8 @@ class Space:
     """Values that are not tried, each with its reason."""
     notes: list[str] = field(default_factory=list)
     """About the baseline, for the user."""
-    refused: Callable[[Candidate], str | None] = lambda candidate: None
-    """Returns why a candidate is not to be started: its forecast memory. None: it fits."""
+    refused: Callable[[Candidate], str] = lambda candidate: ""
+    """Returns why a candidate is not to be started: its forecast memory. Empty: it fits."""
 
     def candidate(self, overrides: Iterable[str] = ()) -> Candidate:
         """Return the candidate with these changes of the default."""
@@ -86,6 +88,10 @@ class Space:
         """Return the candidate with another value of one option; None: the default's."""
         others = [each for each in candidate.overrides if key_of(each) != key]
         return self.candidate([*others, override] if override else others)
+
+    def precisions(self) -> list[Candidate]:
+        """Return the default, and the candidates with another precision."""
+        return [self.candidate(), *(self.candidate([each]) for each in self.choices.get(PRECISION, []))]
 
     def one_change(self, candidate: Candidate, most: int | None = None) -> Iterator[Candidate]:
         """Yield the candidates that differ in one option, in at most so many values of each."""
@@ -114,104 +120,104 @@ def space_of(
     datasets = config.resolve(hardware).config.open_datasets()
     common, notes = fitting(config, overrides, hardware, datasets)
     config = compose(common)
-    recipe, batching = config.resolve(hardware).config.recipe, config.resolve(hardware).plan.batching
-    fits = Fits(common, hardware, datasets)
-    builder = _Builder(config, common, hardware, notes)
-    builder.precisions(goal, quality)
-    builder.vary(COMPILE, ["default" if config.compile.mode == "off" else "off"])
-    if notes or not given(common, "micro_batch_size"):
-        normalises = any(isinstance(each, _BatchNorm) for each in meta_model(recipe, datasets).modules())
-        builder.micro_batches(batching.batch_size, batching.micro_batch_size, normalises)
-    own = {entry.name: getattr(recipe, entry.name) for entry in fields(recipe)}
+    space = Space(_in_words(config.precision.mode, config, hardware), config.compile.mode != "off", notes=notes)
+    values: dict[str, Sequence[object]] = {}
+    if not given(overrides, PRECISION):
+        values[PRECISION] = _precisions(space, config, hardware, goal, quality)
+    values[COMPILE] = ["off" if space.compiles else "default"]
+    if not given(overrides, "micro_batch_size"):
+        values["micro_batch_size"] = _micro_batches(space, config, hardware, datasets)
+    recipe = config.resolve(hardware).config.recipe
     for name in ("channels_last", "chunked_loss"):
-        if name in own:
-            builder.vary(f"recipe.{name}", ["false" if own[name] is True else "true"])
-    if "attention" in own:
-        builder.vary("recipe.attention", [form for form in ("sdpa", "eager") if form != own["attention"]])
-    builder.threads()
+        values[f"recipe.{name}"] = ["false" if getattr(recipe, name, None) is True else "true"] * hasattr(recipe, name)
+    if attention := getattr(recipe, "attention", None):
+        values["recipe.attention"] = [form for form in ("sdpa", "eager") if form != attention]
+    if hardware.device.type == "cpu" and not given(overrides, "threads"):
+        values["threads"] = _threads(space, hardware)
     if (goal == "memory" or notes) and type(recipe).blocks is not Recipe.blocks:
         now = config.activation_checkpointing.mode
-        builder.vary("activation_checkpointing", [mode for mode in CHECKPOINTING if mode != now])
+        values["activation_checkpointing"] = [mode for mode in CHECKPOINTING if mode != now]
     optimizer = config.optimizer
     if optimizer.fused == "auto" and "fused" in accepted_options(optimizer_class(optimizer.name)):
-        builder.vary("optimizer.fused", ["false"])
-    builder.space.refused = lambda candidate: fits([each for each in candidate.overrides if key_of(each) != "threads"])
-    return builder.space, common
-
-
-class _Builder:
-    """Collects the choices; each method adds those of one option, or the reason why there is none."""
-
-    def __init__(self, config: Config, overrides: list[str], hardware: Hardware, notes: list[str]) -> None:
-        self.config, self.overrides, self.hardware = config, overrides, hardware
-        self.space = Space(self._words(config.precision.mode), config.compile.mode != "off", notes=notes)
-
-    def precisions(self, goal: str, quality: bool) -> None:
-        """For speed, what the hardware computes in instructions of its own, or not much slower than fp32."""
-        # With fp32 sums at least; purely 16-bit training loses small updates.
-        half = [name for name, row in FORMATS.items() if row.half_weights and row.accumulates_in_fp32]
-        modes = []
-        for mode in [] if given(self.overrides, PRECISION) else [*BASIC, *half * quality]:
-            if mode == self.config.precision.mode or self.hardware.support(mode) == UNAVAILABLE:
-                continue
-            self.space.words[f"{PRECISION}={mode}"] = self._words(mode)
-            if goal == "speed" and (why := self._too_slow(mode)):
-                self.space.left_out[mode] = why
+        values["optimizer.fused"] = ["false"]
+    for key, several in values.items():
+        for override in (f"{key}={value}" for value in several if not given(overrides, key)):
+            if why := _refusal(merged(common, [override]), hardware):
+                space.left_out[COMPILE if key == COMPILE else space.in_words(override)] = why
             else:
-                modes.append(mode)
-        self.vary(PRECISION, modes)
+                space.choices.setdefault(key, []).append(override)
+    usable_bytes = USABLE * available_bytes(hardware.device)
 
-    def _words(self, mode: str) -> str:
-        """Return the name of a precision, with what its times are of where that is not its format."""
-        not_timed = not_timed_here(mode, self.hardware, self.config.precision.kernels)
-        return f"{mode} (fp32 arithmetic)" if not_timed else mode
+    def refused(candidate: Candidate) -> str:
+        # Compiled, a model needs no more than eager; threads need none.
+        own = [each for each in candidate.overrides if key_of(each) not in (COMPILE, "threads")]
+        return too_large(merged(common, own), hardware, datasets, usable_bytes)
 
-    def _too_slow(self, mode: str) -> str | None:
-        if why := not_timed_here(mode, self.hardware, self.config.precision.kernels):
-            return why
-        times, number = slowdown(mode, self.hardware), FORMATS[mode].number.name
-        return f"{number} matmuls are {about(times)} times slower than fp32's here" if times > SLOWER else None
+    space.refused = refused
+    return space, common
 
-    def micro_batches(self, batch_size: int, now: int, normalises: bool) -> None:
-        """Powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
-        least = self.config.augment.micro_batch_multiple
-        sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
-        near = {size for size in sizes if max(size, now) <= AROUND * min(size, now)}
-        others = [size for size in near if size != now and batch_size % size == 0 and size % least == 0]
-        if normalises and others:
-            why = "not varied: it would change batch norm's statistics, which are those of a microbatch"
-            self.space.left_out["other values of micro_batch_size"] = why
-            return
-        others.sort(key=lambda size: (max(size, now) / min(size, now), -size))
-        self._add("micro_batch_size", others)
 
-    def threads(self) -> None:
-        """One, half of the cores, all cores: on a CPU, unless the user or the environment says how many."""
-        if self.hardware.device.type != "cpu" or given(self.overrides, "threads"):
-            return
-        if number := os.environ.get("OMP_NUM_THREADS"):
-            self.space.left_out["other numbers of threads"] = f"OMP_NUM_THREADS={number} is set; unset it to try them"
-            return
-        cores = self.hardware.cpu_cores
-        counts = sorted({1, max(1, cores // 2), cores} - {torch.get_num_threads()}, reverse=True)
-        self.space.words |= {f"threads={count}": f"{count} thread{'s' * (count > 1)}" for count in counts}
-        self._add("threads", counts)
+def _refusal(overrides: list[str], hardware: Hardware) -> str:
+    """Return why train.py refuses these overrides; empty: it does not."""
+    try:
+        config = compose(overrides)
+        config.resolve(hardware)
+        if config.compile.mode != "off":
+            config.compile.apply([], hardware.device)  # it looks for a C++ compiler
+    except UserError as error:
+        return first_line(error)
+    return ""
 
-    def vary(self, key: str, values: Sequence[object]) -> None:
-        """Other values of an option that the user has not set."""
-        if not given(self.overrides, key):
-            self._add(key, values)
 
-    def _add(self, key: str, values: Sequence[object]) -> None:
-        """Add those values that train.py does not refuse."""
-        for override in (f"{key}={value}" for value in values):
-            try:
-                config = compose(merged(self.overrides, [override]))
-                config.resolve(self.hardware)
-                if config.compile.mode != "off":
-                    config.compile.apply([], self.hardware.device)  # it looks for a C++ compiler
-            except UserError as error:
-                words = COMPILE if key == COMPILE else self.space.in_words(override)
-                self.space.left_out[words] = first_line(error)
-            else:
-                self.space.choices.setdefault(key, []).append(override)
+def _precisions(space: Space, config: Config, hardware: Hardware, goal: str, quality: bool) -> list[str]:
+    """Return the modes; for speed, what the hardware computes in instructions of its own, or not much slower."""
+    # With fp32 sums at least; purely 16-bit training loses small updates.
+    half = [name for name, row in FORMATS.items() if row.half_weights and row.accumulates_in_fp32]
+    modes = []
+    for mode in [*BASIC, *half * quality]:
+        if mode == config.precision.mode or hardware.support(mode) == UNAVAILABLE:
+            continue
+        space.words[f"{PRECISION}={mode}"] = _in_words(mode, config, hardware)
+        if goal == "speed" and (why := _too_slow(mode, config, hardware)):
+            space.left_out[mode] = why
+        else:
+            modes.append(mode)
+    return modes
+
+
+def _in_words(mode: str, config: Config, hardware: Hardware) -> str:
+    """Return the name of a precision, with what its times are of where that is not its format."""
+    return f"{mode} (fp32 arithmetic)" if not_timed_here(mode, hardware, config.precision.kernels) else mode
+
+
+def _too_slow(mode: str, config: Config, hardware: Hardware) -> str | None:
+    if why := not_timed_here(mode, hardware, config.precision.kernels):
+        return why
+    times, number = slowdown(mode, hardware), FORMATS[mode].number.name
+    return f"{number} matmuls are {about(times)} times slower than fp32's here" if times > SLOWER else None
+
+
+def _micro_batches(space: Space, config: Config, hardware: Hardware, datasets: Datasets) -> list[int]:
+    """Return powers of two that divide the batch; with batch norm, whose statistics are of a microbatch, none."""
+    resolved = config.resolve(hardware)
+    batch_size, now = resolved.plan.batching.batch_size, resolved.plan.batching.micro_batch_size
+    sizes = {2**power for power in range(batch_size.bit_length())} | {batch_size}
+    near = [size for size in sizes - {now} if max(size, now) <= AROUND * min(size, now)]
+    others = [size for size in near if batch_size % size == 0 and size % config.augment.micro_batch_multiple == 0]
+    model = meta_model(resolved.config.recipe, datasets)
+    if others and any(isinstance(each, _BatchNorm) for each in model.modules()):
+        why = "not varied: it would change batch norm's statistics, which are those of a microbatch"
+        space.left_out["other values of micro_batch_size"] = why
+        return []
+    return sorted(others, key=lambda size: (max(size, now) / min(size, now), -size))
+
+
+def _threads(space: Space, hardware: Hardware) -> list[int]:
+    """Return one, half of the cores, all cores, unless the environment says how many."""
+    if number := os.environ.get("OMP_NUM_THREADS"):
+        space.left_out["other numbers of threads"] = f"OMP_NUM_THREADS={number} is set; unset it to try them"
+        return []
+    cores = hardware.cpu_cores
+    counts = sorted({1, max(1, cores // 2), cores} - {torch.get_num_threads()}, reverse=True)
+    space.words |= {f"threads={count}": f"{count} thread{'s' * (count > 1)}" for count in counts}
+    return counts

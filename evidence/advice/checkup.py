@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from mantissa.doctor.diagnosis import EXIT_CODES, HEALTHY
 from mantissa.statistics import EQUIVALENT, INCONCLUSIVE
 from trainer.config.compose import compose, quoted
 from trainer.errors import RunError, UserError, first_line
-from trainer.files import PROJECT, make_folder, read_object
+from trainer.files import PROJECT, read_object
 from trainer.hardware import Hardware, detect
 
 SAMPLES = 2
@@ -50,14 +48,10 @@ def check(overrides: Sequence[str], hardware: Hardware, folder: Path, launch: La
         ``faults``: what the doctor found, in words; ``missed``: what it did not examine, and why; ``healthy``: whether
         it found nothing and ended. A setting that could not be examined is not healthy and has no faults.
     """
-    try:
-        samples = min(SAMPLES, compose(overrides).resolve(hardware).plan.batching.micro_batch_size)
-    except RunError as error:
-        return _unexamined(first_line(error))
+    samples = min(SAMPLES, compose(overrides).resolve(hardware).plan.batching.micro_batch_size)
     own = [f"batch_size={samples}", f"micro_batch_size={samples}", f"output_dir={quoted(str(folder))}", "run_name=null"]
     options = [f"check={','.join(CHECKS)}", f"budget_s={BUDGET_S}"]
     command = [sys.executable, str(PROJECT / "scripts" / "doctor.py"), *merged(overrides, own), *options]
-    make_folder(folder)
     for path in folder.glob(f"doctor/*/{VERDICT}"):
         path.unlink()  # of another candidate; the one that appears is of this
     try:
@@ -98,7 +92,6 @@ START_S = 12.0
 """That a run takes besides its steps."""
 EVALUATION = 1.2
 """A run with its evaluation over its steps alone."""
-_GIVEN = ("tracking=local", "checkpoint=none", "profiler=none", "epochs=null", "early_stopping.patience=null")
 
 
 def quality(advice: Advice, folder: Path, left_s: float, show: Callable[[str], None] = print) -> dict[str, Any]:
@@ -112,14 +105,15 @@ def quality(advice: Advice, folder: Path, left_s: float, show: Callable[[str], N
 
     Returns:
         ``verdict``, ``margin`` and ``why``; where it was tested also ``difference`` (mean, low, high, level),
-        ``pairs``, ``steps``, ``seconds`` and ``report``. INCONCLUSIVE where there is no time.
+        ``pairs``, ``steps`` and ``report``. INCONCLUSIVE where there is no time.
     """
+    found = {"verdict": EQUIVALENT, "margin": MARGIN, "why": "the advised setting is the baseline"}
     if advice.winner == advice.baseline:
-        return {"verdict": EQUIVALENT, "margin": MARGIN, "why": "the advised setting is the baseline"}
+        return found
     try:
-        return _tested(advice, folder, left_s, show)
+        return found | _tested(advice, folder, left_s, show)
     except RunError as error:
-        return {"verdict": INCONCLUSIVE, "margin": MARGIN, "why": first_line(error)}
+        return found | {"verdict": INCONCLUSIVE, "why": first_line(error)}
 
 
 def fitting(advice: Advice, left_s: float, most_steps: int) -> tuple[int, int]:
@@ -129,39 +123,36 @@ def fitting(advice: Advice, left_s: float, most_steps: int) -> tuple[int, int]:
         UserError: there is no time for two pairs; it says for how long there would be.
     """
     entries = [advice.entry(advice.baseline), advice.entry(advice.winner)]
-    pair_step_s = EVALUATION * sum(statistics.median(entry.step_s) for entry in entries)
+    step_s = EVALUATION * sum(statistics.median(entry.step_s) for entry in entries)
     start_s = 2 * START_S + sum(entry.compile_s for entry in entries)
     least = min(LEAST_STEPS, most_steps)
-    for pairs in range(PAIRS, 1, -1):
-        steps = int((left_s / pairs - start_s) / pair_step_s)
-        if steps >= least:
-            return pairs, min(steps, most_steps)
-    need = 2 * (start_s + least * pair_step_s)
-    raise UserError(
-        f"two pairs of {least} steps need about {duration(need)}, and {duration(max(0.0, left_s))} are left; "
-        f"set budget_minutes={math.ceil((advice.spent_s + need) / 60) + 1}"
-    )
+    least_s = start_s + least * step_s
+    pairs = min(PAIRS, int(left_s / least_s))
+    if pairs < 2:
+        raise UserError(
+            f"two pairs of {least} steps need about {duration(2 * least_s)}, and {duration(max(0.0, left_s))} are "
+            f"left; set budget_minutes={math.ceil((advice.spent_s + 2 * least_s) / 60) + 1}"
+        )
+    return pairs, min(int((left_s / pairs - start_s) / step_s), most_steps)
 
 
 def _tested(advice: Advice, folder: Path, left_s: float, show: Callable[[str], None]) -> dict[str, Any]:
-    began = time.monotonic()
-    entries = {BASELINE: advice.entry(advice.baseline), ADVISED: advice.entry(advice.winner)}
-    default = compose(overrides_of(advice.overrides, entries[BASELINE].candidate))
+    settings = {
+        name: overrides_of(advice.overrides, advice.entry(label).candidate)
+        for name, label in {BASELINE: advice.baseline, ADVISED: advice.winner}.items()
+    }
+    default = compose(settings[BASELINE])
     pairs, steps = fitting(advice, left_s, default.resolve(detect(default.device)).plan.steps)
-    given = [*_GIVEN, "log_every=10", f"steps={steps}", f"eval_every={steps}"]
-    arms = [
-        Arm(name, tuple(merged(overrides_of(advice.overrides, entry.candidate), given)))
-        for name, entry in entries.items()
-    ]
-    name = f"quality-{hashlib.sha256(f'{advice.key} {steps}'.encode()).hexdigest()[:10]}"
-    comparison = Comparison(arms, BASELINE, list(range(pairs)), MARGIN, list(_GIVEN[1:3]), folder, name)
-    configs = check_arms(comparison)
+    common = ["tracking=local", "checkpoint=none", "profiler=none", "log_every=10"]
+    common += ["epochs=null", "early_stopping.patience=null", f"steps={steps}", f"eval_every={steps}"]
+    arms = [Arm(name, tuple(merged(overrides, common))) for name, overrides in settings.items()]
+    name = f"quality-{advice.key[:8]}-{steps}"
+    comparison = Comparison(arms, BASELINE, list(range(pairs)), MARGIN, common, folder, name)
     show(f"quality: {pairs} pairs of {steps} steps, in about {duration(left_s)} at most")
-    result = compare(comparison, configs, show)
+    result = compare(comparison, check_arms(comparison), show)
     judged = next(arm for arm in result.arms if arm.label == ADVISED).quality
-    found: dict[str, Any] = {"verdict": judged.verdict, "margin": MARGIN, "why": judged.why}
+    report, *_ = write_report(result, ["python", "scripts/advise.py", *advice.overrides, "quality=true"])
+    facts = {"pairs": len(judged.differences), "steps": steps, "report": str(report)}
     if (test := judged.test) is not None:
-        found["difference"] = {name: getattr(test.difference, name) for name in ("mean", "low", "high", "level")}
-    files = write_report(result, ["python", "scripts/advise.py", *advice.overrides, "quality=true"])
-    more = {"pairs": len(judged.differences), "steps": steps, "seconds": time.monotonic() - began}
-    return found | more | {"report": str(files[0])}
+        facts["difference"] = {name: getattr(test.difference, name) for name in ("mean", "low", "high", "level")}
+    return {"verdict": judged.verdict, "why": judged.why} | facts

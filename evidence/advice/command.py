@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shlex
 import shutil
 import time
@@ -38,8 +39,7 @@ from trainer.hardware import Hardware, available_bytes, detect
 from trainer.parallel.world import launched_processes
 from trainer.run.provenance import git_facts, versions
 
-ANSWER, OUTCOMES = "advice.json", "outcomes.jsonl"
-PICTURE = "advice.png"
+ANSWER, OUTCOMES, PICTURE = "advice.json", "outcomes.jsonl", "advice.png"
 BLOCKS = 600
 """Blocks that fit into a budget, about: a twentieth of a second to a second each."""
 _CODE = ("mantissa", "trainer", "recipes", "conf")
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     """Find the best setting of a recipe here, and print it.
 
     Raises:
-        UserError: a mistake in the options, or a budget that is too short for anything.
+        UserError: a mistake in the options.
         RunError: no candidate works.
     """
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
@@ -69,12 +69,12 @@ def main(arguments: list[str]) -> int:
     config = _checked(options, overrides)
     hardware = detect(config.device)
     resolved = config.resolve(hardware)  # mistakes before any work
-    given = sorted(each for each in overrides if each.partition("=")[0].partition(".")[0] not in _ELSEWHERE)
+    given = sorted(each for each in overrides if re.split(r"[.=]", each)[0] not in _ELSEWHERE)
     name = hashlib.sha256(json.dumps([given, options.goal, options.quality]).encode()).hexdigest()[:8]
     folder = Path(config.output_dir).expanduser() / "advice" / f"{config.recipe.name}-{name}"
     make_folder(folder)
     console = Console(highlight=False)
-    new = Advice(
+    advice = Advice(
         recipe=config.recipe.name,
         goal=options.goal,
         overrides=overrides,
@@ -89,22 +89,29 @@ def main(arguments: list[str]) -> int:
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
     with in_use(folder):
-        known = read(folder / ANSWER)
-        changed = [name for name in ("hardware", "versions") if known and getattr(known, name) != getattr(new, name)]
-        changed += [what for what, of in new.depends_on.items() if known and known.depends_on.get(what) != of]
-        if changed and not options.fresh:
+        known = None if options.fresh else read(folder / ANSWER)
+        changed = [what for what, of in advice.depends_on.items() if known and known.depends_on.get(what) != of]
+        if changed:
             console.print(f"measured again: {', '.join(changed)} changed since the earlier call")
-        if known is None or changed or options.fresh:
-            advice = new
-        else:
-            advice = known
-        continues = advice.stopped == BUDGET and options.budget_minutes > advice.budget_minutes
-        if advice.winner and not continues:
+        elif known and known.winner and not (known.stopped == BUDGET and options.budget_minutes > known.budget_minutes):
             console.print(f"Nothing changed since this was measured (fresh=true measures again; {folder}).")
-        else:
-            advice.budget_minutes, advice.command, advice.winner = options.budget_minutes, new.command, ""
+            advice = known
+        elif known:
+            advice.entries, advice.spent_s = known.entries, known.spent_s
+        if not advice.winner:
             _search(advice, overrides, options, hardware, folder, console)
-        _finish(advice, options, config, folder, console)
+        if options.quality and "pairs" not in advice.quality:
+            advice.quality = quality(advice, folder, 60 * options.budget_minutes - advice.spent_s, console.print)
+        _save(advice, folder)
+        said = sentence(advice)
+        written = experiment.write(advice, said, CONF)
+        files = [folder / ANSWER, picture(advice, folder / PICTURE), written.path]
+        there = [path for path in files if path is not None]
+        print_advice(advice, console)
+        notes = [f"Note: {written.note}."] * bool(written.note)
+        sent = filter(None, [publish(advice, config, said, there)])
+        for line in (*notes, f"  {written.command}", "", *map(str, there), *sent):
+            console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
@@ -113,35 +120,31 @@ def _checked(options: AdviseOptions, overrides: list[str]) -> Config:
         raise UserError(f"goal={options.goal} is not a goal ({', '.join(GOALS)}){nearest(options.goal, GOALS)}")
     if not (math.isfinite(options.budget_minutes) and options.budget_minutes > 0):
         raise UserError(f"budget_minutes={options.budget_minutes:g} must be a time above 0, such as budget_minutes=5")
-    if launched_processes():
-        raise UserError("candidates run in one process each; start the command without torchrun")
     for override in overrides:
-        key = override.lstrip("+~").partition("=")[0]
-        if key in ("resume", "debug"):
+        if re.split(r"[.=]", override.lstrip("+~"))[0] in ("resume", "debug"):
             raise UserError(f"{override} has no effect: advise.py only times blocks of steps; leave it out")
     if len(combinations(overrides)) > 1:
         raise UserError(
             "an option has several values, but advise.py chooses what it tries; set one value, or leave it out"
         )
     config = compose(overrides)
-    if config.parallel.kind != "single":
-        raise UserError(f"candidates run in one process each; leave out parallel={config.parallel.kind}")
+    if launched_processes() or config.parallel.kind != "single":
+        raise UserError("candidates run in one process each; leave out torchrun and parallel=…")
     check_output_dir(config.output_dir)
     return config
 
 
 def _depends_on(config: Config, hardware: Hardware) -> dict[str, str]:
-    """Return hashes of what an answer depends on, besides hardware and versions, by what it is called in a message."""
+    """Return hashes of what an answer depends on, by what it is called in a message."""
     options = {key: value for key, value in flatten(config).items() if key.partition(".")[0] not in _ELSEWHERE}
     code = hashlib.sha256()
     for path in sorted(path for top in _CODE for path in (PROJECT / top).rglob("*")):
         if path.suffix in (".py", ".yaml") and not path.name.startswith(experiment.PREFIX):
             code.update(str(path.relative_to(PROJECT)).encode() + b"\0" + path.read_bytes())
-    return {
-        "the options of a file in conf/": hashlib.sha256(repr(options).encode()).hexdigest()[:16],
-        "the data": fingerprint(config.resolve(hardware).config.open_datasets()),
-        "the code": code.hexdigest()[:16],
-    }
+    facts = {"hardware": hardware.facts(), "versions": versions(), "the options of a file in conf/": options}
+    hashed = {what: hashlib.sha256(repr(of).encode()).hexdigest()[:16] for what, of in facts.items()}
+    data = fingerprint(config.resolve(hardware).config.open_datasets())
+    return hashed | {"the data": data, "the code": code.hexdigest()[:16]}
 
 
 def _search(
@@ -179,25 +182,9 @@ def _search(
     finally:
         timer.close()
         shutil.rmtree(folder / COMPILED, ignore_errors=True)
-    _save(advice, folder)
     with (folder / OUTCOMES).open("a", encoding="utf-8") as file:  # kept whatever is measured later
         file.write(json.dumps(asdict(advice)) + "\n")
 
 
 def _save(advice: Advice, folder: Path) -> None:
     write_json(folder / ANSWER, asdict(advice))
-
-
-def _finish(advice: Advice, options: AdviseOptions, config: Config, folder: Path, console: Console) -> None:
-    """Test the quality on request, write the files, send them to MLflow, and print the answer."""
-    if options.quality and "pairs" not in advice.quality:
-        advice.quality = quality(advice, folder, 60 * options.budget_minutes - advice.spent_s, console.print)
-    _save(advice, folder)
-    said = sentence(advice)
-    written = experiment.write(advice, said, folder, CONF)
-    files = [folder / ANSWER, picture(advice, folder / PICTURE), written.path]
-    there = [path for path in files if path is not None]
-    print_advice(advice, console)
-    notes = [f"Note: {written.note}."] * bool(written.note)
-    for line in (*notes, f"  {written.command}", "", *map(str, there), *publish(advice, config, said, there)):
-        console.print(line, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The advice as a choice of ``experiment=``: a YAML below conf/, or where that cannot be written, beside the advice."""
+"""The advice as a choice of ``experiment=``: a YAML below conf/."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Experiment(NamedTuple):
     """The advice, ready to run."""
 
     path: Path | None
-    """Of the YAML; None: it could not be written."""
+    """Of the YAML; None: there is none."""
     command: str
     """That trains with the advised setting."""
     note: str = ""
-    """Why the file is not below conf/, or why there is none."""
+    """Why there is no file."""
 
 
 def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
@@ -43,51 +43,44 @@ def overrides_of(given: Sequence[str], candidate: Candidate) -> list[str]:
     return merged(kept, candidate.overrides)
 
 
-def write(advice: Advice, sentence: str, folder: Path, conf: Path) -> Experiment:
+def write(advice: Advice, sentence: str, conf: Path) -> Experiment:
     """Write ``experiment/advised_<recipe>_<machine>.yaml``, and return it with the command that runs it.
 
-    The file is replaced by the next advice for the recipe on this machine. It holds what differs from the defaults, and
+    The file is replaced by the next advice for the recipe on this machine. It holds what was typed and chosen, and
     is composed: it gives the config of the winner's command line, or it is not kept.
 
     Args:
         advice: with a winner that was measured.
         sentence: that says what was found.
-        folder: of the advice; the file goes to ``folder/conf`` where ``conf`` cannot be written.
         conf: the folder of the project's YAMLs.
     """
     overrides = overrides_of(advice.overrides, advice.entry(advice.winner).candidate)
+    plain = shlex.join(["python", "scripts/train.py", *overrides])
     name = PREFIX + "_".join(re.sub(r"\W+", "_", part).strip("_") for part in (advice.recipe, advice.machine))
-    plain, note = shlex.join(["python", "scripts/train.py", *overrides]), ""
+    command, path = f"python scripts/train.py experiment={name}", conf / "experiment" / f"{name}.yaml"
     wanted = flatten(compose(overrides))
     typed = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
-    choices = {key: unquoted(value) for key, value in typed.items() if (CONF / key).is_dir()}
-    leaves = {key for key in wanted if not any(other.startswith(f"{key}.") for other in wanted)}
-    options = {key for key in leaves for each in typed.keys() - choices if f"{key}.".startswith(f"{each}.")}
-    for place in (conf, folder / "conf"):
-        path = place / "experiment" / f"{name}.yaml"
-        own = place == CONF
-        command = ["python", "scripts/train.py", *[f"--config-dir={place}"] * (not own), f"experiment={name}"]
-        search = [] if own else [f"hydra.searchpath={quoted([f'file://{place.absolute()}'])}"]
-        head = _head(advice, sentence, shlex.join(command))
-        different: set[str] = set()
+    groups = {key: unquoted(value) for key, value in typed.items() if (CONF / key).is_dir()}
+    search = f"hydra.searchpath={quoted([f'file://{conf.absolute()}'])}"
+    leaves = [key for key in wanted if not any(other.startswith(f"{key}.") for other in wanted)]
+    options = {key for key in leaves for each in typed.keys() - groups.keys() if f"{key}.".startswith(f"{each}.")}
+    for _ in range(2):  # then with what the command line decides by itself, such as a rate for given weights
+        body = _body({key: wanted[key] for key in leaves if key in options}, groups, advice.recipe)
         try:
             make_folder(path.parent)
-            for _ in range(2):  # then with what the command line decides by itself, such as a rate for given weights
-                options |= different & leaves
-                write_text(path, head + _body({key: wanted[key] for key in wanted if key in options}, choices, advice))
-                found = flatten(compose([*search, f"experiment={name}"]))
-                different = {key for key in {*wanted, *found} if wanted.get(key, path) != found.get(key, path)}
+            write_text(path, _head(advice, sentence, command) + body)
         except OSError as error:
-            note = f"{path} cannot be written ({error.strerror})"
-            continue
+            return Experiment(None, plain, f"{path} cannot be written ({error.strerror})")
+        found = flatten(compose([search, f"experiment={name}"]))
+        different = {key for key in {*wanted, *found} if wanted.get(key, path) != found.get(key, path)}
         if not different:
-            return Experiment(path, shlex.join(command), note)
-        path.unlink()
-        return Experiment(None, plain, f"an experiment cannot say all of it ({', '.join(sorted(different))})")
-    return Experiment(None, plain, note)
+            return Experiment(path, command)
+        options |= different
+    path.unlink()
+    return Experiment(None, plain, f"an experiment cannot say all of it ({', '.join(sorted(different))})")
 
 
-def _body(options: dict[str, Any], choices: dict[str, str], advice: Advice) -> str:
+def _body(options: dict[str, Any], groups: dict[str, str], recipe: str) -> str:
     """Return the YAML: the choices of groups as a defaults list, all other options nested."""
     nested: dict[str, Any] = {}
     for key, value in options.items():
@@ -96,24 +89,20 @@ def _body(options: dict[str, Any], choices: dict[str, str], advice: Advice) -> s
         for part in above:
             node = node.setdefault(part, {})
         node[last] = value
-    bases = [choices["experiment"]] if "experiment" in choices else []
-    groups = {} if bases else {"recipe": advice.recipe}
-    groups |= {key: value for key, value in choices.items() if key != "experiment"}
-    defaults = [*bases, *({f"override /{key}": value} for key, value in groups.items()), "_self_"]
+    bases = [groups["experiment"]] if "experiment" in groups else []
+    chosen = ({} if bases else {"recipe": recipe}) | {key: groups[key] for key in groups.keys() - {"experiment"}}
+    defaults = [*bases, *({f"override /{key}": value} for key, value in sorted(chosen.items())), "_self_"]
     content = {"defaults": defaults} | nested
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=False, allow_unicode=True, width=WIDTH)
 
 
 def _head(advice: Advice, sentence: str, command: str) -> str:
-    goal = (
-        f"fastest setting, in a run of {advice.steps} steps,"
-        if advice.goal == SPEED
-        else "setting with the least memory"
-    )
-    facts = [advice.date, f"torch {advice.versions.get('torch', 'unknown')}"]
-    facts += [advice.hardware.get("name", advice.machine), f"{advice.hardware.get('cpu_cores', '?')} cores"]
+    fastest = f"fastest setting, in a run of {advice.steps} steps,"
+    goal = fastest if advice.goal == SPEED else "setting with the least memory"
+    hardware = advice.hardware
+    facts = [advice.date, f"torch {advice.versions.get('torch')}", hardware["name"], f"{hardware['cpu_cores']} cores"]
     facts += [f"commit {commit[:10]}"] if (commit := advice.git.get("commit")) else []
     lines = [f"The {goal} for {advice.recipe} on this machine, found by scripts/advise.py.", f"  {command}"]
     for paragraph in (f"{sentence.rstrip('.')}.", ", ".join(facts) + "."):
-        lines += textwrap.wrap(" ".join(paragraph.split()), WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(paragraph, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     return "\n".join(["# @package _global_", *(f"# {line}" for line in lines)]) + "\n"

@@ -7,7 +7,7 @@ import statistics
 import time
 from pathlib import Path
 
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, MEASURED, Advice, Entry
+from evidence.advice.schema import LEFT_OUT, MEASURED, Advice, Entry
 from trainer.config.schema import Config
 from trainer.errors import first_line
 from trainer.profiling.ledger import MIB
@@ -17,32 +17,31 @@ from trainer.tracking.ui import shown_at
 
 EXPERIMENT = "-advice"
 """What follows the recipe's experiment in the name of the advice's: its runs have no curves to draw beside others."""
-_STATUS = {MEASURED: "FINISHED", FAILED: "FAILED", HUNG: "KILLED"}
 
 
-def publish(advice: Advice, config: Config, sentence: str, files: list[Path]) -> list[str]:
+def publish(advice: Advice, config: Config, sentence: str, files: list[Path]) -> str:
     """Send what MLflow lacks of the advice; nothing is sent twice, and with ``tracking=local`` nothing at all.
 
     Args:
-        advice: to send; it is known again by its measurements, so an equivalence test may be added later.
+        advice: to send; an equivalence test may be added to it later.
         config: of the baseline: where it is tracked.
         sentence: that says what was found.
         files: of the advice.
 
     Returns:
-        Lines to print: the address of MLflow's page, or why there is none.
+        The line to print: the address of MLflow's page, or why there is none; empty with ``tracking=local``.
     """
     if not config.tracking.mlflow:
-        return []
+        return ""
     uri = tracking_uri(config.tracking.uri)
     try:
-        return [_send(advice, uri, f"{config.tracking.experiment or advice.recipe}{EXPERIMENT}", sentence, files)]
+        return _send(advice, uri, f"{config.tracking.experiment or advice.recipe}{EXPERIMENT}", sentence, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
-        return [f"the advice is not in MLflow ({first_line(error)}); run the same command again to retry"]
+        return f"the advice is not in MLflow ({first_line(error)}); run the same command again to retry"
 
 
 def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[Path]) -> str:
-    client, key, now = store.connect(uri), advice.key, time.time()
+    client, now = store.connect(uri), time.time()
     params = {
         "goal": advice.goal,
         "steps": str(advice.steps),
@@ -64,7 +63,7 @@ def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[
         uri,
         experiment,
         f"advice: {advice.recipe}",
-        key,
+        advice.key,
         started_s=now - advice.spent_s,
         params={name: value for name, value in params.items() if value},
         metrics=_numbers(advice.entry(advice.winner)) | {"minutes": advice.spent_s / 60},
@@ -78,12 +77,12 @@ def _send(advice: Advice, uri: str, experiment: str, sentence: str, files: list[
                 uri,
                 experiment,
                 entry.label,
-                hashlib.sha256(f"{key}-{entry.label}".encode()).hexdigest()[:32],  # labels may hold quotes
+                hashlib.sha256(f"{advice.key}-{entry.label}".encode()).hexdigest()[:32],  # labels may hold quotes
                 started_s=now - sum(entry.step_s),
                 params={"overrides": text} if (text := " ".join(entry.candidate.overrides)) else {},
                 metrics=_numbers(entry),
                 tags={"mlflow.parentRunId": parent.info.run_id, "status": entry.status, "reason": entry.reason},
-                status=_STATUS[entry.status],
+                status="FINISHED" if entry.status == MEASURED else "FAILED",
             )
     return shown_at(uri, parent.info.experiment_id, parent.info.run_id)
 

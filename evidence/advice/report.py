@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evidence.advice.schema import MEASURED, MEMORY, Advice, Entry
+from evidence.advice.schema import AHEAD, BUDGET, MEASURED, MEMORY, SEVERAL, Advice, Entry
 from mantissa.display import duration, mebibytes, size
 from mantissa.page import COLORS, NOISE
 from mantissa.statistics import Interval
@@ -19,9 +19,9 @@ from trainer.profiling.ledger import MIB
 from trainer.tracking.plots import INK, QUIET, bare_figure
 
 ENDED = {
-    "one is ahead": "one setting is ahead",
-    "several are equal": "the best settings are equal",
-    "budget": "there was no time for all of it; a larger budget_minutes continues from here",
+    AHEAD: "one setting is ahead",
+    SEVERAL: "the best settings are equal",
+    BUDGET: "there was no time for all of it; a larger budget_minutes continues from here",
 }
 
 
@@ -29,16 +29,15 @@ def sentence(advice: Advice) -> str:
     """Return the advice in one sentence of measured facts."""
     winner, base = advice.entry(advice.winner), advice.entry(advice.baseline)
     healthy = ", numerics healthy" if winner.health.get("healthy") else ""
-    worse = "larger" if advice.goal == MEMORY else "slower"
-    others = {0: "", 1: f"; {''.join(advice.equal[:1])} is not clearly {worse}"}.get(
-        len(advice.equal),
-        f"; {len(advice.equal)} other settings are not clearly {worse}",  # the table marks them
-    )
+    number, worse = len(advice.equal), "larger" if advice.goal == MEMORY else "slower"
+    others = ""
+    if number:  # the table marks them
+        others = f"; {f'{number} other settings are' if number > 1 else f'{advice.equal[0]} is'} not clearly {worse}"
     included = f" in a run of {advice.steps} steps, compile time included"
     if winner is base:
         setting = "no setting that can be advised" if advice.excluded else "no setting"
         better = "needs less memory" if advice.goal == MEMORY else "is clearly faster"
-        scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == "budget" else ""
+        scope = f" among those measured in {duration(advice.spent_s)} min" if advice.stopped == BUDGET else ""
         run = f" in a run of {advice.steps} steps" if advice.mixed else ""
         default = "" if base.candidate.overrides else ", train.py's default"
         return f"{base.label}{default}: {setting} {better} here{scope}{run}{healthy}{others}"
@@ -71,18 +70,6 @@ def _memory(entry: Entry, base: Entry) -> str:
     return f"{abs(change):.0%} {'less' if change < 0 else 'more'} memory"
 
 
-def _quality(advice: Advice) -> str:
-    found = advice.quality
-    if "difference" not in found:
-        return f"Quality: {found['verdict']} ({found['why']})."
-    test, why = found["difference"], f"; {found['why']}" if found["why"] else ""
-    shown = f"{test['mean']:+.2%} [{test['low']:+.2%}, {test['high']:+.2%}]"
-    return (
-        f"Quality: {found['verdict']} at a margin of {found['margin']:.1%}: the final validation loss differs by "
-        f"{shown} in {found['pairs']} pairs of {found['steps']} steps{why}."
-    )
-
-
 def print_advice(advice: Advice, console: Console) -> None:
     """Print the sentence, the table, what was not measured, and the notes."""
 
@@ -100,8 +87,14 @@ def print_advice(advice: Advice, console: Console) -> None:
     for note in advice.notes:
         say(f"Note: {note}.")
     say(f"Measured for {duration(advice.spent_s)} min on {advice.hardware['name']}: {ENDED[advice.stopped]}.")
-    if advice.quality:
-        say(_quality(advice))
+    if found := advice.quality:
+        tested = ""
+        if test := found.get("difference"):
+            tested = (
+                f" at a margin of {found['margin']:.1%}: the final validation loss differs by {test['mean']:+.2%} "
+                f"[{test['low']:+.2%}, {test['high']:+.2%}] in {found['pairs']} pairs of {found['steps']} steps"
+            )
+        say(f"Quality: {found['verdict']}{tested}{f' ({why})' if (why := found['why']) else ''}.")
     say("")
 
 
@@ -136,59 +129,38 @@ def table(advice: Advice) -> Table:
     return shown
 
 
-def drawn(advice: Advice) -> list[Entry]:
-    """Return the entries whose speed and memory were measured, by their memory."""
-    found = [entry for entry in advice.entries if entry.timed and entry.speed and entry.memory_bytes]
-    return sorted(found, key=lambda entry: (entry.memory_bytes or 0, -(entry.speed or 0.0)))
-
-
-def front(entries: list[Entry]) -> list[Entry]:
-    """Return the Pareto front: those that no other one beats in both speed and memory, by their memory."""
-    found: list[Entry] = []
-    for entry in entries:
-        if not found or (entry.speed or 0.0) > (found[-1].speed or 0.0):
-            found.append(entry)
-    return found
-
-
 def picture(advice: Advice, path: Path) -> Path | None:
     """Draw peak memory to the right and throughput upwards into a PNG; None: too little was measured.
 
-    The winner, the baseline and the others on the Pareto front are explained beside the axes. The rest is faint.
+    The legend names the winner, the baseline, and by numbers what no other setting beats in both speed and memory.
 
     Raises:
         OSError: it cannot be written.
     """
-    shown = drawn(advice)
+    shown = [entry for entry in advice.entries if entry.timed and entry.speed and entry.memory_bytes]
     if len(shown) < 2:
         return None
-    better = front(shown)
     figure, axes = bare_figure(9, 5)
     axes.set_title(f"{advice.recipe} on {advice.hardware.get('name', advice.machine)}", loc="left", color=INK)
     axes.set_xlabel("peak memory of a step, MiB", color=QUIET)
     axes.set_ylabel(f"throughput of steps, times that of {advice.baseline}", color=QUIET)
     axes.grid(color="#e8eaed", linewidth=0.8)
-    axes.axhline(1, color="#bdc1c6", linewidth=1)
-    points = [((entry.memory_bytes or 0) / MIB, entry.speed) for entry in better]
-    axes.step(*zip(*points, strict=True), where="post", color=COLORS[1], linewidth=1.4, zorder=1)
-    number = 0
-    for entry in shown:
-        marker, color, name = "o", NOISE, "_others"  # matplotlib leaves out what begins with a line
+    fastest, number = 0.0, 0
+    for entry in sorted(shown, key=lambda entry: (entry.memory_bytes or 0, -(entry.speed or 0.0))):
+        speed, at = entry.speed or 0.0, (entry.memory_bytes or 0) / MIB
+        marker, color, name = "o", NOISE, ""
         if entry.label == advice.winner:
             marker, color, name = "D", COLORS[2], f"advised: {entry.label}"
         elif entry.label == advice.baseline:
             marker, color, name = "s", COLORS[0], f"default: {entry.label}"
-        elif entry in better:
+        elif speed > fastest:  # than all that need less memory
             number += 1
             marker, color, name = f"${number}$", COLORS[1], entry.label
-        name = "\n".join(textwrap.wrap(name, 36, break_on_hyphens=False))
-        at = (entry.memory_bytes or 0) / MIB
-        label = name if name.startswith("_") else f"{name}\n{entry.speed:.2f}x, {mebibytes(at * MIB)} MiB"
-        style = {"color": color, "markersize": 9 if color != NOISE else 6, "alpha": 1 if color != NOISE else 0.45}
-        axes.plot(at, entry.speed, marker=marker, linestyle="", label=label, **style)
+        fastest = max(fastest, speed)
+        named = "\n".join([*textwrap.wrap(name, 36), f"{speed:.2f}x, {mebibytes(at * MIB)} MiB"]) if name else None
+        axes.plot(at, speed, marker=marker, linestyle="", color=color, alpha=1 if name else 0.45, label=named)
         if entry.interval:
             axes.plot([at, at], [entry.interval.low, entry.interval.high], color=color, linewidth=1)
     figure.legend(loc="outside right upper", frameon=False, labelcolor=INK, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path

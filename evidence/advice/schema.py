@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from evidence.advice.candidates import Candidate
 from mantissa.statistics import Interval
 from trainer.files import read_object
 
-MEASURED, FAILED, HUNG, LEFT_OUT = "measured", "failed", "hung", "left out"
+MEASURED, FAILED, LEFT_OUT = "measured", "failed", "left out"
 SPEED, MEMORY = GOALS = ("speed", "memory")
 AHEAD, SEVERAL, BUDGET = "one is ahead", "several are equal", "budget"
 
-Turn = tuple[float, ...]
+Turn = tuple[float, float]
 """Seconds of a step in two blocks that took turns: a candidate's, and the reference's."""
 
 
@@ -27,7 +26,7 @@ class Entry:
 
     candidate: Candidate
     status: str = MEASURED
-    """``measured``, ``failed``, ``hung`` or ``left out`` (not measured, and might be with more time)."""
+    """``measured``, ``failed`` or ``left out`` (not measured, and might be with more time)."""
     reason: str = ""
     """Why it was not measured, in words."""
     start_s: float = 0.0
@@ -43,7 +42,7 @@ class Entry:
     memory_bytes: int | None = None
     """Peak of a step: allocated on a GPU; elsewhere the tensors that training keeps and the most that a step adds."""
     health: dict[str, Any] = field(default_factory=dict)
-    """Of the doctor's check-up: ``faults``, ``notes``, ``healthy``."""
+    """Of the doctor's check-up: ``faults``, ``missed``, ``healthy``."""
     speed: float | None = None
     """Throughput of steps over the baseline's: of the final round, or an estimate by the search."""
     run_speed: float | None = None
@@ -106,6 +105,8 @@ class Advice:
     budget_minutes: float = 0.0
     date: str = ""
     """Of the measurement, in ISO format and UTC."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names the search that came to the conclusion, in MLflow."""
     entries: list[Entry] = field(default_factory=list)
     """All candidates: the winner, then by the speed of a whole run (goal=memory: by memory)."""
     spent_s: float = 0.0
@@ -124,13 +125,6 @@ class Advice:
     """For the user, in sentences."""
     quality: dict[str, Any] = field(default_factory=dict)
     """Of an equivalence test of the winner against the baseline; empty without ``quality=true``."""
-
-    @property
-    def key(self) -> str:
-        """What names the measurement, the same whatever is found out about the winner later."""
-        times = sorted([entry.label, entry.turns, entry.final] for entry in self.entries)
-        of = [self.recipe, self.goal, self.overrides, self.machine, self.versions, self.git, self.date, times]
-        return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:32]
 
     @property
     def mixed(self) -> bool:

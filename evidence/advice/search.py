@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from evidence.advice.candidates import COMPILE, PRECISION, Candidate, Space, key_of
+from evidence.advice.candidates import COMPILE, Candidate, Space
 from evidence.advice.schema import (
     AHEAD,
     BUDGET,
+    FAILED,
     LEFT_OUT,
     MEASURED,
     MEMORY,
@@ -21,10 +22,10 @@ from evidence.advice.schema import (
     Entry,
     Turn,
 )
-from evidence.advice.timing import Timer
+from evidence.advice.timing import START_S, Timer
 from evidence.advice.worker import Failed
 from mantissa.statistics import Interval, ratio_interval
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError
 
 EQUAL = 1.03
 """Two settings are equal within this factor; among such, the simplest is advised."""
@@ -34,17 +35,12 @@ LEAST_MEMORY = 1.01
 """Two settings need the same memory within this factor."""
 TURNS = 3
 """Of each candidate at first; each round of the halving doubles them."""
-EXPLORE = 0.6
-"""The part of the budget after which no new settings are tried."""
-EXPLORATIONS, AT_ONCE = 6, 6
-"""Rounds of new combinations at most, and settings in one."""
 HALVING = (8, 4, 2)
 """Settings in each of its rounds, at most."""
 REACH = 3
 """Values of one option that are tried alone, those nearest to the default."""
-HELPS, WORTH = 0.01, 0.25
-"""Logarithms of ratios: from the first on a change is combined with others; a neighbour of the best is tried if its
-change is not known to lose the second, since it may gain beside the others."""
+HELPS = 0.01
+"""The logarithm of a ratio from which on a change is combined with others."""
 PROCESS = 0.017
 """Standard deviation between processes of one setting, relative, as measured on two machines: a difference between two
 settings counts in the search if it is twice what this and the blocks' own spread explain."""
@@ -70,40 +66,30 @@ class Search:
     save: Callable[[], None]
     """Called after each measurement."""
     show: Callable[[str], None]
-    late: set[str] = field(default_factory=set)
-    """Labels of candidates for which there was no time."""
 
     def __post_init__(self) -> None:
         self._began = self.timer.clock() - self.advice.spent_s
         # What was left out may be tried now: there may be more time.
         self.entries = {entry.label: entry for entry in self.advice.entries if entry.status != LEFT_OUT}
-        for entry in self.entries.values():  # a new conclusion has a final round of its own
-            entry.final, entry.interval, entry.run_interval = [], None, None
+        for entry in self.entries.values():
+            entry.final = []  # a new conclusion has a final round of its own
         self.advice.excluded, self.advice.notes = {}, []
         self._mixed = COMPILE in self.space.choices and self.advice.goal == SPEED
+        self._out_of_time = False
+
+    @property
+    def spent_s(self) -> float:
+        """Of the budget, by earlier calls too."""
+        return self.timer.clock() - self._began
 
     # --- what is known ---
 
-    def entry(self, candidate: Candidate) -> Entry:
-        """Return what is known of a candidate; a new entry is kept as soon as it holds a measurement."""
-        return self.entries.get(candidate.label) or Entry(candidate)
-
     @property
     def reference(self) -> Entry:
-        """What ratios are over: the default; where it fails, the first candidate that works.
-
-        Raises:
-            RunError: none works.
-        """
+        """What ratios are over: the default; where it fails, the first candidate that works."""
         working = [entry for entry in self.entries.values() if entry.timed]
-        if not working:
-            raise RunError(f"no candidate works; the first error: {self._first_error()}")
-        default = self.entry(self.space.candidate())
-        return default if default.timed else working[0]
-
-    def _first_error(self) -> str:
-        failed = (f"{entry.label}: {entry.reason}" for entry in self.entries.values() if entry.reason)
-        return next(failed, "none was started")
+        default = self.space.candidate().label
+        return next((entry for entry in working if entry.label == default), working[0])
 
     @property
     def compile_s(self) -> float:
@@ -121,9 +107,7 @@ class Search:
         return (turn[1] + extra_s * self.reference.candidate.compiles) / own_s
 
     def logs(self, entry: Entry, whole: bool = True) -> list[float]:
-        """Return the logarithms of its ratios in the search; 0 for the reference."""
-        if entry is self.reference:
-            return [0.0]
+        """Return the logarithms of its ratios in the search."""
         return [math.log(self.ratio(entry, turn, whole)) for turn in entry.turns]
 
     def speed(self, entry: Entry, whole: bool = True) -> float:
@@ -147,8 +131,15 @@ class Search:
         return sorted((entry for entry in allowed if self.merit(entry) > -math.inf), key=self.merit, reverse=True)
 
     def contenders(self) -> list[Entry]:
-        """Return the best setting, and those that are not clearly slower (or, for memory, larger) than it."""
-        best, *others = self.ranked()
+        """Return the best setting, and those that are not clearly slower (or, for memory, larger) than it.
+
+        Raises:
+            RunError: none can be advised.
+        """
+        ranked = self.ranked()
+        if not ranked:
+            raise self._nothing()
+        best, *others = ranked
 
         def difference(other: Entry) -> float:
             if self.advice.goal == MEMORY:
@@ -156,6 +147,11 @@ class Search:
             return 2 * math.hypot(self._error(best), self._error(other))
 
         return [best, *(each for each in others if self.merit(best) - self.merit(each) < difference(each))]
+
+    def _nothing(self) -> RunError:
+        errors = [f"{entry.label}: {entry.reason}" for entry in self.entries.values() if entry.reason]
+        why = [*self.advice.excluded.values(), *errors][0]
+        return RunError(f"no candidate can be advised; the first error: {why}")
 
     def _error(self, entry: Entry) -> float:
         """Return the standard error of its merit, that of the process included."""
@@ -170,140 +166,73 @@ class Search:
         alike = [each for each in contenders if self.merit(contenders[0]) - self.merit(each) < near]
         return min(alike, key=lambda each: (len(each.candidate.overrides), -self.merit(each)))
 
-    def effects(self) -> dict[str, float]:
-        """Return the most that each change added to the merit of a measured setting; 0 where that is not known.
-
-        A pair of settings that differ in nothing else measures it.
-        """
-        merits = {entry.candidate: self.merit(entry) for entry in self.ranked()}
-        known: dict[str, list[float]] = {each: [] for choices in self.space.choices.values() for each in choices}
-        for candidate, merit in merits.items():
-            for change in candidate.overrides:
-                without = self.space.changed(candidate, key_of(change), None)
-                if without in merits:
-                    known[change].append(merit - merits[without])
-        return {change: max(found, default=0.0) for change, found in known.items()}
-
-    # --- what comes next ---
-
-    def untried(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Return those that were not started and are forecast to fit; none compiles where that took too long."""
-        compiled = [entry for entry in self.entries.values() if entry.candidate.compiles]
-        endless = any(each.status == LEFT_OUT for each in compiled) and not any(each.timed for each in compiled)
-        return [
-            each
-            for each in dict.fromkeys(candidates)
-            if each.label not in self.entries.keys() | self.late
-            and not (endless and each.compiles)
-            and not self.space.refused(each)
-        ]
-
-    def precisions(self) -> list[Candidate]:
-        """Return the default and the other precisions."""
-        changes = [[], *([each] for each in self.space.choices.get(PRECISION, []))]
-        return [self.space.candidate(each) for each in changes]
-
-    def single_changes(self) -> list[Candidate]:
-        """Return the candidates with one change of the best precision."""
-        known = [entry for each in self.precisions() if (entry := self.entry(each)).timed]
-        best = max(known, key=self.merit, default=self.reference).candidate
-        precision = {each for each in best.overrides if key_of(each) == PRECISION}
-        return [
-            each for each in self.space.one_change(best, REACH) if precision == {*best.overrides} & {*each.overrides}
-        ]
-
-    def promising(self) -> list[Candidate]:
-        """Return untried candidates: the best with the changes that helped elsewhere, and with each other change."""
-        best = self.ranked()[0].candidate
-        effects = self.effects()
-        helpful = {key_of(each): each for each in sorted(effects, key=effects.__getitem__) if effects[each] > HELPS}
-        combined = self.space.candidate([*helpful.values(), *best.overrides])
-
-        def gain(other: Candidate) -> float:
-            return sum(effects[each] for each in other.overrides) - sum(effects[each] for each in best.overrides)
-
-        near = [each for each in self.space.one_change(best) if gain(each) > -WORTH]
-        return self.untried([combined, *sorted(near, key=gain, reverse=True)])[:AT_ONCE]
-
     # --- measuring ---
 
     def run(self) -> None:
         """Measure until one setting is ahead, several are equal, or the budget is spent, and conclude.
 
         Raises:
-            UserError: the budget does not allow one pair.
             RunError: no candidate works, or none can be advised.
         """
-        self._first()
-        self._measure("precisions", self.untried(self.precisions()))
-        self._measure("single changes", self.untried(self.single_changes()))
-        out_of_time = False
-        for _ in range(EXPLORATIONS):
-            if not self.ranked() or not (found := self.promising()):
-                break
-            if out_of_time := self.timer.clock() - self._began > EXPLORE * self.budget_s:
-                break
-            self._measure("combinations", found)
+        default = self.space.candidate()
+        if default.label not in self.entries:
+            self.show(f"train.py's default: {default.label}")
+            self._visit(Entry(default), TURNS)
+        precisions = self.space.precisions()
+        self._try("precision", precisions)
+        working = [entry.candidate for entry in self.ranked() if entry.candidate in precisions]
+        if not working:
+            raise self._nothing()
+        singles = list(self.space.one_change(working[0], REACH))
+        self._try("single change", singles)
+        for change in self._helpful(working[0], singles):
+            best = self.contenders()[0].candidate
+            self._try("combination", [self.space.candidate([*best.overrides, change])])
         for number, most in enumerate(HALVING, 1):
-            contenders = self.contenders() if self.ranked() else []
-            if len(contenders) < 2 or self.advice.goal == MEMORY:
-                break
-            self._measure("halving", [each.candidate for each in contenders[:most]], TURNS * 2**number)
-        dropped = any(entry.status == LEFT_OUT for entry in self.entries.values())
-        winner = self._confirmed()
-        several = SEVERAL if len(self.contenders()) > 1 else AHEAD
-        self.advice.stopped = BUDGET if out_of_time or dropped or self.late else several
-        self._conclude(winner)
+            contenders = self.contenders()
+            if len(contenders) > 1 and self.advice.goal == SPEED:
+                self._measure("halving", contenders[:most], TURNS * 2**number)
+        self._conclude(self._confirmed())
 
-    def _first(self) -> None:
-        """Time the default, and refuse a budget in which it and one more candidate cannot be compared."""
-        default = self.entry(self.space.candidate())
-        if self.entries:
-            return
-        self.show(f"starting {default.label}, train.py's default")
-        if not self._visit(default, TURNS):
-            return
-        step_s, pair_s = default.fastest_s(), self._pair_s(default)
-        need_s = 2 * default.start_s + 2 * TURNS * self.timer.block_of(default) + LEAST_PAIRS * pair_s
-        if need_s > self.budget_s:
-            raise UserError(
-                f"budget_minutes={self.budget_s / 60:g} is too short for one pair: the default and one candidate need "
-                f"{need_s:.1f} s here (a start {default.start_s:.1f} s, a step {step_s:.2f} s, {1 + LEAST_PAIRS} "
-                f"processes each); set budget_minutes={max(0.1, math.ceil(10 * 3 * need_s / 60) / 10):g}"
-            )
+    def _helpful(self, best: Candidate, singles: Sequence[Candidate]) -> list[str]:
+        """Return the changes of one setting that are worth combining, the most helpful first."""
+        merits = {each.candidate: self.merit(each) for each in self.ranked()}
+        gains = {
+            override: merits[single] - merits[best]
+            for single in singles
+            for override in single.overrides
+            if single in merits and override not in best.overrides
+        }
+        return sorted((each for each in gains if gains[each] > HELPS), key=gains.__getitem__, reverse=True)
 
-    def _pair_s(self, entry: Entry) -> float:
-        """Return what a pair of fresh processes is expected to take, if both are like this one."""
-        return FRESH_S + 2 * (entry.start_s + FINAL_TURNS * self.timer.block_of(entry))
+    def _try(self, kind: str, candidates: Iterable[Candidate]) -> None:
+        """Measure those that are new and forecast to fit; none compiles where that took too long."""
+        compiled = [entry for entry in self.entries.values() if entry.candidate.compiles]
+        endless = any(each.status == LEFT_OUT for each in compiled) and not any(each.timed for each in compiled)
+        new = [each for each in dict.fromkeys(candidates) if each.label not in self.entries]
+        wanted = [each for each in new if not (endless and each.compiles) and not self.space.refused(each)]
+        self._measure(kind, [Entry(each) for each in wanted])
 
-    def _measure(self, kind: str, candidates: Sequence[Candidate], turns: int = TURNS) -> None:
-        """Give candidates so many turns; those for which there is no time are late."""
-        entries = [self.entry(each) for each in candidates]
-        entries = [each for each in entries if each.status == MEASURED and len(each.turns) < turns]
-        if entries:
-            self.show(f"{kind}: {', '.join(each.label for each in entries)}")
-        for entry in entries:
-            working = any(each.timed for each in self.entries.values())
-            reserved_s = min(LEAST_PAIRS * self._pair_s(self.reference), 0.3 * self.budget_s) if working else 0.0
-            left_s = self._began + self.budget_s - reserved_s - self.timer.clock()
+    def _measure(self, kind: str, entries: Sequence[Entry], turns: int = TURNS) -> None:
+        """Give candidates so many turns, those for which there is time."""
+        for entry in (each for each in entries if len(each.turns) < turns):
+            known = self.reference if any(each.timed for each in self.entries.values()) else entry
+            # The rest is for the final round.
+            pair_s = FRESH_S + 2 * (known.start_s + FINAL_TURNS * self.timer.block_of(known))
+            left_s = self.budget_s - min(LEAST_PAIRS * pair_s, 0.3 * self.budget_s) - self.spent_s
             more = turns - len(entry.turns)
-            if left_s < self._start_s(entry) + 2 * more * self.timer.block_of(entry):
-                self.late.add(entry.label)
-            else:
-                # A compilation may take much longer than others did.
-                self._visit(entry, more, left_s / 2 if entry.candidate.compiles else left_s)
+            need_s = (entry.start_s or known.start_s) + 2 * more * self.timer.block_of(entry)
+            if left_s >= need_s:
+                self.show(f"{kind}: {entry.label}")
+                self._visit(entry, more, max(need_s, left_s / 2))  # compiling may take much longer than all else
+                continue
+            self._out_of_time = True
+            if not entry.turns:
+                entry.status, entry.reason = LEFT_OUT, "the budget had no time for it"
+                self.entries[entry.label] = entry
 
-    def _start_s(self, entry: Entry) -> float:
-        """Return how long a start is expected to take, by those that were."""
-        known = [each for each in self.entries.values() if each.start_s]
-        alike = [each.start_s for each in known if each.candidate.compiles == entry.candidate.compiles]
-        return entry.start_s or statistics.median(alike or [each.start_s for each in known] or [0.0])
-
-    def _visit(self, entry: Entry, turns: int, left_s: float = math.inf, fresh: bool = False) -> bool:
-        """Time a candidate beside the reference; the first that works is the reference.
-
-        Returns:
-            Whether it worked; a failure is in its entry.
+    def _visit(self, entry: Entry, turns: int, limit_s: float = START_S, fresh: bool = False) -> None:
+        """Time a candidate beside the reference; the first that works is the reference. A failure is in its entry.
 
         Raises:
             RunError: the reference failed.
@@ -311,14 +240,19 @@ class Search:
         reference = self.reference if any(each.timed for each in self.entries.values()) else entry
         self.entries[entry.label] = entry
         try:
-            found = self.timer.turns(entry, reference, turns, left_s, fresh)
+            found = self.timer.turns(entry, reference, turns, limit_s, fresh)
         except Failed as error:
-            if entry is not reference and reference.status != MEASURED:
+            failed = self.entries[error.label]
+            if error.late and not fresh:
+                self._out_of_time = True
+            if not (error.late and failed.turns) or fresh:  # else it was measured before, and is as good as it was
+                failed.status, failed.reason = LEFT_OUT if error.late and not fresh else FAILED, str(error)
+            if failed is not entry:
                 self.entries = {label: each for label, each in self.entries.items() if each.status != MEASURED}
                 self._save()
                 raise RunError(
-                    f"{reference.label}, which the others were compared with, failed: {reference.reason}; run the same "
-                    "command again to compare them with the next one that works"
+                    f"{failed.label}, which the others were compared with, failed: {error}; run the same command "
+                    "again to compare them with the next one that works"
                 ) from error
         else:
             if fresh:
@@ -328,11 +262,10 @@ class Search:
                 entry.processes += 1
                 reference.turns += [(turn[1], turn[1]) for turn in found if entry is not reference]
         self._save()
-        return entry.timed
 
     def _save(self) -> None:
         self.advice.entries = list(self.entries.values())
-        self.advice.spent_s = self.timer.clock() - self._began
+        self.advice.spent_s = self.spent_s
         self.save()
 
     # --- the conclusion ---
@@ -342,22 +275,18 @@ class Search:
 
         Otherwise the reference; after a fault the next best setting, with a final round of its own.
         """
-        excluded, faulty = self.advice.excluded, 0
-        default = self.space.candidate().label
-        while True:
-            if not self.ranked():
-                why = next(iter(excluded.values()), "") or self._first_error()
-                raise RunError(f"no candidate can be advised; the first error: {why}")
-            reference, chosen = self.reference, self.choose()
-            if chosen is not reference:
-                self._final(chosen, reference)
+        excluded, default = self.advice.excluded, self.space.candidate().label
+        while len(excluded) < MOST_FAULTS:
+            chosen = self.choose()
+            if chosen is not self.reference:
+                self._final(chosen)
                 if not chosen.timed:
                     continue
-                if (why := self._unconfirmed(chosen)) and reference.label not in excluded:
+                if (why := self._unconfirmed(chosen)) and self.reference.label not in excluded:
                     self.advice.notes.append(
                         f"{chosen.label} was the best until the final round, which did not confirm it: {why}"
                     )
-                    chosen = reference
+                    chosen = self.reference
             if chosen.label == default:
                 return chosen
             chosen.health = chosen.health or self.check_up(chosen)
@@ -367,21 +296,20 @@ class Search:
             excluded[chosen.label] = (
                 f"{chosen.label} is not advised, because the doctor found a fault in it: {'; '.join(faults)}"
             )
-            faulty += 1
-            if faulty >= MOST_FAULTS:
-                enough = f"{faulty} settings have a fault, so no further one is examined or advised"
-                excluded |= {label: enough for label in self.entries if label not in {default, *excluded}}
+        if self.reference.label != default:
+            raise self._nothing()
+        self.advice.notes.append(f"{MOST_FAULTS} settings have a fault, so no further one is examined or advised")
+        return self.reference
 
-    def _final(self, chosen: Entry, reference: Entry) -> None:
+    def _final(self, chosen: Entry) -> None:
         """Time a setting beside the reference in pairs of fresh processes, which played no part in the choice."""
-        self.show(f"final round, in fresh processes: {reference.label}, {chosen.label}")
+        self.show(f"final round, in fresh processes: {self.reference.label}, {chosen.label}")
         pair_s = 0.0
-        while len(chosen.final) < PAIRS:
+        while chosen.timed and len(chosen.final) < PAIRS:
+            if len(chosen.final) >= LEAST_PAIRS and self.spent_s + pair_s > self.budget_s:
+                return
             began = self.timer.clock()
-            if len(chosen.final) >= LEAST_PAIRS and began + pair_s > self._began + self.budget_s:
-                return
-            if not self._visit(chosen, FINAL_TURNS, fresh=True):
-                return
+            self._visit(chosen, FINAL_TURNS, fresh=True)
             pair_s = self.timer.clock() - began
 
     def _final_interval(self, entry: Entry, whole: bool) -> Interval | None:
@@ -410,17 +338,18 @@ class Search:
         contenders = [entry.label for entry in self.contenders()]
         advice.baseline, advice.winner = self.reference.label, winner.label
         advice.equal = [each for each in contenders if each != winner.label] if winner.label in contenders else []
-        left_out = dict.fromkeys(self.late - self.entries.keys(), "the budget had no time for it") | self.space.left_out
-        others = [Entry(Candidate(label), LEFT_OUT, why) for label, why in left_out.items()]
 
         def place(entry: Entry) -> tuple[bool, bool, float]:
             rank = -(entry.run_speed or 0.0) if advice.goal == SPEED else float(entry.memory_bytes or 0)
             return entry is not winner, not entry.timed, rank
 
+        others = [Entry(Candidate(label), LEFT_OUT, why) for label, why in self.space.left_out.items()]
         advice.entries = [*sorted(self.entries.values(), key=place), *others]
         missed = [f"check-up of {winner.label}: {'; '.join(notes)}" for notes in [winner.health.get("missed")] if notes]
         advice.notes = list(dict.fromkeys([*self.space.notes, *advice.excluded.values(), *advice.notes, *missed]))
-        advice.spent_s = self.timer.clock() - self._began
+        several = SEVERAL if len(contenders) > 1 else AHEAD
+        advice.stopped, advice.spent_s = BUDGET if self._out_of_time else several, self.spent_s
+        self.save()
 
     def _describe(self, entry: Entry) -> None:
         """Add to an entry what follows from its times."""
@@ -432,7 +361,8 @@ class Search:
         entry.compile_s, entry.pays_after_steps = entry.compiling_s(), None
         if entry.candidate.compiles and COMPILE in self.space.choices:
             off = None if not self.space.compiles else self.space.choices[COMPILE][0]
-            eager = self.entry(self.space.changed(entry.candidate, COMPILE, off))
-            if eager.timed and (gain := math.exp(self.speed(entry, whole=False) - self.speed(eager, whole=False))) > 1:
+            eager = self.entries.get(self.space.changed(entry.candidate, COMPILE, off).label)
+            if eager and eager.timed:
+                gain = math.exp(self.speed(entry, whole=False) - self.speed(eager, whole=False))
                 saved_s = statistics.median(entry.step_s) * (gain - 1)
-                entry.pays_after_steps = math.ceil(self.compile_s / saved_s)
+                entry.pays_after_steps = math.ceil(self.compile_s / saved_s) if gain > 1 else None

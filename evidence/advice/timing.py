@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from evidence.advice.candidates import Candidate
-from evidence.advice.schema import FAILED, HUNG, LEFT_OUT, Entry, Turn
-from evidence.advice.worker import Failed, Hung, Worker
+from evidence.advice.schema import Entry, Turn
+from evidence.advice.worker import Failed, Worker
 from evidence.turns import in_turns
 
-PATIENCE = 20.0
-"""Times the time that is expected, after which a candidate counts as hung; and seconds beyond that."""
-FIRST_LIMIT_S = 1800.0
-"""Seconds that any start may take at most. It is the limit of the first start, whose time is not known."""
+START_S = 1800.0
+"""Seconds that a start may take, where the budget does not say it."""
+PATIENCE, PATIENCE_S = 20.0, 60.0
+"""Times the time that is expected, after which a block counts as hung; and seconds beyond that, since tiny steps are
+many times slower where other programs hold the cores."""
 ROOM = 1.25
 """Times the memory of a process that must be free for a second one beside it."""
 
 
 class Timer:
-    """Keeps the reference alive, starts a candidate when its turn comes, and times blocks of both.
-
-    Where the memory does not hold two processes, they run one after the other.
-    """
+    """Keeps the reference alive, starts a candidate when its turn comes, and times blocks of both."""
 
     def __init__(
         self,
@@ -44,18 +40,16 @@ class Timer:
         self.launch, self.free_bytes, self.block_s, self.clock = launch, free_bytes, block_s, clock
         self.running: dict[str, Worker] = {}
         self.apart = False
-        """Whether the memory holds one process only."""
+        """Whether the memory holds one process only: then they run one after the other."""
         self._held_bytes = 0
-        self._slowest_start_s = 0.0
-        """Of a candidate that does not compile."""
 
-    def close(self, *kept: Entry) -> None:
-        """End the processes of all other candidates."""
-        for label in self.running.keys() - {entry.label for entry in kept}:
+    def close(self, kept: str = "") -> None:
+        """End the processes of all candidates but one."""
+        for label in self.running.keys() - {kept}:
             self.running.pop(label).close()
 
     def turns(
-        self, entry: Entry, reference: Entry, count: int, left_s: float = math.inf, fresh: bool = False
+        self, entry: Entry, reference: Entry, count: int, limit_s: float = START_S, fresh: bool = False
     ) -> list[Turn]:
         """Return the seconds of a step of a candidate and of the reference, by blocks of both in turns.
 
@@ -63,96 +57,61 @@ class Timer:
             entry: of the candidate; where it is the reference, it is measured alone.
             reference: its entry; its process stays, unless ``fresh``.
             count: blocks of each.
-            left_s: seconds that the start may take; where that ends it, it is left out and not a failure.
-            fresh: in new processes of Python.
+            limit_s: seconds that the candidate's start may take.
+            fresh: in new processes of Python, of which every second pair starts in the other order.
 
         Raises:
-            Failed: of either; its entry records the reason.
+            Failed: of either, by its ``label``.
         """
         sides = [reference] * (entry is not reference) + [entry]
         if fresh:
             self.close()
             sides = sides[:: -1 if len(entry.final) % 2 else 1]
-        seconds: dict[str, list[float]] = {side.label: [] for side in sides}
-        if not self.apart:
-            for side in sides:
-                self._begin(side, left_s if side is entry else math.inf, fresh)
-        if self.apart:
-            for side in sorted(sides, key=lambda side: side.label not in self.running):
-                self._begin(side, left_s if side is entry else math.inf, fresh)
-                seconds[side.label] = [self._block(side) for _ in range(count)]
-        else:
-            for side, _ in in_turns(sides, range(count)):
-                seconds[side.label].append(self._block(side))
-        self.close(*[] if fresh else [reference])
-        return list(zip(seconds[entry.label], seconds[reference.label], strict=True))
+        limits = {reference.label: START_S, entry.label: limit_s}
+        try:
+            found = self._blocks(sides, count, limits, fresh)
+        except Failed as error:
+            self.close()
+            if self.apart or not error.out_of_memory or len(sides) == 1:
+                raise
+            self.apart = True
+            found = self._blocks(sides, count, limits, fresh)
+        finally:
+            self.close("" if fresh else reference.label)
+        return list(zip(found[entry.label], found[reference.label], strict=True))
 
     def block_of(self, entry: Entry) -> float:
         """Return the seconds that a block of a candidate takes."""
         return max(self.block_s, entry.fastest_s())
 
-    def _begin(self, entry: Entry, left_s: float, fresh: bool) -> None:
-        """Make sure that a candidate runs; alone where memory runs out beside the other."""
-        if entry.label in self.running:
-            return
-        if self.running and self.free_bytes() < ROOM * self._held_bytes:
-            self.apart = True
-        if self.apart:
-            self.close()
-        known, began = self._slowest_start_s and not entry.candidate.compiles, self.clock()
-        patience_s = min(_patience(self._slowest_start_s), FIRST_LIMIT_S) if known else FIRST_LIMIT_S
-        limit_s = min(max(left_s, 1.0), patience_s)
-        with self._watched(entry, f"{limit_s:.0f} s" if limit_s < patience_s else ""):
-            try:
-                self._start(entry, limit_s, fresh)
-            except Failed as error:
-                if not (error.out_of_memory and self.running):
-                    raise
-                self.apart, spent_s = True, self.clock() - began
-                self.close()
-                self._start(entry, max(1.0, limit_s - spent_s), fresh, spent_s)
+    def _blocks(self, sides: list[Entry], count: int, limits: dict[str, float], fresh: bool) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {side.label: [] for side in sides}
+        for group in [[side] for side in sides] if self.apart else [sides]:
+            for side in group:
+                if self.apart:
+                    self.close(side.label)
+                if side.label not in self.running:
+                    self._start(side, limits[side.label], fresh)
+            for side, _ in in_turns(group, range(count)):
+                found[side.label].append(self._block(side))
+        return found
 
-    def _start(self, entry: Entry, limit_s: float, fresh: bool, spent_s: float = 0.0) -> None:
+    def _start(self, entry: Entry, limit_s: float, fresh: bool) -> None:
         """Start a process; at a candidate's first start its memory is measured."""
-        process = self.launch(entry.candidate, fresh)
-        try:
-            start_s, warm_up_s, held_bytes = process.start(limit_s)
-            if not entry.warm_up_s:
-                # A start that ran out of memory may have compiled already.
-                entry.warm_up_s = [warm_up_s[0] + spent_s * entry.candidate.compiles, *warm_up_s[1:]]
-                entry.memory_bytes = process.memory(_patience(sum(warm_up_s)))
-        except BaseException:
-            process.close()
-            raise
-        self.running[entry.label] = process
-        entry.start_s = start_s
+        if self.running and self.free_bytes() < ROOM * self._held_bytes:
+            raise Failed("there is no memory for a second process", entry.label, out_of_memory=True)
+        worker = self.running[entry.label] = self.launch(entry.candidate, fresh)
+        entry.start_s, warm_up_s, held_bytes = worker.start(limit_s)
         self._held_bytes = max(self._held_bytes, held_bytes)
-        if not entry.candidate.compiles:
-            self._slowest_start_s = max(self._slowest_start_s, start_s)
+        if not entry.warm_up_s:
+            entry.warm_up_s, entry.memory_bytes = warm_up_s, worker.memory(_patience(sum(warm_up_s)))
 
     def _block(self, entry: Entry) -> float:
         """Return the seconds of a step, by one block of a candidate that runs."""
         step_s = entry.fastest_s()
         steps = max(1, round(self.block_s / step_s)) if step_s else 1
-        with self._watched(entry):
-            return self.running[entry.label].block(steps, _patience(steps * step_s)) / steps
-
-    @contextmanager
-    def _watched(self, entry: Entry, all_there_was: str = "") -> Iterator[None]:
-        """Record a failure; where the budget has ended a start, that it had no more than ``all_there_was``."""
-        try:
-            yield
-        except Failed as error:
-            if entry.label in self.running:
-                self.running.pop(entry.label).close()
-            if not (isinstance(error, Hung) and all_there_was):
-                entry.status, entry.reason = (HUNG if isinstance(error, Hung) else FAILED), str(error)
-            elif not entry.turns:  # else it was measured before, and is as good as it was
-                what = "compiling" if entry.candidate.compiles else "its start"
-                entry.status = LEFT_OUT
-                entry.reason = f"{what} did not end within {all_there_was}, which is all the budget had for it"
-            raise
+        return self.running[entry.label].block(steps, _patience(steps * step_s)) / steps
 
 
 def _patience(expected_s: float) -> float:
-    return PATIENCE * expected_s + PATIENCE
+    return PATIENCE * expected_s + PATIENCE_S

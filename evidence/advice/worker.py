@@ -15,39 +15,38 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from evidence.advice.candidates import Candidate
 from evidence.runs import merged
 from evidence.turns import steps_of, stopwatch
-from mantissa.step import tensors
 from trainer.config.compose import compose
 from trainer.errors import RunError, first_line, is_out_of_memory
-from trainer.hardware import held_bytes, peak_memory_bytes, reset_peak_memory
+from trainer.hardware import peak_memory_bytes, reset_peak_memory
+from trainer.profiling.ledger import MemoryLedger
 from trainer.trainer import Trainer
 
 WARM_UP_S = 0.3
 """Seconds that the steps of the warm-up after the first take together, or they are two."""
 END_S = 10.0
-"""For the end of a process that waits for a command; then it is killed."""
+"""For the end of a process; then it is killed."""
 COMPILED = "compiled"
 """The folder below the advice's for what torch.compile keeps."""
 
 
 class Failed(Exception):
-    """A candidate that ended with an error, or whose process died."""
+    """A candidate that ended with an error, whose process died, or that did not answer in time."""
 
-    def __init__(self, reason: str, out_of_memory: bool = False) -> None:
+    def __init__(self, reason: str, label: str, out_of_memory: bool = False, late: bool = False) -> None:
         super().__init__(reason)
-        self.out_of_memory = out_of_memory
-
-
-class Hung(Failed):
-    """A candidate that did not answer in time."""
+        self.label, self.out_of_memory = label, out_of_memory
+        self.late = late
+        """Whether its start took longer than allowed; with more time it may work."""
 
 
 class Worker:
-    """The parent's side: each call waits for the answer, at most so long, and raises ``Failed`` or ``Hung``."""
+    """The parent's side: each call waits for the answer, at most so long, and raises ``Failed``."""
 
     def __init__(self, candidate: Candidate, common: Sequence[str], folder: Path, fresh: bool = False) -> None:
         """Start the process.
@@ -59,7 +58,7 @@ class Worker:
             fresh: whether it is a new Python, with its own places in memory, as each run of train.py is; else a copy of
                 a server that has imported everything, which starts sooner.
         """
-        self._began = time.monotonic()
+        self._began, self._candidate = time.monotonic(), candidate
         # Each candidate compiles anew, as on a machine that sees it for the first time; a second start of it is quick.
         compiled = folder / COMPILED / hashlib.sha256(candidate.label.encode()).hexdigest()[:16]
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
@@ -68,8 +67,6 @@ class Worker:
         self._process = context.Process(target=serve, args=arguments)
         self._process.start()
         theirs.close()
-        self._waits = False
-        """Whether it has answered the last command."""
 
     def start(self, limit_s: float) -> tuple[float, list[float], int]:
         """Build the trainer and warm it up.
@@ -92,26 +89,28 @@ class Worker:
     def close(self) -> None:
         """End the process, whatever it does."""
         self._connection.close()  # one that waits for a command ends by itself
-        self._process.join(END_S if self._waits else 0)
+        self._process.join(END_S)
         self._process.kill()
         self._process.join()
         self._process.close()
 
     def _ask(self, command: str, limit_s: float, *arguments: int) -> Any:
-        self._waits = False
+        label = self._candidate.label
         try:
             self._connection.send((command, *arguments))
             if not self._connection.poll(limit_s):
-                raise Hung(f"no answer within {limit_s:.0f} s")
+                late = command == "start"
+                what = "compiling" if late and self._candidate.compiles else f"its {command}"
+                raise Failed(f"{what} did not end within {limit_s:.0f} s", label, late=late)
             answer, failure = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode or 0
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise Failed(f"its process ended with {how}") from None
-        self._waits = True
+            raise Failed(f"its process ended with {how}", label) from None
         if failure:
-            raise Failed(*failure)
+            reason, out_of_memory = failure
+            raise Failed(reason, label, out_of_memory)
         return answer
 
 
@@ -126,7 +125,7 @@ def prepare() -> None:
 
 
 def serve(connection: Connection, overrides: Sequence[str], folder: str, compiled: str) -> None:
-    """Answer the parent's commands with (result, what ``Failed`` takes) until it closes the pipe."""
+    """Answer the parent's commands with (result, failure) until it closes the pipe; a failure is (reason, memory)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     log = os.open(os.path.join(folder, "workers.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -178,36 +177,15 @@ class Subject:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             return min(total - free, torch.cuda.memory_reserved(device) + 2**30)  # the context and its kernels
-        try:
-            return held_bytes("VmRSS")
-        except OSError:
-            return peak_memory_bytes(device)
+        return int(psutil.Process().memory_info().rss)
 
     def memory(self) -> int:
-        """Return the peak bytes allocated in one step.
-
-        On CUDA by the allocator's count. Elsewhere it is what training keeps from step to step (weights, buffers,
-        optimizer, averages), and the highest sum of what the step allocates beyond that, by torch's profiler; unlike
-        the resident set, it leaves out the libraries, the data and the compiler.
-        """
-        from torch.profiler import ProfilerActivity, profile
-
+        """Return the peak bytes of one step: on CUDA by the allocator, elsewhere by the ledger, not compiled."""
         trainer = self.trainer
         if trainer.device.type == "cuda":
             reset_peak_memory(trainer.device)
             self.block(1)
             return peak_memory_bytes(trainer.device)
-        masters = [] if trainer.masters is None else list(trainer.masters.held())
-        gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
-        kept = [trainer.model.state_dict(), trainer.optimizer.state, masters, trainer.average.held(), gradients]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors(kept)}
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with MemoryLedger(trainer.model, trainer.optimizer, trainer.average.held().values()) as recording:
             self.block(1)
-        assert profiler.profiler is not None
-        assert profiler.profiler.kineto_results is not None
-        events = profiler.profiler.kineto_results.events()
-        now = highest = 0
-        for _, change in sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"):
-            now += change
-            highest = max(highest, now)
-        return sum(storage.nbytes() for storage in storages.values()) + highest
+        return recording.report().peak_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from evidence.runs import merged
 from mantissa.display import size
@@ -11,11 +10,10 @@ from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.data.contract import Datasets
 from trainer.errors import OutOfMemory, UserError
-from trainer.hardware import Hardware, available_bytes
+from trainer.hardware import Hardware
 from trainer.parallel.activation import MODES as CHECKPOINTING
 from trainer.parallel.world import World
-from trainer.run.memory.fit import USABLE, fit_plan, rough_bytes
-from trainer.run.memory.forecast import forecast, required_bytes
+from trainer.run.memory.fit import fit_plan, needed_bytes, rough_bytes
 
 
 def given(overrides: Sequence[str], *keys: str) -> bool:
@@ -52,35 +50,16 @@ def fitting(
     raise first
 
 
-@dataclass
-class Fits:
-    """Says why a setting is not forecast to fit into the memory."""
-
-    overrides: list[str]
-    hardware: Hardware
-    datasets: Datasets
-
-    def __post_init__(self) -> None:
-        self.usable = int(USABLE * available_bytes(self.hardware.device))
-        self._known: dict[tuple[str, ...], str | None] = {}
-
-    def __call__(self, more: Sequence[str]) -> str | None:
-        """Return the reason against these further overrides; None: it fits, or cannot be forecast."""
-        # Compiled, a model needs no more than eager.
-        key = tuple(override for override in more if not override.startswith("compile="))
-        if key not in self._known:
-            self._known[key] = self._reason(list(key))
-        return self._known[key]
-
-    def _reason(self, overrides: list[str]) -> str | None:
-        try:
-            config = compose(merged(self.overrides, overrides))
-            resolved = config.resolve(self.hardware)
-            rough = rough_bytes(resolved.config.recipe, self.datasets, resolved.plan.batching.micro_batch_size)
-            if rough is None or rough < self.usable / 2:
-                return None
-            config = replace(config, micro_batch_size=resolved.plan.batching.micro_batch_size)
-            need = required_bytes(config, forecast(config))
-        except Exception:  # the run itself reports it
-            return None
-        return f"forecast to need {size(need)}, {size(self.usable)} can be used" if need > self.usable else None
+def too_large(overrides: Sequence[str], hardware: Hardware, datasets: Datasets, usable_bytes: float) -> str:
+    """Return why a setting is not forecast to fit into the memory; empty: it fits, or cannot be forecast."""
+    try:
+        config = compose(overrides)
+        resolved = config.resolve(hardware)
+        batching = resolved.plan.batching
+        rough = rough_bytes(resolved.config.recipe, datasets, batching.micro_batch_size)
+        if rough is None or rough < usable_bytes / 2:
+            return ""
+        need = needed_bytes(config, batching, batching.micro_batch_size)
+    except Exception:  # the run itself reports it
+        return ""
+    return f"forecast to need {size(need)}, {size(usable_bytes)} can be used" if need > usable_bytes else ""

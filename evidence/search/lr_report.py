@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,13 @@ def write_report(curves: list[Curve], folder: Path, title: str, command: str, ha
         writer.writerows([curve.label, step, *point] for step, point in enumerate(points, 1))
     write_text(folder / "lr_range.csv", rows.getvalue())
     tests = [
-        {key: value for key, value in asdict(curve).items() if key not in ("lr", "loss", "smoothed")}
-        | {"steps": len(curve.lr), "suggestions": curve.suggestions()}
+        {
+            "label": curve.label,
+            "skipped_steps": curve.skipped_steps,
+            "ended": curve.ended,
+            "steps": len(curve.lr),
+            "suggestions": curve.suggestions(),
+        }
         for curve in curves
     ]
     facts = {"hardware": hardware.facts(), "versions": versions(), "git": git_facts()}
@@ -61,18 +65,9 @@ def draw(curves: list[Curve], title: str) -> Any:
             axes.plot(at, smoothed[curve.steepest], "o", color=color, markersize=7, linestyle="none", label=label)
             style = {"color": color, "linewidth": 1, "linestyle": (0, (4, 3))}
             axes.axvline(tenth, label=f"a tenth of the lowest: {tenth:.1e}", **style)
-    limits = _limits(curves)
-    if limits:
-        axes.set_ylim(*limits)
+    if finite := [value for curve in curves for value in curve.loss if math.isfinite(value)]:
+        low, first = min(finite), max(curve.smoothed[0] for curve in curves if curve.smoothed)
+        room = max(first - low, 1e-3 * abs(first), 1e-9)
+        axes.set_ylim(low - 0.05 * room, first + 0.25 * room)  # what rises far above would flatten the rest
     axes.legend(frameon=False, labelcolor=INK, loc="lower left")
     return figure
-
-
-def _limits(curves: list[Curve]) -> tuple[float, float] | None:
-    """Return the range of losses to show: what rises far above the first loss would flatten the rest."""
-    finite = [value for curve in curves for value in curve.loss if math.isfinite(value)]
-    if not finite:
-        return None
-    low, first = min(finite), max(curve.smoothed[0] for curve in curves if curve.smoothed)
-    room = max(first - low, 1e-3 * abs(first), 1e-9)
-    return low - 0.05 * room, first + 0.25 * room

@@ -100,7 +100,7 @@ def publish_search(
                 client,
                 uri,
                 experiment,
-                f"search-{search.name}",
+                f"search-{search.study.study_name}",
                 known["mlflow_key"],
                 started_s=known["began_s"],
                 params=params,

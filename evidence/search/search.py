@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -14,14 +15,14 @@ from optuna.trial import TrialState
 
 from evidence.search.report import AT_STEP, WHY, lines, publish_search
 from evidence.search.space import check_space, overrides_of, parse_space
-from evidence.search.study import Search, open_search, pruner_of
+from evidence.search.study import Search, open_study, pruner_of
 from evidence.search.trial import Pruned, reporting_to
 from mantissa.display import duration, loss
 from trainer.config.compose import compose
 from trainer.config.options import parse
 from trainer.config.schema import Config
 from trainer.errors import NonFiniteError, OutOfMemory, UserError, first_line, is_out_of_memory, nearest
-from trainer.files import check_output_dir
+from trainer.files import check_output_dir, make_folder
 from trainer.hardware import detect
 from trainer.parallel.world import launched_processes
 from trainer.run.command import release_memory
@@ -53,30 +54,25 @@ def main(arguments: list[str]) -> int:
     if options.pruner not in PRUNERS:
         near = nearest(options.pruner, PRUNERS)
         raise UserError(f"pruner={options.pruner} is not a pruner ({', '.join(PRUNERS)}){near}")
-    if launched_processes():
-        raise UserError("trials run in one process each; start the command without torchrun, several times for several")
     first = check_space(space, overrides)
-    if first.parallel.kind != "single":
-        raise UserError(f"trials run in one process each; leave out parallel={first.parallel.kind}")
+    if launched_processes() or first.parallel.kind != "single":
+        raise UserError("trials run in one process each; leave out torchrun and parallel=…, and start several commands")
     if "/" in options.study or options.study in (".", ".."):
         raise UserError(f"study={options.study} must be the name of a folder, without a slash")
     check_output_dir(first.output_dir)
-    name = options.study or first.name
+    name, output_dir = options.study or first.name, Path(first.output_dir).expanduser()
     plan = first.resolve(detect(first.device)).plan
-    kept = sorted(
-        text for text in overrides if text.partition("=")[0].partition(".")[0] not in ("output_dir", "tracking")
-    )
+    kept = sorted(text for text in overrides if re.split(r"[.=]", text)[0] not in ("output_dir", "tracking"))
     typed = sorted(argument for argument in others if argument not in overrides)
-    search = open_search(
+    study = open_study(
         name,
-        Path(first.output_dir).expanduser(),
-        space,
+        output_dir,
         {"space": typed, "options": kept, "metric": options.metric},
         maximise=not first.recipe.falls(options.metric),
-        trials=options.trials,
-        seed=first.seed,
         pruner=pruner_of(options.pruner, plan.eval_every, plan.steps),
     )
+    search = Search(study, output_dir / "search" / name, space, options.trials, first.seed)
+    make_folder(search.folder)
     print(
         f"study {name}: {len(search.counted())} of {options.trials} trials; runs print to {search.folder}", flush=True
     )
@@ -90,7 +86,7 @@ def main(arguments: list[str]) -> int:
         if parent:
             _, problem = publish_search(first, search, options.metric, status)
         if problem:
-            print(f"MLflow has not taken the search ({problem}); its trials are in {search.folder.parent.parent}")
+            print(f"MLflow has not taken the search ({problem}); its trials are in {output_dir}")
     print("\n" + "\n".join(lines(search, options.metric, overrides)))
     return int(not any(trial.state == TrialState.COMPLETE for trial in search.counted()))
 
@@ -117,14 +113,17 @@ def run_trials(search: Search, overrides: list[str], metric: str, parent: str | 
             config = compose([*overrides, *proposed, f"checkpoint.best={metric}"])
             tracking = replace(config.tracking, parent=parent)
             config = replace(config, run_name=search.run_of(trial), resume=SAME, tracking=tracking)
-            began = time.monotonic()
+            began, value, why = time.monotonic(), None, ""
             try:
-                state, value, why = _train(config, trial, search.folder)
-            except UserError as error:
-                state, value, why = TrialState.FAIL, None, first_line(error)
-                if not any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in search.counted()):
+                value, state = _train(config, trial, search.folder), TrialState.COMPLETE
+            except Pruned as error:
+                state, why = TrialState.PRUNED, str(error)
+            except (UserError, NonFiniteError, OutOfMemory) as error:
+                state, why = TrialState.FAIL, first_line(error)
+                trained = any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in search.counted())
+                if isinstance(error, UserError) and not trained:
                     search.study.tell(trial, state=state)
-                    if len(search.counted()) == 1:  # nothing was trained: the corrected command begins anew
+                    if len(search.counted()) == 1:  # the corrected command begins anew
                         search.forget()
                     raise UserError(str(error).replace("checkpoint.best", "metric")) from error
             if why:
@@ -135,22 +134,22 @@ def run_trials(search: Search, overrides: list[str], metric: str, parent: str | 
             print(f"  {said or done}, {duration(time.monotonic() - began)}", flush=True)
 
 
-def _train(config: Config, trial: optuna.Trial, folder: Path) -> tuple[TrialState, float | None, str]:
-    """Train one run, which prints to a file; return how it ended, its best metric, and why it did not finish."""
+def _train(config: Config, trial: optuna.Trial, folder: Path) -> float:
+    """Train one run, which prints to a file, and return its best metric.
+
+    Raises:
+        RunError: it did not finish.
+    """
     try:
         with (folder / f"{config.run_name}.log").open("a", encoding="utf-8") as file, redirect_stdout(file):
             best = train(config, run_class=reporting_to(trial))["best"]
-    except Pruned as error:
-        return TrialState.PRUNED, None, str(error)
-    except (NonFiniteError, OutOfMemory) as error:
-        return TrialState.FAIL, None, first_line(error)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return TrialState.FAIL, None, f"out of memory ({first_line(error)})"
+        raise OutOfMemory(f"out of memory ({first_line(error)})") from error
     finally:
         release_memory()
     if best is None or not math.isfinite(best["value"]):
-        return TrialState.FAIL, None, "no evaluation was finite"
+        raise NonFiniteError("no evaluation was finite")
     trial.set_user_attr(AT_STEP, int(best["step"]))
-    return TrialState.COMPLETE, best["value"], ""
+    return float(best["value"])

@@ -11,7 +11,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,54 @@ def pruner_of(name: str, first: int, steps: int) -> BasePruner:
     return MedianPruner() if name == "median" else NopPruner()
 
 
+def _url(output_dir: Path) -> str:
+    return f"sqlite:///{(output_dir / DATABASE).absolute().as_posix()}"
+
+
+def open_study(
+    name: str, output_dir: Path, described: dict[str, Any], maximise: bool, pruner: BasePruner
+) -> optuna.Study:
+    """Open the study of this name, or make it.
+
+    Args:
+        name: of the study.
+        output_dir: of the runs; the SQLite file is there.
+        described: what makes it this search, as JSON; a study that was begun with another one is refused.
+        maximise: whether the highest value is the best.
+        pruner: see ``pruner_of``.
+
+    Raises:
+        UserError: the study is of another search.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # failures are exceptions
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    make_folder(output_dir)
+    with locked(output_dir / f".{DATABASE}.lock"):  # two processes that make the tables at the same time both fail
+        study = optuna.create_study(
+            storage=_url(output_dir),
+            study_name=name,
+            load_if_exists=True,
+            direction="maximize" if maximise else "minimize",
+            pruner=pruner,
+        )
+        known = study.user_attrs.get(_SEARCH)
+        if known is None:
+            for key, value in {_SEARCH: described, "mlflow_key": uuid.uuid4().hex, "began_s": time.time()}.items():
+                study.set_user_attr(key, value)
+        elif different := [key for key in described if known.get(key) != described[key]]:
+            raise UserError(
+                f"the study {name} in {output_dir / DATABASE} is another search ({', '.join(different)} differ); "
+                "give this one a name of its own with study=NAME"
+            )
+    return study
+
+
 @dataclass
 class Search:
     """A study, and how many trials it is to have in the end."""
 
     study: optuna.Study
-    name: str
     folder: Path
     """For locks and for what the runs print."""
     space: Space
@@ -68,17 +110,16 @@ class Search:
         with ExitStack() as stack:
             with self.alone():
                 self._repeat_interrupted()
-                waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-                if not waiting and len(self.counted()) >= self.trials:
+                every = self.study.get_trials(deepcopy=False)
+                if len(self.counted()) >= self.trials and all(each.state != TrialState.WAITING for each in every):
                     yield None
                     return
                 # Random numbers depend on the seed and the trial's number only: so several processes do not propose the
                 # same, and a search that was killed proposes what it would have proposed.
-                number = len(self.study.get_trials(deepcopy=False))
-                seed = int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])
+                seed = int(np.random.SeedSequence((self.seed, len(every))).generate_state(1)[0])
                 self.study.sampler = TPESampler(seed=seed, constant_liar=True)
                 trial = self.study.ask(fixed_distributions=self.space)
-                stack.enter_context(locked(self._lock(trial.number), timeout_s=0))
+                stack.enter_context(self._taken(trial.number))
             yield trial
 
     def counted(self) -> list[FrozenTrial]:
@@ -88,76 +129,17 @@ class Search:
 
     def forget(self) -> None:
         """Remove the study."""
-        optuna.delete_study(study_name=self.name, storage=_url(self.folder.parent.parent))
+        optuna.delete_study(study_name=self.study.study_name, storage=_url(self.folder.parent.parent))
 
     def run_of(self, trial: Any) -> str:
         """Return the name of a trial's run: of the trial that it continues, where it continues one."""
-        return str(trial.user_attrs.get(_RUN, f"{self.name}-t{trial.number}"))
+        return str(trial.user_attrs.get(_RUN, f"{self.study.study_name}-t{trial.number}"))
 
     def _repeat_interrupted(self) -> None:
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            try:
-                with locked(self._lock(trial.number), timeout_s=0):
-                    self.study.tell(trial.number, state=TrialState.FAIL)
-                    self.study.enqueue_trial(trial.params, user_attrs={_RUN: self.run_of(trial)})
-            except TimeoutError:  # a process is working on it
-                continue
+            with suppress(TimeoutError), self._taken(trial.number):  # else a process is working on it
+                self.study.tell(trial.number, state=TrialState.FAIL)
+                self.study.enqueue_trial(trial.params, user_attrs={_RUN: self.run_of(trial)})
 
-    def _lock(self, number: int) -> Path:
-        return self.folder / f".trial-{number}.lock"
-
-
-def _url(output_dir: Path) -> str:
-    return f"sqlite:///{(output_dir / DATABASE).absolute().as_posix()}"
-
-
-def open_search(
-    name: str,
-    output_dir: Path,
-    space: Space,
-    described: dict[str, Any],
-    *,
-    maximise: bool,
-    trials: int,
-    seed: int,
-    pruner: BasePruner,
-) -> Search:
-    """Open the study of this name, or make it.
-
-    Args:
-        name: of the study.
-        output_dir: of the runs; the SQLite file is there.
-        space: what is searched.
-        described: what makes it this search, as JSON; a study that was begun with another one is refused.
-        maximise: whether the highest value is the best.
-        trials: of the whole study.
-        seed: of the proposals.
-        pruner: see ``pruner_of``.
-
-    Raises:
-        UserError: the study is of another search.
-    """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # failures are exceptions
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    folder = output_dir / "search" / name
-    make_folder(folder)
-    with locked(output_dir / f".{DATABASE}.lock"):  # two processes that make the tables at the same time both fail
-        study = optuna.create_study(
-            storage=_url(output_dir),
-            study_name=name,
-            load_if_exists=True,
-            direction="maximize" if maximise else "minimize",
-            pruner=pruner,
-        )
-        known = study.user_attrs
-        if _SEARCH not in known:
-            for key, value in {_SEARCH: described, "mlflow_key": uuid.uuid4().hex, "began_s": time.time()}.items():
-                study.set_user_attr(key, value)
-        elif known[_SEARCH] != described:
-            different = [key for key in described if known[_SEARCH].get(key) != described[key]]
-            raise UserError(
-                f"the study {name} in {output_dir / DATABASE} is another search ({', '.join(different)} differ); "
-                "give this one a name of its own with study=NAME"
-            )
-    return Search(study, name, folder, space, trials, seed)
+    def _taken(self, number: int) -> AbstractContextManager[None]:
+        return locked(self.folder / f".trial-{number}.lock", timeout_s=0)

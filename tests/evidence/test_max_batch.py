@@ -43,20 +43,6 @@ def test_search_never_tries_more_than_there_are(most: int, largest: int, guess: 
     assert min(largest, most) - found <= most // 32
 
 
-def test_no_trial_has_more_samples_than_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def trial(overrides: list[str], limit_bytes: int) -> Trial:
-        sizes.append(int(overrides[-2].split("=")[1]))
-        return Trial(True, 1)
-
-    monkeypatch.setattr(max_batch, "trial", trial)
-    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 200_693)
-    job = ["recipe=bignet", "recipe.width=8", "device=cpu", "batch_size=64", "data.samples=455"]
-    assert largest_micro_batch(job, 100 * 2**20).micro_batch_size == 455
-    assert sizes == [455]
-
-
 def test_a_good_guess_takes_few_trials() -> None:
     tried, fits = counted(30)
     assert search(fits, 32) == 30
@@ -71,36 +57,45 @@ def test_the_answer_keeps_the_batch() -> None:
     assert LargestBatch(16, 30, 5, multiple=2).overrides == "micro_batch_size=10 batch_size=30"
 
 
-def test_trials_accumulate_where_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, ...]] = []
+BIGNET = ["recipe=bignet", "device=cpu", "recipe.width=64"]
+MIXED = ["recipe=resnet", "device=cpu", "data=digits", "augment=none", "augment.mixup=0.2"]
+
+
+@pytest.mark.parametrize(
+    ("job", "guess", "most", "found", "tried"),
+    [
+        # A step of more microbatches than one accumulates in the trials, too.
+        ([*BIGNET, "batch_size=8"], 7, 9, "micro_batch_size=8 batch_size=8", [(7, 14), (9, 9)]),
+        # No trial has more samples than the data.
+        (
+            [*BIGNET, "batch_size=64", "data.samples=455"],
+            200_693,
+            455,
+            "micro_batch_size=64 batch_size=64",
+            [(455, 455)],
+        ),
+        # Images that are mixed in pairs are tried in even numbers.
+        ([*MIXED, "batch_size=64"], 7, 13, "micro_batch_size=8 batch_size=64", [(12, 24)]),
+    ],
+)
+def test_trials_are_steps_as_training_takes_them(
+    job: list[str], guess: int, most: int, found: str, tried: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
 
     def trial(overrides: list[str], limit_bytes: int) -> Trial:
-        seen.append((overrides[-2], overrides[-1]))
         assert limit_bytes == 95 * 2**20
-        return Trial(int(overrides[-2].split("=")[1]) <= 9, 1)
+        micro, batch = (int(override.split("=")[1]) for override in overrides[-2:])
+        seen.append((micro, batch))
+        return Trial(micro <= most, 1)
 
     monkeypatch.setattr(max_batch, "trial", trial)
-    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 7)
-    job = ["recipe=bignet", "recipe.width=64", "device=cpu", "batch_size=8"]
-    found = largest_micro_batch(job, 100 * 2**20)
-    assert (found.micro_batch_size, found.overrides) == (9, "micro_batch_size=8 batch_size=8")
-    assert ("micro_batch_size=7", "batch_size=14") in seen
-    assert ("micro_batch_size=9", "batch_size=9") in seen
-
-
-def test_images_mixed_in_pairs_are_tried_in_even_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def trial(overrides: list[str], limit_bytes: int) -> Trial:
-        sizes.append(int(overrides[-2].split("=")[1]))
-        return Trial(sizes[-1] <= 13, 1)
-
-    monkeypatch.setattr(max_batch, "trial", trial)
-    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: 7)
-    job = ["recipe=resnet", "data=digits", "augment=none", "augment.mixup=0.2", "device=cpu", "batch_size=64"]
-    found = largest_micro_batch(job, 100 * 2**20)
-    assert (found.micro_batch_size, found.overrides) == (12, "micro_batch_size=8 batch_size=64")
-    assert not [size for size in sizes if size % 2]
+    monkeypatch.setattr(max_batch, "_first_guess", lambda sized, limit: guess)
+    largest = largest_micro_batch(job, 100 * 2**20)
+    multiple = 2 if job[0] == "recipe=resnet" else 1
+    assert (largest.micro_batch_size, largest.overrides) == (most - most % multiple, found)
+    assert set(tried) <= set(seen)
+    assert not [micro for micro, _ in seen if micro % multiple or micro > 455]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from evidence.advice.candidates import Candidate, Space
 from evidence.advice.schema import Advice
 from evidence.advice.search import Search
 from evidence.advice.timing import Timer
-from evidence.advice.worker import Failed, Hung
+from evidence.advice.worker import Failed
 
 
 def space(*precisions: str, compiles: bool = False, **choices: list[str]) -> Space:
@@ -129,15 +129,15 @@ class Fake:
         why = here.broken.get(self.label, "")
         if why == "hangs":
             here.now += limit_s
-            raise Hung(f"no answer within {limit_s:.0f} s")
+            raise Failed(f"its start did not end within {limit_s:.0f} s", self.label, late=True)
         if why and why not in ("later", "in the final round"):
-            raise Failed(why)
+            raise Failed(why, self.label)
         step = self._step()
         first = (self.label not in here.started[:-1]) and not self.fresh
         compiling = here.compile_s if self.candidate.compiles and first else 0.0
         here.now += here.start_s + compiling + 2 * step
         if 1000 * (len(here.alive) - 1) + here.memory(self.label) > here.device_bytes:
-            raise Failed(f"out of memory: beside {len(here.alive) - 1} others", out_of_memory=True)
+            raise Failed(f"out of memory: beside {len(here.alive) - 1} others", self.label, out_of_memory=True)
         return here.start_s + compiling + 2 * step, [step + compiling, step], 1000
 
     def block(self, steps: int, limit_s: float) -> float:
@@ -145,7 +145,7 @@ class Fake:
         self.blocks += 1
         why = here.broken.get(self.label)
         if (why == "later" and self.blocks == 3) or (why == "in the final round" and self.fresh):
-            raise Failed("it broke later")
+            raise Failed("it broke later", self.label)
         seconds = steps * self._step() * max(0.1, here.random.gauss(1, here.noise))
         if here.random.random() < here.spikes:
             seconds *= 10

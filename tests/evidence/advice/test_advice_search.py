@@ -8,11 +8,11 @@ from dataclasses import asdict
 import pytest
 
 from evidence.advice.report import sentence
-from evidence.advice.schema import AHEAD, BUDGET, FAILED, HUNG, LEFT_OUT, SEVERAL, Advice, Entry, _entry
+from evidence.advice.schema import AHEAD, BUDGET, FAILED, LEFT_OUT, SEVERAL, Advice, Entry, _entry
 from evidence.advice.search import FINAL_TURNS, LEAST_PAIRS, MOST_FAULTS, PAIRS
 from mantissa.statistics import ratio_interval
 from tests.evidence.advice.machine import SPACE, Machine, every, new, space, times
-from trainer.errors import RunError, UserError
+from trainer.errors import RunError
 
 BEST = "bf16 + compile, micro=32"
 PAIR = space("fp32", "bf16")
@@ -65,16 +65,6 @@ def test_the_chance_between_processes_is_in_the_interval_and_advises_no_equal_se
     intervals = [entry.interval for entry in held if entry.interval]
     assert len(intervals) == 120
     assert sum(each.low < 1 / 0.8 < each.high for each in intervals) >= 0.9 * 120
-
-
-def test_a_pair_that_helps_only_together_is_found_beside_the_best() -> None:
-    """Eager attention costs time alone, and saves time once compiled: the neighbours of the best show it."""
-
-    def step_s(label: str) -> float:
-        compiled, eager = "compile" in label, "eager" in label
-        return 0.02 * (0.5 if compiled else 1.0) * (1.0 if not eager else 0.7 if compiled else 1.05)
-
-    assert Machine(step_s).advise().winner == "fp32 + compile, attention=eager"
 
 
 def test_the_simplest_of_equal_settings_is_advised() -> None:
@@ -141,7 +131,7 @@ def test_what_fails_or_hangs_is_named_and_the_others_go_on() -> None:
     found = here.advise()
     known = entries(found)
     assert (known["fp16"].status, known["fp16"].reason) == (FAILED, "RuntimeError: no such kernel")
-    assert known["bf16, attention=eager"].status == HUNG
+    assert (known["bf16, attention=eager"].status, found.stopped) == (LEFT_OUT, BUDGET)
     assert known["bf16, micro=32"].status == FAILED
     assert found.winner.startswith("bf16")
     assert here.started.count("fp16") == 1
@@ -161,7 +151,7 @@ def test_a_start_that_the_budget_cuts_off_is_left_out_and_tried_again_with_a_lar
     found = here.advise(among=among, budget_s=60.0)
     entry = entries(found)["bf16 + compile"]
     assert entry.status == LEFT_OUT
-    assert "compiling did not end within" in entry.reason
+    assert "did not end within" in entry.reason
     assert found.stopped == BUDGET
     assert not [label for label in here.started if "compile" in label and label != "bf16 + compile"]
     more = Machine(times({"bf16": 0.5, "compile": 0.6})).advise(among=among, advice=again(found))
@@ -189,21 +179,18 @@ def test_where_all_fail_the_first_error_is_reported() -> None:
     assert caught.value.exit_code == 1
 
 
-def test_a_budget_without_time_for_a_pair_is_refused_with_what_it_needs() -> None:
+def test_a_budget_without_time_for_a_pair_ends_with_the_default_and_says_so() -> None:
     here = Machine(start_s=30.0)
-    with pytest.raises(UserError, match=r"budget_minutes=0\.5 is too short .* need 2\d\d\.\d s here .* set budget_"):
-        here.advise(budget_s=30.0)
-    assert here.started == ["fp32"]
+    found = here.advise(budget_s=30.0)
+    assert (here.started, here.fresh) == (["fp32"], [])
+    assert (found.winner, found.stopped) == ("fp32", BUDGET)
+    assert entries(found)["bf16"].reason == "the budget had no time for it"
 
 
 @pytest.mark.parametrize("budget_s", [40.0, 120.0, 600.0])
 @pytest.mark.parametrize("start_s", [1.0, 3.0])
 def test_the_budget_is_kept_and_what_there_was_no_time_for_is_listed(budget_s: float, start_s: float) -> None:
     here = Machine(start_s=start_s)
-    if budget_s == 40.0 and start_s == 3.0:
-        with pytest.raises(UserError):
-            here.advise(budget_s=budget_s)
-        return
     found = here.advise(budget_s=budget_s)
     assert here.now < 1.25 * budget_s
     late = [entry for entry in found.entries if entry.status == LEFT_OUT]
@@ -215,7 +202,7 @@ def test_the_budget_is_kept_and_what_there_was_no_time_for_is_listed(budget_s: f
 
 def test_what_is_forecast_not_to_fit_is_never_started() -> None:
     among = space("fp32", "bf16", micro=["32"])
-    among.refused = lambda candidate: "too large" if "micro=32" in candidate.label else None
+    among.refused = lambda candidate: "too large" if "micro=32" in candidate.label else ""
     here = Machine()
     here.advise(among=among)
     assert set(here.started) == {"fp32", "bf16"}

@@ -44,14 +44,13 @@ def test_a_fault_is_named_and_an_earlier_report_does_not_count(tmp_path: Path) -
     assert "exit code 7; run it: python " in gone["missed"][0]
 
 
-def test_a_doctor_that_does_not_end_or_is_refused_says_so(tmp_path: Path) -> None:
+def test_a_doctor_that_does_not_end_says_so(tmp_path: Path) -> None:
     def hangs(command: list[str], log: Path, limit_s: float) -> int:
         raise subprocess.TimeoutExpired(command, limit_s)
 
-    for overrides, words in ((TINY, "did not end within"), (("recipe=gtp2",), "gtp2")):
-        found = check(overrides, CPU, tmp_path, hangs)
-        assert (found["faults"], found["healthy"]) == ([], False)
-        assert words in found["missed"][0]
+    found = check(TINY, CPU, tmp_path, hangs)
+    assert (found["faults"], found["healthy"]) == ([], False)
+    assert "did not end within" in found["missed"][0]
 
 
 def timed(baseline_s: float, winner_s: float, **changed: Any) -> Advice:

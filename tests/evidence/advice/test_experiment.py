@@ -15,19 +15,17 @@ from trainer.config.registration import flatten
 SENTENCE = "bf16 + compile: 2.9x [2.85, 2.95] as fast as fp32, 38 % less memory, numerics healthy"
 
 
-def composed(command: str) -> dict[str, object]:
-    """The config of a printed command line, of which compose() knows Hydra's flag by another name."""
+def composed(command: str, conf: Path) -> dict[str, object]:
+    """The config of a printed command line, with ``conf`` in the place of the project's."""
     script, *arguments = shlex.split(command)[1:]
     assert script == "scripts/train.py"
-    folder = arguments.pop(0).partition("=")[2]
-    assert folder
-    return flatten(compose([f"hydra.searchpath=['file://{Path(folder).absolute()}']", *arguments]))
+    return flatten(compose([f"hydra.searchpath=['file://{conf}']", *arguments]))
 
 
 def test_the_file_is_the_winners_command_line_and_says_where_it_is_from(tmp_path: Path) -> None:
     made = advice(measured("x", 3.5, 400, "precision=bf16", "micro_batch_size=2", "threads=1"), winner="x")
-    written = write(made, SENTENCE, tmp_path, tmp_path / "conf")
-    assert written.path == tmp_path / "conf" / "experiment" / "advised_gpt2_a_cpu_2_cores.yaml"
+    written = write(made, SENTENCE, tmp_path)
+    assert written.path == tmp_path / "experiment" / "advised_gpt2_a_cpu_2_cores.yaml"
     assert written.note == ""
     text = written.path.read_text()
     head, lines = text.partition("defaults:")[0], text.splitlines()
@@ -38,10 +36,10 @@ def test_the_file_is_the_winners_command_line_and_says_where_it_is_from(tmp_path
         assert words in " ".join(head.replace("\n# ", " ").split())
     content = yaml.safe_load(text)
     assert content["defaults"] == [
-        {"override /recipe": "gpt2"}, {"override /data": "synthetic"}, {"override /precision": "bf16"}, "_self_"
+        {"override /data": "synthetic"}, {"override /precision": "bf16"}, {"override /recipe": "gpt2"}, "_self_"
     ]  # fmt: skip
     assert content["threads"] == 1
-    found = composed(written.command)
+    found = composed(written.command, tmp_path)
     assert found == flatten(compose([*TINY, "precision=bf16", "micro_batch_size=2", "threads=1"]))
 
 
@@ -50,10 +48,10 @@ def test_a_users_own_experiment_weights_and_odd_values_stay(tmp_path: Path) -> N
     text.write_text("a b c " * 100)
     given = ["experiment=shakespeare_cpu", f"data.path={text}", "precision.fp32_modules=[lm_head]", "compile=default"]
     made = advice(overrides=[*given, "tracking=local", "output_dir=elsewhere"])
-    written = write(made, SENTENCE, tmp_path, tmp_path / "conf")
+    written = write(made, SENTENCE, tmp_path)
     assert written.path is not None
     assert "elsewhere" not in written.path.read_text()
-    found = composed(written.command)
+    found = composed(written.command, tmp_path)
     assert found == flatten(compose([*given, "precision=bf16"]))
     assert (found["recipe.context"], found["data.path"], found["compile.mode"]) == (64, str(text), "default")
 
@@ -61,29 +59,25 @@ def test_a_users_own_experiment_weights_and_odd_values_stay(tmp_path: Path) -> N
 def test_what_the_command_line_decides_by_itself_is_written_down(tmp_path: Path) -> None:
     (tmp_path / "best").mkdir()
     given = [*TINY, f"recipe.pretrained={tmp_path / 'best'}"]
-    written = write(advice(overrides=given), SENTENCE, tmp_path, tmp_path / "conf")
+    written = write(advice(overrides=given), SENTENCE, tmp_path)
     wanted = flatten(compose([*given, "precision=bf16", "compile=default"]))
     assert wanted["optimizer.lr"] != flatten(compose([*TINY]))["optimizer.lr"]  # lower, for weights that are given
-    assert composed(written.command) == wanted
+    assert composed(written.command, tmp_path) == wanted
 
 
-def test_a_conf_that_cannot_be_written_is_replaced_by_the_advices_folder(tmp_path: Path) -> None:
+def test_where_conf_cannot_be_written_there_is_a_command_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    written = write(advice(), SENTENCE, tmp_path / "of it", tmp_path / "file" / "conf")
-    assert written.path is not None
-    assert written.path.parent == tmp_path / "of it" / "conf" / "experiment"
+    made = advice()
+    written = write(made, SENTENCE, tmp_path / "file")
+    assert written.path is None
     assert "cannot be written" in written.note
-    assert composed(written.command)["compile.mode"] == "default"
-    nowhere = write(advice(), SENTENCE, tmp_path / "file", tmp_path / "file" / "conf")
-    assert nowhere.path is None
-    given = advice()
-    winner = given.entry(given.winner).candidate
-    assert nowhere.command == shlex.join(["python", "scripts/train.py", *overrides_of(given.overrides, winner)])
+    winner = made.entry(made.winner).candidate
+    assert written.command == shlex.join(["python", "scripts/train.py", *overrides_of(made.overrides, winner)])
 
 
 def test_what_an_experiment_cannot_say_is_a_command_line(tmp_path: Path) -> None:
     given = [*TINY, "~optimizer.options.betas"]
-    written = write(advice(overrides=given), SENTENCE, tmp_path, tmp_path / "conf")
+    written = write(advice(overrides=given), SENTENCE, tmp_path)
     assert (written.path, list(tmp_path.rglob("*.yaml"))) == (None, [])
     assert "an experiment cannot say all of it (optimizer.options" in written.note
     assert "precision=bf16" in written.command

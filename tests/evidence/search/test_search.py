@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 from evidence.search.search import main as search
 from evidence.search.space import parse_space
-from evidence.search.study import Search, open_search, pruner_of
+from evidence.search.study import Search, open_study, pruner_of
 from trainer.errors import UserError
 from trainer.trainer import Trainer
 
@@ -47,8 +47,14 @@ def searched(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 def opened(outputs: Path, trials: int = 3) -> Search:
-    space, _ = parse_space([LR])
-    return open_search("x", outputs, space, {}, maximise=False, trials=trials, seed=0, pruner=pruner_of("none", 1, 1))
+    return searching(outputs, "x", LR, trials, seed=0)
+
+
+def searching(outputs: Path, name: str, typed: str, trials: int, seed: int) -> Search:
+    space, _ = parse_space([typed])
+    study = open_study(name, outputs, {}, maximise=False, pruner=pruner_of("none", 1, 1))
+    (outputs / "search" / name).mkdir(parents=True, exist_ok=True)
+    return Search(study, outputs / "search" / name, space, trials, seed)
 
 
 def runs(outputs: Path) -> list[str]:
@@ -94,15 +100,10 @@ def test_a_search_trains_its_trials_and_ends_with_what_to_paste(
 
 def test_the_proposals_depend_on_the_seed_and_the_trials_number_only(outputs: Path) -> None:
     def proposals(name: str, seed: int, fresh: bool) -> list[float]:
-        def opened() -> Search:
-            space, _ = parse_space(["space.x=uniform(0,1)"])
-            pruner = pruner_of("none", 1, 1)
-            return open_search(name, outputs, space, {}, maximise=False, trials=13, seed=seed, pruner=pruner)
-
-        found, made = [], opened()
+        found, made = [], searching(outputs, name, "space.x=uniform(0,1)", 13, seed)
         for _ in range(13):  # more than the ten of TPE that are random
             if fresh:
-                made = opened()
+                made = searching(outputs, name, "space.x=uniform(0,1)", 13, seed)
             with made.next() as trial:
                 assert trial is not None
                 found.append(trial.params["x"])
@@ -158,17 +159,9 @@ def test_a_pruned_trial_closes_its_run(
     assert out.count("trial 1: ") == 0
 
 
-def test_the_median_of_earlier_trials_prunes(outputs: Path) -> None:
-    made = optuna.create_study(pruner=pruner_of("median", 2, 8))
-    for value in (1.0, 1.1, 1.2, 1.3, 1.4):
-        trial = made.ask()
-        trial.report(value, 2)
-        made.tell(trial, value)
-    for value, pruned in ((1.1, False), (1.3, True)):
-        trial = made.ask()
-        trial.report(value, 2)
-        assert bool(trial.should_prune()) is pruned
-    assert isinstance(pruner_of("hyperband", 2, 8), optuna.pruners.HyperbandPruner)
+def test_a_pruner_is_optunas() -> None:
+    kinds = [type(pruner_of(name, 2, 8)).__name__ for name in ("median", "hyperband", "none")]
+    assert kinds == ["MedianPruner", "HyperbandPruner", "NopPruner"]
 
 
 def test_a_trial_that_turns_non_finite_has_failed_and_the_search_goes_on(
