@@ -206,7 +206,7 @@ def diagnose(
 
 def _manifest(step: Step) -> OperatorManifest:
     passes = step.own()
-    passes.microbatches = step.first_samples(2)  # formats do not depend on the number of samples; batch norm needs two
+    passes.microbatches = step.first_samples()
     return manifest(passes)
 
 

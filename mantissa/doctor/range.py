@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.calls import least_samples, numbers_in, relative_error
+from mantissa.doctor.calls import numbers_in, relative_error
 from mantissa.doctor.pairs import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Finding
 from mantissa.formats import FP16
@@ -110,7 +110,7 @@ def measure(step: Step) -> Range:
     """
     reference = step.reference()
     name = step.format.name
-    few = step.first_samples(least_samples(reference.model))
+    few = step.first_samples()
     if not step.format.needs_loss_scale:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, few), notes=[note])
