@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mantissa.display import dtype_name
 from mantissa.finding import DTYPE, FORWARD, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, tensors
+from mantissa.step import Passes, numbers_in
 
 _HALF = {dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16)}
 _CAST = "aten._to_copy"
@@ -88,16 +88,16 @@ class DtypeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        results = "" if getattr(func, "is_view", False) else _names(tensors(output))
+        results = "" if getattr(func, "is_view", False) else _names(numbers_in(output))
         if not results:
             return output
         name = str(func).rpartition(".")[0]
-        given = [tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()]
+        given = numbers_in((args, kwargs))
         module, direction = self._modules.place()
         self._calls[module, direction, name, _names(given), results] += 1
         if given and direction == FORWARD and _computes(name):
             # An operator in fp8 has a result in another dtype.
-            dtype = given[0].dtype if given[0].itemsize == 1 else tensors(output)[0].dtype
+            dtype = given[0].dtype if given[0].itemsize == 1 else numbers_in(output)[0].dtype
             self._computed[module if self._modules.inside else LOSS][dtype] += 1
         if self._weights and name == _CAST and direction == FORWARD and _is_half(results):
             weight = self._weights.get(args[0].data_ptr())
@@ -106,7 +106,7 @@ class DtypeRecorder(TorchDispatchMode):
         return output
 
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs[name].update(tensor.dtype for tensor in tensors(output) if tensor.is_floating_point())
+        self.outputs[name].update(tensor.dtype for tensor in numbers_in(output))
 
     def rows(self) -> list[Row]:
         """Return what ran, in order of the first calls."""
@@ -137,7 +137,7 @@ def _computes(operator: str) -> bool:
 
 
 def _names(found: list[Tensor]) -> str:
-    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found if each.is_floating_point()))
+    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found))
 
 
 def _is_half(dtypes: str) -> bool:

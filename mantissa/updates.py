@@ -102,12 +102,13 @@ class _Tracked(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The sampled elements before the step."""
+    """The sampled elements before the step, and what the optimizer has for them."""
 
     weight: Tensor
     gradient: Tensor
     """As backward left it, with the loss scale, fp32."""
     state: dict[str, Any]
+    group: dict[str, Any]
 
 
 class UpdateMeter:
@@ -174,18 +175,18 @@ class UpdateMeter:
         if update.masters is not None:
             update.masters.take_gradients()
         factor = update.loss_scale.inverse(correction)
-        samples = {each.name: self._sample(each) for each in self._tracked if each.parameter.grad is not None}
-        groups = [dict(group) for group in update.optimizer.param_groups]  # some optimizers count in them
+        groups = {parameter: group for group in update.optimizer.param_groups for parameter in group["params"]}
+        tracked = [each for each in self._tracked if each.parameter.grad is not None]
+        samples = {each.name: self._sample(each, groups[each.parameter]) for each in tracked}
         peak = self._peak()
         result = type(update).step(update, steps_done, correction)
-        intended = self._intended(samples, groups, factor, result.grad_norm)
         zeros = torch.zeros(len(Counts._fields), device=peak.device)
-        rows = [
-            self._count(each, samples.pop(each.name), intended.pop(each.name), step) if each.name in samples else zeros
-            for each in self._tracked
-        ]
+        rows = {}
+        for each in tracked:
+            sample = samples.pop(each.name)
+            rows[each.name] = self._count(each, sample, self._intended(sample, factor, result.grad_norm), step)
         taken = ~result.skipped
-        counts = torch.where(taken, torch.stack(rows), zeros)
+        counts = torch.where(taken, torch.stack([rows.get(name, zeros) for name in self.names]), zeros)
         self._measured.append(Measurement(step, counts, torch.where(taken, peak, zeros[0])))
         return result
 
@@ -196,44 +197,25 @@ class UpdateMeter:
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).max()
 
-    def _sample(self, tracked: _Tracked) -> _Sample:
+    def _sample(self, tracked: _Tracked, group: dict[str, Any]) -> _Sample:
         state = self._update.optimizer.state.get(tracked.parameter, {})
-        shape = tracked.weight.shape
         return _Sample(
             _elements(tracked.weight).clone(),
             _elements(tracked.parameter.grad).to(torch.float32, copy=True),
-            {key: _sampled_state(key, value, shape) for key, value in state.items()},
+            {key: _sampled_state(key, value, tracked.weight.shape) for key, value in state.items()},
+            dict(group),  # some optimizers count in it
         )
 
-    def _intended(
-        self, samples: dict[str, _Sample], before: list[dict[str, Any]], factor: Tensor | None, norm: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the updates that the optimizer makes in fp32, by name.
-
-        ``before`` are its groups before the step. ``factor`` makes the gradients true ones, whose norm is ``norm``.
-        """
-        copies: dict[nn.Parameter, nn.Parameter] = {}
-        for each in self._tracked:
-            if each.name in samples:
-                sample = samples[each.name]
-                copy = copies[each.parameter] = nn.Parameter(sample.weight.to(torch.float32, copy=True))
-                copy.grad = sample.gradient.clone() if factor is None else sample.gradient * factor
-        self._update.clip.apply([copy.grad for copy in copies.values() if copy.grad is not None], norm)
-        optimizer = self._update.optimizer
-        groups = [
-            group | {"params": [copies[parameter] for parameter in group["params"] if parameter in copies]}
-            for group in before
-        ]
-        replica = type(optimizer)([group for group in groups if group["params"]])  # type: ignore[call-arg]
-        for each in self._tracked:
-            if each.name in samples and samples[each.name].state:
-                replica.state[copies[each.parameter]] = samples[each.name].state
+    def _intended(self, sample: _Sample, factor: Tensor | None, norm: Tensor) -> Tensor:
+        """Return the update that the optimizer makes in fp32; ``factor`` makes gradients true ones of this ``norm``."""
+        copy = nn.Parameter(sample.weight.to(torch.float32, copy=True))
+        copy.grad = sample.gradient.clone() if factor is None else sample.gradient * factor
+        self._update.clip.apply([copy.grad], norm)
+        replica = type(self._update.optimizer)([sample.group | {"params": [copy]}])  # type: ignore[call-arg]
+        if sample.state:
+            replica.state[copy] = sample.state
         replica.step()
-        return {
-            each.name: copies[each.parameter].detach() - samples[each.name].weight
-            for each in self._tracked
-            if each.name in samples
-        }
+        return copy.detach() - sample.weight
 
     def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor, step: int) -> Tensor:
         after = _elements(tracked.weight)
@@ -339,27 +321,21 @@ def judge(updates: dict[str, Counts], format: Format) -> tuple[list[Finding], li
     if not keeps_16_bits(format):
         return [], []
     name = format.number.name
-    masters = f"precision={name}_master"
-    zero = _worst({parameter: each.moment_zero_share for parameter, each in updates.items()})
-    lost = _worst({parameter: each.lost_share for parameter, each in updates.items() if not each.edq >= _QUALITY})
-    said = [
-        (
-            *(MOMENT, parameter, masters),
-            f"the second moment of {share:.0%} of the elements is 0 in {name}, their gradient is not",
-        )
-        for parameter, share in zero.items()
-    ]
-    said += [
-        (
-            *(LOST, parameter, masters + (", or precision=bf16_sr" if format.number is BF16 else "")),
-            f"{share:.0%} of the updates are rounded away, effective descent quality {updates[parameter].edq:.2f}",
-        )
-        for parameter, share in lost.items()
-    ]
+
+    def finding(kind: str, parameter: str, detail: str, cure: str = "") -> Finding:
+        module, cures = parameter.rpartition(".")[0], [f"precision={name}_master{cure}"]
+        return Finding(kind, UPDATE, module, format.name, detail=f"{parameter}: {detail}", cure=cures)
+
     found = [
-        Finding(kind, UPDATE, parameter.rpartition(".")[0], format.name, detail=f"{parameter}: {detail}", cure=[cure])
-        for kind, parameter, cure, detail in said
+        finding(
+            MOMENT, parameter, f"the second moment of {share:.0%} of the elements is 0 in {name}, their gradient is not"
+        )
+        for parameter, share in _worst({each: counts.moment_zero_share for each, counts in updates.items()}).items()
     ]
+    poor = {parameter: counts for parameter, counts in updates.items() if not counts.edq >= _QUALITY}
+    for parameter, share in _worst({each: counts.lost_share for each, counts in poor.items()}).items():
+        detail = f"{share:.0%} of the updates are rounded away, effective descent quality {poor[parameter].edq:.2f}"
+        found.append(finding(LOST, parameter, detail, ", or precision=bf16_sr" if format.number is BF16 else ""))
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
     return found[:_SHOWN], notes

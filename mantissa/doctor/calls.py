@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mantissa.step import Passes, Step
+from mantissa.step import Passes, Step, numbers_in
 
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, Enum)
 _NUMBERS = object()
@@ -322,11 +322,6 @@ class _Computing(TorchDispatchMode):
 
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def numbers_in(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a nested value."""
-    return [leaf for leaf in tree_leaves(value) if _is_number(leaf)]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -17,7 +17,7 @@ from mantissa.doctor.sweep import FP32, FP64
 from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, tensors
+from mantissa.step import Passes, numbers_in, tensors
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
@@ -131,14 +131,10 @@ class _At(TorchDispatchMode):
         return self._run(func, args, kwargs or {}) if self._left == -1 else func(*args, **(kwargs or {}))
 
 
-def _numbers(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
-
-
 def _repair(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator, and replace what is not finite in its results by ±1."""
     output = func(*args, **kwargs)
-    for result in _numbers(output):
+    for result in numbers_in(output):
         result.copy_(torch.nan_to_num(result, nan=1.0, posinf=1.0, neginf=-1.0))
     return output
 
@@ -152,7 +148,7 @@ def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     try:
-        return _numbers(func(*tree_map(wide, args), **tree_map(wide, kwargs)))
+        return numbers_in(func(*tree_map(wide, args), **tree_map(wide, kwargs)))
     except (RuntimeError, NotImplementedError):
         return []
 
@@ -164,7 +160,7 @@ def _kind(passes: Passes, modules: ModuleTracer, number: int) -> tuple[str, str]
     def compare(func: Any, args: Any, kwargs: Any) -> Any:
         wide = _in_fp64(func, args, kwargs)
         output = func(*args, **kwargs)
-        pairs.extend(zip([tensor.detach().clone() for tensor in _numbers(output)], wide, strict=False))
+        pairs.extend(zip([tensor.detach().clone() for tensor in numbers_in(output)], wide, strict=False))
         return output
 
     with modules, _At(number, compare):
@@ -203,7 +199,7 @@ class _Flushes(TorchDispatchMode):
         wide = [] if changes or self._number == self._last else _in_fp64(func, args, kwargs)
         read = {storage(tensor) for tensor in tensors((args, kwargs))}
         output = func(*args, **kwargs)
-        for result, exact in zip_longest(_numbers(output), wide):
+        for result, exact in zip_longest(numbers_in(output), wide):
             if result is None or (storage(result) in read and not changes):  # a view has no new values
                 continue
             lost = ""

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.calls import numbers_in, relative_error
+from mantissa.doctor.calls import relative_error
 from mantissa.doctor.pairs import NOISE
 from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Finding
 from mantissa.formats import FP16
 from mantissa.manifest import DtypeRecorder
-from mantissa.step import Batch, Passes, Step
+from mantissa.step import Batch, Passes, Step, numbers_in
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
