@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.finding import DTYPE, FORWARD, Finding
+from mantissa.finding import DTYPE, FORWARD, Examined, Finding
 from mantissa.modules import ModuleTracer
 from mantissa.step import Passes, numbers_in
 
@@ -145,12 +145,10 @@ def _is_half(dtypes: str) -> bool:
 
 
 @dataclass
-class OperatorManifest:
+class OperatorManifest(Examined):
     """What ran in which format in one step."""
 
-    rows: list[Row] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    rows: list[Row]
 
 
 def manifest(passes: Passes) -> OperatorManifest:
@@ -163,7 +161,8 @@ def manifest(passes: Passes) -> OperatorManifest:
         passes.attempt()
     rows = sorted(recorder.rows())
     findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
-    return OperatorManifest(rows, [*findings, *_weights(passes), *_loss(passes)], _notes(passes, rows))
+    findings += [*_weights(passes), *_loss(passes)]
+    return OperatorManifest(rows, findings=findings, notes=_notes(passes, rows))
 
 
 def _within(module: str, names: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mantissa.finding import LOST, MOMENT, UPDATE, Finding
+from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
 from mantissa.formats import BF16, NEAREST, Format
 from mantissa.step import Masters
 
@@ -312,14 +312,14 @@ def keeps_16_bits(format: Format) -> bool:
     return format.half_weights is not None and not format.masters and format.rounding == NEAREST
 
 
-def judge(updates: dict[str, Counts], format: Format) -> tuple[list[Finding], list[str]]:
-    """Return the findings of one step's updates, the worst modules first, and notes.
+def judge(updates: dict[str, Counts], format: Format) -> Examined:
+    """Return what is wrong with one step's updates, the worst modules first.
 
     Only weights that are kept in 16 bits between steps are judged: masters hold what their copies lose, and stochastic
     rounding loses single updates on purpose.
     """
     if not keeps_16_bits(format):
-        return [], []
+        return Examined()
     name = format.number.name
 
     def finding(kind: str, parameter: str, detail: str, cure: str = "") -> Finding:
@@ -338,7 +338,7 @@ def judge(updates: dict[str, Counts], format: Format) -> tuple[list[Finding], li
         found.append(finding(LOST, parameter, detail, ", or precision=bf16_sr" if format.number is BF16 else ""))
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
-    return found[:_SHOWN], notes
+    return Examined(findings=found[:_SHOWN], notes=notes)
 
 
 def _worst(shares: dict[str, float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
 from mantissa.doctor.calls import Call, Different, Evaluated, Recording, relative_error
-from mantissa.finding import BACKWARD, ERROR, FORWARD, Finding
+from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Step, tensors
 
@@ -75,12 +75,10 @@ class Row:
 
 
 @dataclass
-class Pairs:
+class Pairs(Examined):
     """All local errors of a step."""
 
     rows: list[Row] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list[str] | None = None) -> Pairs:

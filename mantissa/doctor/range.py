@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mantissa.doctor.calls import relative_error
 from mantissa.doctor.pairs import NOISE
-from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Finding
+from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.manifest import DtypeRecorder
 from mantissa.step import Batch, Passes, Step, numbers_in
@@ -82,7 +82,7 @@ class Exponents:
 
 
 @dataclass
-class Range:
+class Range(Examined):
     """What scales hold the gradients of a step."""
 
     layers: list[Exponents]
@@ -90,8 +90,6 @@ class Range:
     """The exponent of the largest scale that is safe; None: there is no gradient in fp16."""
     lowest: int | None = None
     """That of the least scale which holds every layer."""
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """Return which scales fit, in a line."""
