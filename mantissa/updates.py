@@ -18,8 +18,6 @@ from mantissa.step import Masters
 
 SAMPLE = 65536
 """Elements of a parameter that are measured, at most."""
-STUCK_STEPS = 100
-"""Steps without a change after which a parameter counts as stuck."""
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 """Where torch's optimizers keep averages or sums of squared gradients."""
 _MOST, _QUALITY = 0.5, 0.9
@@ -53,7 +51,6 @@ class Counts(NamedTuple):
     """The sum of intended update × real update."""
     square: Any
     """The sum of squared intended updates."""
-    changed: Any
     gradients: Any
     """Whose gradient is not 0."""
     moment_zero: Any
@@ -62,8 +59,6 @@ class Counts(NamedTuple):
     """Whose gradient was computed in 16 bits."""
     flushed: Any
     """Of these: 0 or subnormal in the 16-bit format, with the loss scale."""
-    recent: Any
-    """1 where an element changed in the last ``STUCK_STEPS`` steps, or the weight is not 16-bit."""
 
     @property
     def lost_share(self) -> float:
@@ -74,6 +69,11 @@ class Counts(NamedTuple):
     def edq(self) -> float:
         """Effective descent quality: ⟨intended, real⟩ / ‖intended‖². 1: as in fp32; 0: nothing arrives."""
         return ratio(self.product, self.square)
+
+    @property
+    def loses_updates(self) -> bool:
+        """Whether most updates are lost, and what arrives of the others does not make up for it."""
+        return self.lost_share > _MOST and self.edq < _QUALITY
 
     @property
     def moment_zero_share(self) -> float:
@@ -144,8 +144,6 @@ class UpdateMeter:
         self.names = [each.name for each in self._tracked]
         self.dtypes = [each.weight.dtype for each in self._tracked]
         self._measured: list[Measurement] = []
-        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
-        """Of 16-bit weights: the last sample, and the step after which it was first seen."""
 
     def __enter__(self) -> UpdateMeter:
         self._update.step = self._step  # type: ignore[method-assign]
@@ -171,7 +169,7 @@ class UpdateMeter:
 
     @torch.no_grad()
     def _step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
-        update, step = self._update, steps_done + 1
+        update = self._update
         if update.masters is not None:
             update.masters.take_gradients()
         factor = update.loss_scale.inverse(correction)
@@ -184,10 +182,10 @@ class UpdateMeter:
         rows = {}
         for each in tracked:
             sample = samples.pop(each.name)
-            rows[each.name] = self._count(each, sample, self._intended(sample, factor, result.grad_norm), step)
+            rows[each.name] = self._count(each, sample, self._intended(sample, factor, result.grad_norm))
         taken = ~result.skipped
         counts = torch.where(taken, torch.stack([rows.get(name, zeros) for name in self.names]), zeros)
-        self._measured.append(Measurement(step, counts, torch.where(taken, peak, zeros[0])))
+        self._measured.append(Measurement(steps_done + 1, counts, torch.where(taken, peak, zeros[0])))
         return result
 
     def _peak(self) -> Tensor:
@@ -217,7 +215,7 @@ class UpdateMeter:
         replica.step()
         return copy.detach() - sample.weight
 
-    def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor, step: int) -> Tensor:
+    def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor) -> Tensor:
         after = _elements(tracked.weight)
         changed, moving = after != sample.weight, intended != 0
         real = after.float() - sample.weight.float()
@@ -235,23 +233,12 @@ class UpdateMeter:
             (moving & ~changed).sum(),
             torch.dot(intended, real),
             torch.dot(intended, intended),
-            changed.sum(),
             has_gradient.sum(),
             moment_zero,
             in_half,
             flushed,
-            self._changed_recently(tracked, sample.weight, after, step),
         )
         return torch.stack([count.float() for count in counts])
-
-    def _changed_recently(self, tracked: _Tracked, before: Tensor, after: Tensor, step: int) -> Tensor:
-        now = torch.full((), float(step), device=after.device)
-        if after.dtype.itemsize > 2 or self.stochastic:
-            return torch.ones_like(now)
-        last, since = self._seen.get(tracked.name, (before, now - 1))
-        since = torch.where((after != last).any(), now, since)
-        self._seen[tracked.name] = after.clone(), since
-        return now - since < STUCK_STEPS
 
 
 def ratio(part: float, whole: float) -> float:
@@ -332,9 +319,10 @@ def judge(updates: dict[str, Counts], format: Format) -> Examined:
         )
         for parameter, share in _worst({each: counts.moment_zero_share for each, counts in updates.items()}).items()
     ]
-    poor = {parameter: counts for parameter, counts in updates.items() if not counts.edq >= _QUALITY}
-    for parameter, share in _worst({each: counts.lost_share for each, counts in poor.items()}).items():
-        detail = f"{share:.0%} of the updates are rounded away, effective descent quality {poor[parameter].edq:.2f}"
+    lost = {parameter: counts.lost_share for parameter, counts in updates.items() if counts.loses_updates}
+    for parameter, share in _worst(lost).items():
+        quality = updates[parameter].edq
+        detail = f"{share:.0%} of the updates are rounded away, effective descent quality {quality:.2f}"
         found.append(finding(LOST, parameter, detail, ", or precision=bf16_sr" if format.number is BF16 else ""))
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
