@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -184,22 +184,18 @@ def _weights_in_fp32(passes: Passes) -> dict[int, str]:
     return {address: name for address, name in inside.items() if address not in outside}
 
 
-def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> list[Finding]:
-    """Return the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
-    found = {(weight.rpartition(".")[0], user): dtype for (weight, user), dtype in casts.items()}
-    return [
-        _finding(
-            *(passes, owner, _CAST, dtype),
-            f"precision.fp32_modules has it, and {user or 'the model'} uses its weights without calling it",
-            f"call {owner} there" + (f", or add {user} to precision.fp32_modules" if user else ""),
-        )
-        for (owner, user), dtype in found.items()
-        if not _within(user, passes.fp32_modules)
-    ]
+def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> Iterator[Finding]:
+    """Yield the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
+    users = {(weight.rpartition(".")[0], user): dtype for (weight, user), dtype in casts.items()}
+    for (owner, user), dtype in users.items():
+        if not _within(user, passes.fp32_modules):
+            detail = f"precision.fp32_modules has it, and {user or 'the model'} uses its weights without calling it"
+            cure = f"call {owner} there" + (f", or add {user} to precision.fp32_modules" if user else "")
+            yield _finding(passes, owner, _CAST, dtype, detail, cure)
 
 
-def _modules_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
-    """Return the fp32 modules whose own operators ran in 16 bits in the forward pass.
+def _modules_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+    """Yield the fp32 modules whose own operators ran in 16 bits in the forward pass.
 
     With 16-bit weights the result of such a module is cast back, so there casts are not counted.
     """
@@ -208,43 +204,34 @@ def _modules_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
     for row in rows:
         if row.in_half and _within(row.module, passes.fp32_modules) and not (casts_back and row.op == _CAST):
             found.setdefault(row.module, []).append(row)
-    return [
-        _finding(
-            *(passes, module, own[-1].op, own[-1].output),
-            f"precision.fp32_modules has it, and {sum(row.calls for row in own)} operators ran in 16 bits",
-            "remove the cast to 16 bits from this module's code",
-        )
-        for module, own in found.items()
-    ]
+    for module, own in found.items():
+        count = sum(row.calls for row in own)
+        detail = f"precision.fp32_modules has it, and {count} operators ran in 16 bits"
+        cure = "remove the cast to 16 bits from this module's code"
+        yield _finding(passes, module, own[-1].op, own[-1].output, detail, cure)
 
 
-def _operators_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
-    """Return the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass, each at its first row."""
+def _operators_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+    """Yield the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass, each at its first row."""
     first = {row.name: row for row in reversed(rows) if row.in_half}
-    found = [first[name] for name in passes.step.fp32_ops if name in first]
-    return [
-        _finding(passes, row.module, row.op, row.output, f"precision.fp32_ops asks for {row.name} in fp32")
-        for row in found
-    ]
+    for name in passes.step.fp32_ops:
+        if row := first.get(name):
+            detail = f"precision.fp32_ops asks for {name} in fp32"
+            yield _finding(passes, row.module, row.op, row.output, detail)
 
 
-def _weights(passes: Passes) -> list[Finding]:
-    """Return the parameters that are stored in fewer bits than the format asks for."""
-    low: dict[str, list[tuple[str, str]]] = {}
+def _weights(passes: Passes) -> Iterator[Finding]:
+    """Yield the modules with parameters that are stored in fewer bits than the format asks for."""
+    low: dict[tuple[str, str], list[str]] = {}
     asked = passes.format.weights
     for name, parameter in passes.model.named_parameters():
         module = name.rpartition(".")[0]
         wanted = torch.float32 if _within(module, passes.fp32_modules) else asked
         if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize:
-            low.setdefault(module, []).append((name, dtype_name(parameter.dtype)))
-    return [
-        _finding(
-            *(passes, module, "", named[0][1]),
-            f"{', '.join(name for name, _ in named)} stored in {named[0][1]}, "
-            f"precision={passes.format.name} asks for {dtype_name(asked)}",
-        )
-        for module, named in low.items()
-    ]
+            low.setdefault((module, dtype_name(parameter.dtype)), []).append(name)
+    for (module, dtype), names in low.items():
+        detail = f"{', '.join(names)} stored in {dtype}, precision={passes.format.name} asks for {dtype_name(asked)}"
+        yield _finding(passes, module, "", dtype, detail)
 
 
 def _loss(passes: Passes) -> list[Finding]:

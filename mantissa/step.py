@@ -323,6 +323,14 @@ def finite(tensor: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
+def nudged(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
+    """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size."""
+    if not tensor.is_floating_point():
+        return tensor
+    sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+    return tensor * (1 + unit * sign)
+
+
 def tensors(nested: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
     return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
