@@ -44,7 +44,7 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], drawn: Mapping[str, list[
         record: the content of ``verdict.json``.
         drawn: titles and matplotlib figures of ``range``, ``pairs``, ``divergence`` and ``updates``.
     """
-    name = f"{record['recipe']} {record['precision']}, step {record['step']}"
+    name = f"{record['recipe']} {record['precision']}"
     not_measured = "There is no run yet." if record["run"] is None else "The run did not measure lost updates."
     not_measured += " Train with diagnostics=numerics to see how many updates are lost by rounding."
     left_out = [f"{trial.name}: {trial.why}" for trial in diagnosis.sweep if trial.status == LEFT_OUT]
@@ -69,7 +69,7 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], drawn: Mapping[str, list[
         "How it was measured": paragraphs(_method(record)) + f"<pre>{escape(record['command'])}</pre>",
     }
     body = _verdict(diagnosis, name) + "".join(f"\n<h2>{title}</h2>{content}" for title, content in sections.items())
-    return document(f"{record['verdict']}: {name}", _STYLE, body)
+    return document(f"{record['verdict']}: {name}, step {record['step']}", _STYLE, body)
 
 
 def _examined(diagnosis: Diagnosis, check: str, found: Found | None, show: Callable[[Found], str]) -> str:
