@@ -273,9 +273,9 @@ def test_mistakes(processes: int, overrides: tuple[str, ...], reported: str, sta
 SLOW_SPEAKER = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-from trainer.run import command
+from trainer.run import command, sweep
 
-build, sleep = command.config.build, time.sleep
+build, sleep = sweep.build, time.sleep
 
 def last(composed, overrides):  # rank 0 finds the mistake when rank 1 has
     while not Path("waits").exists():
@@ -289,7 +289,7 @@ def waits(seconds):
     sleep(seconds)
 
 if os.environ["RANK"] == "0":
-    command.config.build = last
+    sweep.build = last
 else:
     atexit.register(Path("left").touch)
     time.sleep = waits
