@@ -69,3 +69,11 @@ class Finding:
         if self.path:
             lines.append("  → " + " → ".join(self.path))
         return lines + [f"  {cure}" for cure in self.cure]
+
+
+@dataclass(kw_only=True)
+class Examined:
+    """What a check says of a step."""
+
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.finding import DTYPE, FORWARD, Finding
+from mantissa.finding import DTYPE, FORWARD, Examined, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, tensors
+from mantissa.step import Passes, numbers_in
 
 _HALF = {dtype_name(dtype) for dtype in (torch.float16, torch.bfloat16)}
 _CAST = "aten._to_copy"
@@ -88,16 +88,16 @@ class DtypeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        results = "" if getattr(func, "is_view", False) else _names(tensors(output))
+        results = "" if getattr(func, "is_view", False) else _names(numbers_in(output))
         if not results:
             return output
         name = str(func).rpartition(".")[0]
-        given = [tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()]
+        given = numbers_in((args, kwargs))
         module, direction = self._modules.place()
         self._calls[module, direction, name, _names(given), results] += 1
         if given and direction == FORWARD and _computes(name):
             # An operator in fp8 has a result in another dtype.
-            dtype = given[0].dtype if given[0].itemsize == 1 else tensors(output)[0].dtype
+            dtype = given[0].dtype if given[0].itemsize == 1 else numbers_in(output)[0].dtype
             self._computed[module if self._modules.inside else LOSS][dtype] += 1
         if self._weights and name == _CAST and direction == FORWARD and _is_half(results):
             weight = self._weights.get(args[0].data_ptr())
@@ -106,7 +106,7 @@ class DtypeRecorder(TorchDispatchMode):
         return output
 
     def _returned(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.outputs[name].update(tensor.dtype for tensor in tensors(output) if tensor.is_floating_point())
+        self.outputs[name].update(tensor.dtype for tensor in numbers_in(output))
 
     def rows(self) -> list[Row]:
         """Return what ran, in order of the first calls."""
@@ -137,7 +137,7 @@ def _computes(operator: str) -> bool:
 
 
 def _names(found: list[Tensor]) -> str:
-    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found if each.is_floating_point()))
+    return ", ".join(dict.fromkeys(dtype_name(each.dtype) for each in found))
 
 
 def _is_half(dtypes: str) -> bool:
@@ -145,12 +145,10 @@ def _is_half(dtypes: str) -> bool:
 
 
 @dataclass
-class OperatorManifest:
+class OperatorManifest(Examined):
     """What ran in which format in one step."""
 
-    rows: list[Row] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    rows: list[Row]
 
 
 def manifest(passes: Passes) -> OperatorManifest:
@@ -163,7 +161,8 @@ def manifest(passes: Passes) -> OperatorManifest:
         passes.attempt()
     rows = sorted(recorder.rows())
     findings = [*_modules_in_half(passes, rows), *_bypassed(passes, recorder.casts), *_operators_in_half(passes, rows)]
-    return OperatorManifest(rows, [*findings, *_weights(passes), *_loss(passes)], _notes(passes, rows))
+    findings += [*_weights(passes), *_loss(passes)]
+    return OperatorManifest(rows, findings=findings, notes=_notes(passes, rows))
 
 
 def _within(module: str, names: Iterable[str]) -> bool:
@@ -185,22 +184,18 @@ def _weights_in_fp32(passes: Passes) -> dict[int, str]:
     return {address: name for address, name in inside.items() if address not in outside}
 
 
-def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> list[Finding]:
-    """Return the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
-    found = {(weight.rpartition(".")[0], user): dtype for (weight, user), dtype in casts.items()}
-    return [
-        _finding(
-            *(passes, owner, _CAST, dtype),
-            f"precision.fp32_modules has it, and {user or 'the model'} uses its weights without calling it",
-            f"call {owner} there" + (f", or add {user} to precision.fp32_modules" if user else ""),
-        )
-        for (owner, user), dtype in found.items()
-        if not _within(user, passes.fp32_modules)
-    ]
+def _bypassed(passes: Passes, casts: dict[tuple[str, str], str]) -> Iterator[Finding]:
+    """Yield the fp32 modules whose weights another module uses in 16 bits, without a call of the module."""
+    users = {(weight.rpartition(".")[0], user): dtype for (weight, user), dtype in casts.items()}
+    for (owner, user), dtype in users.items():
+        if not _within(user, passes.fp32_modules):
+            detail = f"precision.fp32_modules has it, and {user or 'the model'} uses its weights without calling it"
+            cure = f"call {owner} there" + (f", or add {user} to precision.fp32_modules" if user else "")
+            yield _finding(passes, owner, _CAST, dtype, detail, cure)
 
 
-def _modules_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
-    """Return the fp32 modules whose own operators ran in 16 bits in the forward pass.
+def _modules_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+    """Yield the fp32 modules whose own operators ran in 16 bits in the forward pass.
 
     With 16-bit weights the result of such a module is cast back, so there casts are not counted.
     """
@@ -209,43 +204,34 @@ def _modules_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
     for row in rows:
         if row.in_half and _within(row.module, passes.fp32_modules) and not (casts_back and row.op == _CAST):
             found.setdefault(row.module, []).append(row)
-    return [
-        _finding(
-            *(passes, module, own[-1].op, own[-1].output),
-            f"precision.fp32_modules has it, and {sum(row.calls for row in own)} operators ran in 16 bits",
-            "remove the cast to 16 bits from this module's code",
-        )
-        for module, own in found.items()
-    ]
+    for module, own in found.items():
+        count = sum(row.calls for row in own)
+        detail = f"precision.fp32_modules has it, and {count} operators ran in 16 bits"
+        cure = "remove the cast to 16 bits from this module's code"
+        yield _finding(passes, module, own[-1].op, own[-1].output, detail, cure)
 
 
-def _operators_in_half(passes: Passes, rows: list[Row]) -> list[Finding]:
-    """Return the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass, each at its first row."""
+def _operators_in_half(passes: Passes, rows: list[Row]) -> Iterator[Finding]:
+    """Yield the operators of ``precision.fp32_ops`` that ran in 16 bits in the forward pass, each at its first row."""
     first = {row.name: row for row in reversed(rows) if row.in_half}
-    found = [first[name] for name in passes.step.fp32_ops if name in first]
-    return [
-        _finding(passes, row.module, row.op, row.output, f"precision.fp32_ops asks for {row.name} in fp32")
-        for row in found
-    ]
+    for name in passes.step.fp32_ops:
+        if row := first.get(name):
+            detail = f"precision.fp32_ops asks for {name} in fp32"
+            yield _finding(passes, row.module, row.op, row.output, detail)
 
 
-def _weights(passes: Passes) -> list[Finding]:
-    """Return the parameters that are stored in fewer bits than the format asks for."""
-    low: dict[str, list[tuple[str, str]]] = {}
+def _weights(passes: Passes) -> Iterator[Finding]:
+    """Yield the modules with parameters that are stored in fewer bits than the format asks for."""
+    low: dict[tuple[str, str], list[str]] = {}
     asked = passes.format.weights
     for name, parameter in passes.model.named_parameters():
         module = name.rpartition(".")[0]
         wanted = torch.float32 if _within(module, passes.fp32_modules) else asked
         if parameter.is_floating_point() and parameter.dtype.itemsize < wanted.itemsize:
-            low.setdefault(module, []).append((name, dtype_name(parameter.dtype)))
-    return [
-        _finding(
-            *(passes, module, "", named[0][1]),
-            f"{', '.join(name for name, _ in named)} stored in {named[0][1]}, "
-            f"precision={passes.format.name} asks for {dtype_name(asked)}",
-        )
-        for module, named in low.items()
-    ]
+            low.setdefault((module, dtype_name(parameter.dtype)), []).append(name)
+    for (module, dtype), names in low.items():
+        detail = f"{', '.join(names)} stored in {dtype}, precision={passes.format.name} asks for {dtype_name(asked)}"
+        yield _finding(passes, module, "", dtype, detail)
 
 
 def _loss(passes: Passes) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,41 +149,29 @@ class _Tested:
 
     def judged(self, within: float, beyond: float) -> Equivalence:
         """Return the verdict by tests of these levels."""
-        verdict, needed = INCONCLUSIVE, None
+        verdict, needed, level = INCONCLUSIVE, None, 1 - beyond
         if self.p_equivalent < within:
-            verdict = EQUIVALENT
+            verdict, level = EQUIVALENT, 1 - 2 * within
         elif self.p_beyond < beyond:
             verdict = WORSE if self.p_worse < self.p_better else BETTER
         else:
-            level = 1 - (within if abs(self.mean) < self.margin else beyond / 2)
-            needed = _pairs_needed(self.mean, float(self.differences.std(ddof=1)), self.margin, level)
-        return Equivalence(
-            verdict,
-            self.margin,
-            mean_interval(self.differences.tolist(), 1 - (2 * within if verdict == EQUIVALENT else beyond)),
-            self.p_equivalent,
-            self.p_beyond,
-            min(1.0, 2 * min(self._below(0.0), self._above(0.0))),
-            needed,
-        )
+            needed = self._pairs_needed(1 - (within if abs(self.mean) < self.margin else beyond / 2))
+        p_different = min(1.0, 2 * min(self._below(0.0), self._above(0.0)))
+        interval = mean_interval(self.differences.tolist(), level)
+        return Equivalence(verdict, self.margin, interval, self.p_equivalent, self.p_beyond, p_different, needed)
 
+    def _pairs_needed(self, level: float) -> int | None:
+        """Return how many pairs of this mean and spread would put the mean's bound of ``level`` within the margin."""
+        from scipy.special import stdtrit
 
-def _pairs_needed(mean: float, spread: float, margin: float, level: float) -> int | None:
-    room = abs(margin - abs(mean))
-    enough = _quantiles(level) * spread / np.sqrt(_COUNTS) < room
-    return int(_COUNTS[enough.argmax()]) if enough.any() else None
+        spread, room = float(self.differences.std(ddof=1)), abs(self.margin - abs(self.mean))
 
+        def enough(pairs: int) -> bool:
+            return bool(stdtrit(pairs - 1, level) * spread / math.sqrt(pairs) < room)
 
-_COUNTS = np.arange(2, 1001)
-
-
-@functools.lru_cache(maxsize=32)
-def _quantiles(level: float) -> np.ndarray:
-    """Return Student's quantile for each of ``_COUNTS``; cached, as a family of arms has few levels."""
-    from scipy.special import stdtrit
-
-    quantiles: np.ndarray = stdtrit(_COUNTS - 1, level)
-    return quantiles
+        possible = range(2, 1001)
+        place = bisect.bisect_left(possible, True, key=enough)
+        return possible[place] if place < len(possible) else None
 
 
 def _standard_error(array: np.ndarray) -> float:

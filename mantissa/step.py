@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from mantissa.formats import FORMATS, Format
 
@@ -140,9 +141,9 @@ class Step(ABC):
         passes.widen(dtype)
         return passes
 
-    def first_samples(self, samples: int) -> list[Batch]:
-        """Return the first microbatch with only so many samples."""
-        return [{name: tensor[:samples] for name, tensor in self.microbatches[0].items()}]
+    def first_samples(self) -> list[Batch]:
+        """Return two samples of the first microbatch: rounding is alike in all, and batch norm cannot take one."""
+        return [{name: tensor[:2] for name, tensor in self.microbatches[0].items()}]
 
 
 class Passes(ABC):
@@ -171,14 +172,11 @@ class Passes(ABC):
         self._wide: torch.dtype | None = None
         self.start()
 
-    @property
-    @abstractmethod
-    def scale(self) -> float:
-        """The loss scale."""
-
-    @scale.setter
-    @abstractmethod
-    def scale(self, value: float) -> None: ...
+    scale: float
+    """The loss scale, which may be set."""
+    in_fp32_module: bool
+    """Whether the program is inside of an fp32 module, whose outermost alone casts its results back to 16 bits; may be
+    set."""
 
     @abstractmethod
     def gradients(self, microbatches: list[Batch]) -> Gradients:
@@ -215,15 +213,6 @@ class Passes(ABC):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Return the memory that an attempt takes at its peak."""
-
-    @property
-    @abstractmethod
-    def in_fp32_module(self) -> bool:
-        """Whether the program is inside of an fp32 module, whose outermost alone casts its results back to 16 bits."""
-
-    @in_fp32_module.setter
-    @abstractmethod
-    def in_fp32_module(self, value: bool) -> None: ...
 
     @torch.no_grad()
     def start(self) -> None:
@@ -334,9 +323,19 @@ def finite(tensor: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def tensors(value: Any) -> list[Tensor]:
+def nudged(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
+    """Return a tensor with each floating-point number made larger or smaller by ``unit``, relative to its size."""
+    if not tensor.is_floating_point():
+        return tensor
+    sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
+    return tensor * (1 + unit * sign)
+
+
+def tensors(nested: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for item in items for tensor in tensors(item)]
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def numbers_in(nested: Any) -> list[Tensor]:
+    """Return those of a floating-point dtype."""
+    return [tensor for tensor in tensors(nested) if tensor.is_floating_point()]

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mantissa.finding import LOST, MOMENT, UPDATE, Finding
+from mantissa.finding import LOST, MOMENT, UPDATE, Examined, Finding
 from mantissa.formats import BF16, NEAREST, Format
 from mantissa.step import Masters
 
 SAMPLE = 65536
 """Elements of a parameter that are measured, at most."""
-STUCK_STEPS = 100
-"""Steps without a change after which a parameter counts as stuck."""
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 """Where torch's optimizers keep averages or sums of squared gradients."""
 _MOST, _QUALITY = 0.5, 0.9
@@ -53,7 +51,6 @@ class Counts(NamedTuple):
     """The sum of intended update × real update."""
     square: Any
     """The sum of squared intended updates."""
-    changed: Any
     gradients: Any
     """Whose gradient is not 0."""
     moment_zero: Any
@@ -62,8 +59,6 @@ class Counts(NamedTuple):
     """Whose gradient was computed in 16 bits."""
     flushed: Any
     """Of these: 0 or subnormal in the 16-bit format, with the loss scale."""
-    recent: Any
-    """1 where an element changed in the last ``STUCK_STEPS`` steps, or the weight is not 16-bit."""
 
     @property
     def lost_share(self) -> float:
@@ -74,6 +69,11 @@ class Counts(NamedTuple):
     def edq(self) -> float:
         """Effective descent quality: ⟨intended, real⟩ / ‖intended‖². 1: as in fp32; 0: nothing arrives."""
         return ratio(self.product, self.square)
+
+    @property
+    def loses_updates(self) -> bool:
+        """Whether most updates are lost, and what arrives of the others does not make up for it."""
+        return self.lost_share > _MOST and self.edq < _QUALITY
 
     @property
     def moment_zero_share(self) -> float:
@@ -102,12 +102,13 @@ class _Tracked(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The sampled elements before the step."""
+    """The sampled elements before the step, and what the optimizer has for them."""
 
     weight: Tensor
     gradient: Tensor
     """As backward left it, with the loss scale, fp32."""
     state: dict[str, Any]
+    group: dict[str, Any]
 
 
 class UpdateMeter:
@@ -143,8 +144,6 @@ class UpdateMeter:
         self.names = [each.name for each in self._tracked]
         self.dtypes = [each.weight.dtype for each in self._tracked]
         self._measured: list[Measurement] = []
-        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
-        """Of 16-bit weights: the last sample, and the step after which it was first seen."""
 
     def __enter__(self) -> UpdateMeter:
         self._update.step = self._step  # type: ignore[method-assign]
@@ -170,23 +169,23 @@ class UpdateMeter:
 
     @torch.no_grad()
     def _step(self, steps_done: int = 0, correction: float = 1.0) -> Any:
-        update, step = self._update, steps_done + 1
+        update = self._update
         if update.masters is not None:
             update.masters.take_gradients()
         factor = update.loss_scale.inverse(correction)
-        samples = {each.name: self._sample(each) for each in self._tracked if each.parameter.grad is not None}
-        groups = [dict(group) for group in update.optimizer.param_groups]  # some optimizers count in them
+        groups = {parameter: group for group in update.optimizer.param_groups for parameter in group["params"]}
+        tracked = [each for each in self._tracked if each.parameter.grad is not None]
+        samples = {each.name: self._sample(each, groups[each.parameter]) for each in tracked}
         peak = self._peak()
         result = type(update).step(update, steps_done, correction)
-        intended = self._intended(samples, groups, factor, result.grad_norm)
         zeros = torch.zeros(len(Counts._fields), device=peak.device)
-        rows = [
-            self._count(each, samples.pop(each.name), intended.pop(each.name), step) if each.name in samples else zeros
-            for each in self._tracked
-        ]
+        rows = {}
+        for each in tracked:
+            sample = samples.pop(each.name)
+            rows[each.name] = self._count(each, sample, self._intended(sample, factor, result.grad_norm))
         taken = ~result.skipped
-        counts = torch.where(taken, torch.stack(rows), zeros)
-        self._measured.append(Measurement(step, counts, torch.where(taken, peak, zeros[0])))
+        counts = torch.where(taken, torch.stack([rows.get(name, zeros) for name in self.names]), zeros)
+        self._measured.append(Measurement(steps_done + 1, counts, torch.where(taken, peak, zeros[0])))
         return result
 
     def _peak(self) -> Tensor:
@@ -196,46 +195,27 @@ class UpdateMeter:
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).max()
 
-    def _sample(self, tracked: _Tracked) -> _Sample:
+    def _sample(self, tracked: _Tracked, group: dict[str, Any]) -> _Sample:
         state = self._update.optimizer.state.get(tracked.parameter, {})
-        shape = tracked.weight.shape
         return _Sample(
             _elements(tracked.weight).clone(),
             _elements(tracked.parameter.grad).to(torch.float32, copy=True),
-            {key: _sampled_state(key, value, shape) for key, value in state.items()},
+            {key: _sampled_state(key, value, tracked.weight.shape) for key, value in state.items()},
+            dict(group),  # some optimizers count in it
         )
 
-    def _intended(
-        self, samples: dict[str, _Sample], before: list[dict[str, Any]], factor: Tensor | None, norm: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the updates that the optimizer makes in fp32, by name.
-
-        ``before`` are its groups before the step. ``factor`` makes the gradients true ones, whose norm is ``norm``.
-        """
-        copies: dict[nn.Parameter, nn.Parameter] = {}
-        for each in self._tracked:
-            if each.name in samples:
-                sample = samples[each.name]
-                copy = copies[each.parameter] = nn.Parameter(sample.weight.to(torch.float32, copy=True))
-                copy.grad = sample.gradient.clone() if factor is None else sample.gradient * factor
-        self._update.clip.apply([copy.grad for copy in copies.values() if copy.grad is not None], norm)
-        optimizer = self._update.optimizer
-        groups = [
-            group | {"params": [copies[parameter] for parameter in group["params"] if parameter in copies]}
-            for group in before
-        ]
-        replica = type(optimizer)([group for group in groups if group["params"]])  # type: ignore[call-arg]
-        for each in self._tracked:
-            if each.name in samples and samples[each.name].state:
-                replica.state[copies[each.parameter]] = samples[each.name].state
+    def _intended(self, sample: _Sample, factor: Tensor | None, norm: Tensor) -> Tensor:
+        """Return the update that the optimizer makes in fp32; ``factor`` makes gradients true ones of this ``norm``."""
+        copy = nn.Parameter(sample.weight.to(torch.float32, copy=True))
+        copy.grad = sample.gradient.clone() if factor is None else sample.gradient * factor
+        self._update.clip.apply([copy.grad], norm)
+        replica = type(self._update.optimizer)([sample.group | {"params": [copy]}])  # type: ignore[call-arg]
+        if sample.state:
+            replica.state[copy] = sample.state
         replica.step()
-        return {
-            each.name: copies[each.parameter].detach() - samples[each.name].weight
-            for each in self._tracked
-            if each.name in samples
-        }
+        return copy.detach() - sample.weight
 
-    def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor, step: int) -> Tensor:
+    def _count(self, tracked: _Tracked, sample: _Sample, intended: Tensor) -> Tensor:
         after = _elements(tracked.weight)
         changed, moving = after != sample.weight, intended != 0
         real = after.float() - sample.weight.float()
@@ -253,23 +233,12 @@ class UpdateMeter:
             (moving & ~changed).sum(),
             torch.dot(intended, real),
             torch.dot(intended, intended),
-            changed.sum(),
             has_gradient.sum(),
             moment_zero,
             in_half,
             flushed,
-            self._changed_recently(tracked, sample.weight, after, step),
         )
         return torch.stack([count.float() for count in counts])
-
-    def _changed_recently(self, tracked: _Tracked, before: Tensor, after: Tensor, step: int) -> Tensor:
-        now = torch.full((), float(step), device=after.device)
-        if after.dtype.itemsize > 2 or self.stochastic:
-            return torch.ones_like(now)
-        last, since = self._seen.get(tracked.name, (before, now - 1))
-        since = torch.where((after != last).any(), now, since)
-        self._seen[tracked.name] = after.clone(), since
-        return now - since < STUCK_STEPS
 
 
 def ratio(part: float, whole: float) -> float:
@@ -330,39 +299,34 @@ def keeps_16_bits(format: Format) -> bool:
     return format.half_weights is not None and not format.masters and format.rounding == NEAREST
 
 
-def judge(updates: dict[str, Counts], format: Format) -> tuple[list[Finding], list[str]]:
-    """Return the findings of one step's updates, the worst modules first, and notes.
+def judge(updates: dict[str, Counts], format: Format) -> Examined:
+    """Return what is wrong with one step's updates, the worst modules first.
 
     Only weights that are kept in 16 bits between steps are judged: masters hold what their copies lose, and stochastic
     rounding loses single updates on purpose.
     """
     if not keeps_16_bits(format):
-        return [], []
+        return Examined()
     name = format.number.name
-    masters = f"precision={name}_master"
-    zero = _worst({parameter: each.moment_zero_share for parameter, each in updates.items()})
-    lost = _worst({parameter: each.lost_share for parameter, each in updates.items() if not each.edq >= _QUALITY})
-    said = [
-        (
-            *(MOMENT, parameter, masters),
-            f"the second moment of {share:.0%} of the elements is 0 in {name}, their gradient is not",
-        )
-        for parameter, share in zero.items()
-    ]
-    said += [
-        (
-            *(LOST, parameter, masters + (", or precision=bf16_sr" if format.number is BF16 else "")),
-            f"{share:.0%} of the updates are rounded away, effective descent quality {updates[parameter].edq:.2f}",
-        )
-        for parameter, share in lost.items()
-    ]
+
+    def finding(kind: str, parameter: str, detail: str, cure: str = "") -> Finding:
+        module, cures = parameter.rpartition(".")[0], [f"precision={name}_master{cure}"]
+        return Finding(kind, UPDATE, module, format.name, detail=f"{parameter}: {detail}", cure=cures)
+
     found = [
-        Finding(kind, UPDATE, parameter.rpartition(".")[0], format.name, detail=f"{parameter}: {detail}", cure=[cure])
-        for kind, parameter, cure, detail in said
+        finding(
+            MOMENT, parameter, f"the second moment of {share:.0%} of the elements is 0 in {name}, their gradient is not"
+        )
+        for parameter, share in _worst({each: counts.moment_zero_share for each, counts in updates.items()}).items()
     ]
+    lost = {parameter: counts.lost_share for parameter, counts in updates.items() if counts.loses_updates}
+    for parameter, share in _worst(lost).items():
+        quality = updates[parameter].edq
+        detail = f"{share:.0%} of the updates are rounded away, effective descent quality {quality:.2f}"
+        found.append(finding(LOST, parameter, detail, ", or precision=bf16_sr" if format.number is BF16 else ""))
     modules = {each.module for each in found}
     notes = [f"{len(modules)} modules have such updates; the worst {_SHOWN} are shown"] if len(found) > _SHOWN else []
-    return found[:_SHOWN], notes
+    return Examined(findings=found[:_SHOWN], notes=notes)
 
 
 def _worst(shares: dict[str, float]) -> dict[str, float]:

@@ -13,7 +13,6 @@ from evidence.doctor.report import VERDICT, folder_of, write
 from mantissa.doctor.diagnosis import CHECKS, diagnose
 from mantissa.doctor.report import lines, opening
 from trainer.config.options import parse
-from trainer.config.schema import Config
 from trainer.errors import UserError, nearest
 
 REFERENCES = {"auto": None, "fp32": torch.float32, "fp64": torch.float64}
@@ -44,12 +43,6 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"reference={options.reference} is for check=pairs, which is not asked for; leave it out")
     if checks == ("islands",):
         raise UserError("check=islands cures what another check finds; set check=ladder,islands, or check=all")
-    names = list(DoctorOptions.__dataclass_fields__)
-    for override in overrides:
-        key = override.partition("=")[0]
-        hint = "" if key.partition(".")[0] in Config.__dataclass_fields__ else nearest(key, names)
-        if options.resume and hint:
-            raise UserError(f"{key} is not an option{hint}")
     if options.resume:
         replay = of_run(options.resume, overrides, options.step)
     else:

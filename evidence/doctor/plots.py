@@ -61,18 +61,14 @@ def _errors(rows: Iterable[Row], direction: str) -> Plot | None:
     nearest = sorted(worst.values(), key=nearness, reverse=True)[:MOST]
     shown = [row for row in worst.values() if row in nearest]
     figure, axes = bare_figure(_WIDTH, 1.1 + 0.21 * len(shown))
-    places = range(len(shown))
-    least = min(min(row.e / 4, row.bound / 16) for row in shown)
-    for wrong, color, label in ((False, COLORS[0], "error"), (True, ALARM, "error beyond its bound")):
-        own = [place for place in places if (shown[place].ratio > 1) == wrong]
-        if own:
-            axes.barh(own, [shown[place].e - least for place in own], left=least, height=0.6, color=color, label=label)
-    axes.plot([row.bound for row in shown], places, "|", color=INK, markersize=8, markeredgewidth=1.6, label="bound")
-    run = [(row.accumulated, place) for place, row in enumerate(shown) if 0 < row.accumulated < math.inf]
-    if run:
-        axes.plot(*zip(*run, strict=True), "o", color=NOISE, markersize=3.5, label="accumulated (not judged)")
+    for label, color, marker, values in (
+        ("accumulated (not judged)", NOISE, ".", [row.accumulated for row in shown]),
+        ("error", COLORS[0], "o", [row.e if row.ratio <= 1 else math.nan for row in shown]),
+        ("error beyond its bound", ALARM, "o", [row.e if row.ratio > 1 else math.nan for row in shown]),
+        ("bound", INK, "|", [row.bound for row in shown]),
+    ):
+        axes.plot(values, range(len(shown)), marker, color=color, markersize=7, label=label)
     axes.set_xscale("log")
-    axes.set_xlim(left=least)
     _label_rows(axes, [row.module for row in shown])
     axes.set_xlabel("relative error", color=QUIET)
     _legend(figure, 4)

@@ -136,11 +136,12 @@ class TrainerStep(Step):
 class TrainerPasses(Passes):
     """The passes of a trainer of its own, which stands before the step."""
 
+    step: TrainerStep
+
     def __init__(self, step: TrainerStep, config: Config, own: bool) -> None:
         self.trainer = _Eager(step, config)
         mode, kept = config.precision.mode, self.trainer.fp32_modules
         super().__init__(step, mode, self.trainer.model, self.trainer.masters, kept, own)
-        self._before = step
 
     @property
     def scale(self) -> float:
@@ -173,7 +174,7 @@ class TrainerPasses(Passes):
         self.start()
         self.trainer.step = self.step.number - 1
         for name, parameter in (self.masters or self.model).named_parameters():
-            for key, value in self._before.moments.get(name, {}).items():
+            for key, value in self.step.moments.get(name, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
                     value = torch.empty_like(parameter).copy_(value)
                 elif isinstance(value, Tensor):

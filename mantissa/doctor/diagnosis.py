@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from mantissa.doctor.pairs import Pairs, measure
 from mantissa.doctor.provenance import absorbed, find
 from mantissa.doctor.sweep import BREAKS, FP32, FP64, LEFT_OUT, OK, TF32, FormatTrial, format_sweep
 from mantissa.errors import is_out_of_memory
-from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Finding
+from mantissa.finding import BACKWARD, DOMAIN, ERROR, FORWARD, NOT_FINITE, OVERFLOW, UNDERFLOW, Examined, Finding
 from mantissa.formats import FORMATS
 from mantissa.manifest import OperatorManifest, manifest
 from mantissa.step import Passes, Step
@@ -31,6 +31,8 @@ HEALTHY, FOUND, NOT_REPRODUCED = "HEALTHY", "FOUND", "NOT REPRODUCED"
 EXIT_CODES = {HEALTHY: 0, FOUND: 7, NOT_REPRODUCED: 8}
 SWEEP = "ladder"
 """The name of the format sweep among the checks."""
+Result = TypeVar("Result")
+Found = TypeVar("Found", bound=Examined)
 CHECKS = (SWEEP, "manifest", "range", "pairs", "updates", "divergence", "islands")
 
 
@@ -72,7 +74,13 @@ class Replay:
 
 
 class Budget:
-    """Seconds that may be spent; what does not fit is left out, and named."""
+    """Seconds and memory that may be spent; what does not fit is left out, and named.
+
+    Args:
+        seconds: for all parts.
+        free_bytes: returns how much memory is left.
+        say: hears the name of every part before it is run.
+    """
 
     def __init__(self, seconds: float, free_bytes: Callable[[], int], say: Callable[[str], None] = lambda name: None):
         self.seconds = seconds
@@ -80,36 +88,29 @@ class Budget:
         self.spent: dict[str, float] = {}
         self._free_bytes = free_bytes
         self._say = say
-        """Hears the name of every part before it is run."""
         self._began = time.monotonic()
 
-    @property
     def left(self) -> float:
-        """Seconds that are left."""
+        """Return the seconds that are left."""
         return self.seconds - (time.monotonic() - self._began)
 
-    def take(self, name: str, part: Callable[[], Any], memory_bytes: int = 0) -> Any:
-        """Run a part of the examination if there is time and memory for it, and return its result; else None."""
-        if memory_bytes > (free := self._free_bytes()):
+    def take(self, name: str, part: Callable[[], Result], memory_bytes: int = 0, always: bool = False) -> Result | None:
+        """Run a part if there is time and memory for it, or ``always``; return its result, else None."""
+        if not always and memory_bytes > (free := self._free_bytes()):
             self.left_out.append(f"{name} (it needs about {size(memory_bytes)}, {size(free)} are free)")
             return None
-        if self.left <= 0:
+        if not always and self.left() <= 0:
             self.left_out.append(f"{name} (no time left of budget_s={self.seconds:g})")
             return None
-        try:
-            return self.timed(name, part)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self.left_out.append(f"{name} (out of memory)")
-            return None
-
-    def timed(self, name: str, part: Callable[[], Any]) -> Any:
-        """Run a part, add its seconds to ``spent``, and return its result."""
         self._say(name)
         began = time.monotonic()
         try:
             return part()
+        except Exception as error:
+            if always or not is_out_of_memory(error):
+                raise
+            self.left_out.append(f"{name} (out of memory)")
+            return None
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - began
 
@@ -144,6 +145,13 @@ class Diagnosis:
         """Return that of a format."""
         return next((trial for trial in self.sweep if trial.name == name), None)
 
+    def add(self, found: Found | None) -> Found | None:
+        """Add what a check found to what is known, and return it."""
+        if found is not None:
+            self.findings += found.findings
+            self.notes += found.notes
+        return found
+
     @property
     def exit_code(self) -> int:
         """Of scripts/doctor.py."""
@@ -169,26 +177,20 @@ def diagnose(
     step = replay.step
     budget = Budget(budget_s, step.free_bytes, say)
     result = Diagnosis(replay, budget, notes=list(replay.notes), checks=checks)
-
-    def add(found: Any, findings: bool = True) -> Any:
-        if found is not None:
-            result.findings += found.findings if findings else []
-            result.notes += found.notes
-        return found
-
     if SWEEP in checks or not replay.finite:
         _sweep(result)
     if "manifest" in checks:
-        result.manifest = add(budget.take("manifest", lambda: _manifest(step)))
+        result.manifest = result.add(budget.take("manifest", lambda: _manifest(step)))
     fp32 = result.trial(FP32)
     if "range" in checks and (result.finite if fp32 is None else fp32.status == OK):
-        result.range = add(budget.take("range", lambda: gradients.measure(step)), not result.findings)
+        found = budget.take("range", lambda: gradients.measure(step))
+        if found is not None and result.findings:  # what is found there has a cause, which is found already
+            found.findings = []
+        result.range = result.add(found)
     if "pairs" in checks and result.finite and not result.findings:
-        result.pairs = add(budget.take("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
+        result.pairs = result.add(budget.take("pairs", lambda: _pairs(step, reference), 2 * replay.memory_bytes))
     if "updates" in checks:
-        found, notes = judge(replay.updates, step.format)
-        result.findings += found
-        result.notes += notes
+        result.add(judge(replay.updates, step.format))
     if "divergence" in checks:
         _train_on(result)
     if "islands" in checks:
@@ -206,7 +208,7 @@ def diagnose(
 
 def _manifest(step: Step) -> OperatorManifest:
     passes = step.own()
-    passes.microbatches = step.first_samples(2)  # formats do not depend on the number of samples; batch norm needs two
+    passes.microbatches = step.first_samples()
     return manifest(passes)
 
 
@@ -229,11 +231,9 @@ def _sweep(result: Diagnosis) -> None:
     for trial in result.sweep:
         if trial.status:
             continue
+        memory_bytes = replay.memory_bytes * (1 + (trial.name == FP64))
         try:
-            if trial.name in (FP32, own.name):
-                passes = budget.timed(trial.name, trial.take)
-            else:
-                passes = budget.take(trial.name, trial.take, replay.memory_bytes * (1 + (trial.name == FP64)))
+            passes = budget.take(trial.name, trial.take, memory_bytes, always=trial.name in (FP32, own.name))
         except RuntimeError as error:  # a model that cannot run in this format, such as one with hard-coded dtypes
             if trial is own or is_out_of_memory(error):
                 raise
@@ -252,7 +252,7 @@ def _sweep(result: Diagnosis) -> None:
     if broken is None and step.ranks > 1:
         result.findings += budget.take("sum of ranks", lambda: overflow_of_sum(step.own(), step.ranks)) or []
     if broken is None and step.compiles:
-        trials, findings = budget.take("compiled rungs", lambda: compiled_trials(step, lambda: budget.left)) or ([], [])
+        trials, findings = budget.take("compiled rungs", lambda: compiled_trials(step, budget.left)) or ([], [])
         result.sweep += trials
         result.findings += findings
     if broken is not None and broken.name == FP32:
@@ -289,11 +289,12 @@ def _train_on(result: Diagnosis) -> None:
     step = replay.step
     if step.format.half is None:
         result.notes.append("divergence: only formats of 16 bits are compared with fp32")
-    if result.findings or not result.finite or step.format.half is None:
+        return
+    if result.findings or not result.finite:
         return
     fp32 = result.trial(FP32)
     seconds = STEPS * (REPLAYS * (replay.seconds if fp32 is None else fp32.seconds) + replay.seconds)
-    if seconds > budget.left:
+    if seconds > budget.left():
         budget.left_out.append(
             f"divergence (it takes about {seconds:.0f} s; set budget_s={budget.seconds + seconds:.0f})"
         )
@@ -320,7 +321,7 @@ def _cure(result: Diagnosis) -> None:
     def healthy(fp32_modules: list[str]) -> bool:
         return result.pairs is None or not measure(step, fp32_modules=fp32_modules).findings
 
-    islands = budget.take("islands", lambda: search(step, finding, healthy, lambda: budget.left))
+    islands = budget.take("islands", lambda: search(step, finding, healthy, budget.left))
     if islands is None:
         return
     result.islands = islands

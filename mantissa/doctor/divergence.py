@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
 from mantissa.formats import BF16, FP8, Format
-from mantissa.step import Batch, Passes, Step
+from mantissa.step import Batch, Passes, Step, nudged
 
 STEPS = 20
 REPLAYS = 3
@@ -105,15 +105,13 @@ def _losses(passes: Passes, batches: list[list[Batch]]) -> list[float]:
 def _changed(step: Step, batches: list[list[Batch]], unit: float, seed: int) -> list[float]:
     """Return the losses in fp32 from weights and inputs that are changed by ±``unit``, relative to their size."""
     generator = torch.Generator().manual_seed(seed)
-
-    def changed(tensor: Tensor) -> Tensor:
-        sign = torch.randint(2, tensor.shape, generator=generator).to(tensor) * 2 - 1
-        return tensor * (1 + unit * sign) if tensor.is_floating_point() else tensor
-
     passes = step.passes("fp32")
     passes.continue_training()
     with torch.no_grad():
         for parameter in passes.model.parameters():
-            parameter.copy_(changed(parameter))
-    inputs = ([{name: changed(tensor) for name, tensor in batch.items()} for batch in each] for each in batches)
+            parameter.copy_(nudged(parameter, unit, generator))
+    inputs = (
+        [{name: nudged(tensor, unit, generator) for name, tensor in batch.items()} for batch in each]
+        for each in batches
+    )
     return list(passes.train(inputs))

@@ -79,18 +79,31 @@ def search(
         time_left: seconds.
     """
     result = Islands(own=list(step.fp32_modules))
-    module = finding.module
-    while module and result.calls < CALLS and time_left() > 0:
-        result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]
-        next_fault = _next_fault(step, result.modules, healthy)
+
+    def may_go_on() -> bool:
+        return result.calls < CALLS and time_left() > 0
+
+    def next_fault(modules: list[str]) -> str | None:
         result.calls += 1
-        if next_fault is None:
-            result.cured = True
+        return _next_fault(step, modules, healthy)
+
+    module: str | None = finding.module
+    while module and may_go_on():
+        result.modules = [*(name for name in result.modules if not name.startswith(f"{module}.")), module]
+        module = next_fault(result.modules)
+        # In an island already: the module that contains the island.
+        inside = [name for name in result.modules if module and f"{module}.".startswith(f"{name}.")]
+        module = inside[0].rpartition(".")[0] if inside else module
+    result.cured = module is None
+    result.stopped = bool(module)
+    result.minimal = result.cured
+    for name in list(result.modules) if result.cured and len(result.modules) > 1 else []:
+        if not may_go_on():
+            result.minimal = False
             break
-        module = _outside(next_fault, result.modules)
-    result.stopped = not result.cured and bool(module)
-    if result.cured:
-        result.minimal = _leave_out(step, result, healthy, time_left)
+        others = [other for other in result.modules if other != name]
+        if others and next_fault(others) is None:
+            result.modules = others
     return result
 
 
@@ -106,28 +119,6 @@ def _next_fault(step: Step, modules: list[str], healthy: Callable[[list[str]], b
             found = find(passes, "")
             return found.module if found is not None else ""
     return None if healthy([*step.fp32_modules, *modules]) else modules[-1]
-
-
-def _outside(module: str, islands: list[str]) -> str:
-    """Return the module, or where it is in an island the one that contains that island."""
-    for name in islands:
-        if module == name or module.startswith(f"{name}."):
-            return name.rpartition(".")[0]
-    return module
-
-
-def _leave_out(
-    step: Step, result: Islands, healthy: Callable[[list[str]], bool], time_left: Callable[[], float]
-) -> bool:
-    """Leave out every module without which the step is cured, too; return whether there was time for all."""
-    for name in list(result.modules) if len(result.modules) > 1 else []:
-        if result.calls >= CALLS or time_left() <= 0:
-            return False
-        others = [other for other in result.modules if other != name]
-        result.calls += 1
-        if others and _next_fault(step, others, healthy) is None:
-            result.modules = others
-    return True
 
 
 def with_islands(step: Step, modules: list[str]) -> Passes:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from mantissa.doctor.diagnosis import FOUND, HEALTHY, SWEEP, Diagnosis
 from mantissa.doctor.pairs import FACTOR
-from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK
+from mantissa.doctor.range import Range
+from mantissa.doctor.report import opening
+from mantissa.doctor.sweep import BREAKS, DIFFERS, LEFT_OUT, OK, FormatTrial
 from mantissa.finding import MEANINGS, Finding
+from mantissa.manifest import OperatorManifest
 from mantissa.page import document, items, paragraphs, plots, wide_table
 
+Found = TypeVar("Found")
 _CLASSES = {OK: "ok", BREAKS: "breaks", DIFFERS: "differs", LEFT_OUT: "out"}
 _STYLE = """
 .verdict { border-left: .4rem solid #7a4f00; padding: .1rem 0 .1rem 1rem } .verdict h1 { margin: .2rem 0 }
@@ -40,57 +44,61 @@ def page(diagnosis: Diagnosis, record: dict[str, Any], drawn: Mapping[str, list[
         record: the content of ``verdict.json``.
         drawn: titles and matplotlib figures of ``range``, ``pairs``, ``divergence`` and ``updates``.
     """
-    name = f"{record['recipe']} {record['precision']}, step {record['step']}"
-    updates = "The run did not measure lost updates. Train with diagnostics=numerics to see them."
-    if diagnosis.replay.folder is None:
-        updates = "There is no run yet. Train with diagnostics=numerics to see how many updates are lost by rounding."
+    name = f"{record['recipe']} {record['precision']}"
+    not_measured = "There is no run yet." if record["run"] is None else "The run did not measure lost updates."
+    not_measured += " Train with diagnostics=numerics to see how many updates are lost by rounding."
     left_out = [f"{trial.name}: {trial.why}" for trial in diagnosis.sweep if trial.status == LEFT_OUT]
     left_out += diagnosis.budget.left_out
-    examined = {
-        SWEEP: bool(diagnosis.sweep),
-        "range": diagnosis.range is not None,
-        "pairs": diagnosis.pairs is not None,
-        "divergence": bool(diagnosis.losses),
-        "manifest": diagnosis.manifest is not None,
-    }
     sections = {
-        "The ladder": (SWEEP, _sweep(diagnosis)),
-        "Findings": ("", "".join(map(_finding, diagnosis.findings)) or "<p>None.</p>"),
-        "Notes": ("", items(diagnosis.notes or ["None."])),
-        "Range of gradients": ("range", paragraphs([_range(diagnosis)]) + plots(drawn["range"])),
-        "Error by module": ("pairs", paragraphs([_ERRORS]) + plots(drawn["pairs"])),
-        "Further steps": ("divergence", plots(drawn["divergence"])),
-        "Updates": ("", plots(drawn["updates"]) if drawn["updates"] else paragraphs([updates])),
-        "What ran in which format": ("manifest", _manifest(diagnosis)),
-        "What was left out": ("", items(left_out or ["Nothing."])),
-        "How it was measured": ("", paragraphs(_method(record)) + f"<pre>{escape(record['command'])}</pre>"),
+        "The ladder": _examined(diagnosis, SWEEP, diagnosis.sweep, _sweep),
+        "Findings": "".join(map(_finding, diagnosis.findings)) or "<p>None.</p>",
+        "Notes": items(diagnosis.notes or ["None."]),
+        "Range of gradients": _examined(
+            diagnosis,
+            "range",
+            diagnosis.range,
+            lambda found: paragraphs([_range(diagnosis, found)]) + plots(drawn["range"]),
+        ),
+        "Error by module": _examined(
+            diagnosis, "pairs", diagnosis.pairs, lambda found: paragraphs([_ERRORS]) + plots(drawn["pairs"])
+        ),
+        "Further steps": _examined(diagnosis, "divergence", diagnosis.losses, lambda found: plots(drawn["divergence"])),
+        "Updates": plots(drawn["updates"]) if drawn["updates"] else paragraphs([not_measured]),
+        "What ran in which format": _examined(diagnosis, "manifest", diagnosis.manifest, _manifest),
+        "What was left out": items(left_out or ["Nothing."]),
+        "How it was measured": paragraphs(_method(record)) + f"<pre>{escape(record['command'])}</pre>",
     }
-    body = _verdict(diagnosis, record, name)
-    for title, (check, content) in sections.items():
-        shown = content if examined.get(check, True) else _not_examined(diagnosis, check)
-        body += f"\n<h2>{title}</h2>{shown}"
-    return document(f"{record['verdict']}: {name}", _STYLE, body)
+    body = _verdict(diagnosis, name) + "".join(f"\n<h2>{title}</h2>{content}" for title, content in sections.items())
+    return document(f"{record['verdict']}: {name}, step {record['step']}", _STYLE, body)
 
 
-def _verdict(diagnosis: Diagnosis, record: dict[str, Any], name: str) -> str:
-    after = ", the one after the run's last step" if diagnosis.replay.finished else ""
-    loss = "not finite" if record["loss"] is None else f"{record['loss']:.6g}"
-    norm = "not finite" if record["grad_norm"] is None else f"{record['grad_norm']:.4g}"
-    how = f"loss {loss}, gradient norm {norm}" + (", the step was skipped" if record["skipped"] else "")
-    where = f"{name}{after}, taken from {record['began']}: {how}."
+def _examined(diagnosis: Diagnosis, check: str, found: Found | None, show: Callable[[Found], str]) -> str:
+    """Return what a check found, or why there is nothing."""
+    if found:
+        return show(found)
+    if check not in diagnosis.checks:
+        why = f" check={check} was not asked for."
+    elif any(item.startswith(check) for item in diagnosis.budget.left_out):
+        why = " See what was left out."
+    else:
+        why = _NEEDS.get(check, "")
+    return f"<p>Not examined.{why}</p>"
+
+
+def _verdict(diagnosis: Diagnosis, name: str) -> str:
+    title, where = diagnosis.verdict, f"{name}: {opening(diagnosis.replay)}."
     if diagnosis.findings:
         first, *others = diagnosis.findings
         title = f"{FOUND}: {first.kind}, {first.direction}"
         said = paragraphs([where, MEANINGS[first.kind]]) + _finding(first) + _islands(diagnosis)
         said += paragraphs([f"{len(others)} more finding{'s' * (len(others) > 1)} below."] if others else [])
+    elif diagnosis.verdict == HEALTHY:
+        said = paragraphs([where, "Nothing was found in this step. What was examined is below."])
     else:
-        title = diagnosis.verdict
-        why = "Nothing was found in this step. What was examined is below."
-        if diagnosis.verdict != HEALTHY:
-            why = (
-                "The run failed at this step. Taken again, the step is finite, so its cause is not in the weights and "
-                "the data alone. Train with deterministic=true; then a step that is taken again has the same bits."
-            )
+        why = (
+            "The run failed at this step. Taken again, the step is finite, so its cause is not in the weights and "
+            "the data alone. Train with deterministic=true; then a step that is taken again has the same bits."
+        )
         said = paragraphs([where, why])
     return f"<div class='verdict {diagnosis.verdict}'><h1>{escape(title)}</h1>{said}</div>"
 
@@ -110,21 +118,11 @@ def _islands(diagnosis: Diagnosis) -> str:
     )
 
 
-def _not_examined(diagnosis: Diagnosis, check: str) -> str:
-    if check not in diagnosis.checks:
-        why = f" check={check} was not asked for."
-    elif any(item.startswith(check) for item in diagnosis.budget.left_out):
-        why = " See what was left out."
-    else:
-        why = _NEEDS.get(check, "")
-    return f"<p>Not examined.{why}</p>"
-
-
-def _sweep(diagnosis: Diagnosis) -> str:
+def _sweep(sweep: list[FormatTrial]) -> str:
     trials = "".join(
         f"<li class={_CLASSES[trial.status]}><b>{escape(trial.name)}</b>"
         f"<span>{escape(trial.text().removeprefix(trial.name).strip())}</span></li>"
-        for trial in diagnosis.sweep
+        for trial in sweep
     )
     return (
         "<p>The same step, with the same weights and data, in one format after another. "
@@ -139,10 +137,10 @@ _ERRORS = (
 )
 
 
-def _range(diagnosis: Diagnosis) -> str:
-    found, said = diagnosis.range, "Gradients of the reference, before any loss scale. "
-    if found is None or found.highest is None or found.lowest is None:
-        return f"{said}The run's format needs no loss scale: it has fp32's exponents. A few samples are shown."
+def _range(diagnosis: Diagnosis, found: Range) -> str:
+    said = "Gradients of the reference, before any loss scale. "
+    if found.highest is None or found.lowest is None:
+        return f"{said}The run's format needs no loss scale: it has fp32's exponents. Two samples are shown."
     if found.lowest <= found.highest:
         said += f"In fp16 the loss scales from 2^{found.lowest} to 2^{found.highest} hold all of them"
     else:
@@ -151,17 +149,16 @@ def _range(diagnosis: Diagnosis) -> str:
     return f"{said}. The step's scale is {diagnosis.replay.step.scale:.10g}."
 
 
-def _manifest(diagnosis: Diagnosis) -> str:
-    rows = diagnosis.manifest.rows if diagnosis.manifest is not None else []
+def _manifest(found: OperatorManifest) -> str:
     calls: Counter[str] = Counter()
-    for row in rows:
+    for row in found.rows:
         calls[row.output] += row.calls
     shares = ", ".join(f"{dtype} {100 * count / calls.total():.0f} %" for dtype, count in calls.most_common())
     head = ("module", "direction", "operator", "inputs", "result", "calls")
-    table = wide_table(head, [(*row[:-1], f"{row.calls:,}") for row in rows])
+    table = wide_table(head, [(*row[:-1], f"{row.calls:,}") for row in found.rows])
     return (
         f"<p>{calls.total():,} operators with a floating-point result: {escape(shares)}.</p>"
-        f"<details><summary>By module, direction and operator ({len(rows):,} rows)</summary>{table}</details>"
+        f"<details><summary>By module, direction and operator ({len(found.rows):,} rows)</summary>{table}</details>"
     )
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mantissa.display import dtype_name
-from mantissa.doctor.calls import Call, Different, Evaluated, Recording, products, relative_error, summands
-from mantissa.finding import BACKWARD, ERROR, FORWARD, Finding
+from mantissa.doctor.calls import Call, Different, Evaluated, Recording, relative_error
+from mantissa.finding import BACKWARD, ERROR, FORWARD, Examined, Finding
 from mantissa.formats import BF16, FP8, FP16, FP32, TF32, Format, Number
 from mantissa.step import Step, tensors
 
@@ -46,7 +46,7 @@ def rounded(tensor: Tensor, number: Number) -> Tensor:
         bits = tensor.float().view(torch.int32)
         bits = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF
         return bits.view(torch.float32).to(tensor.dtype)
-    return saturated(tensor, number.dtype).to(tensor.dtype)
+    return _saturated(tensor, number.dtype).to(tensor.dtype)
 
 
 @dataclass
@@ -75,12 +75,10 @@ class Row:
 
 
 @dataclass
-class Pairs:
+class Pairs(Examined):
     """All local errors of a step."""
 
     rows: list[Row] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list[str] | None = None) -> Pairs:
@@ -95,12 +93,11 @@ def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list
     if step.format.number is FP8:
         return Pairs(notes=[f"errors of modules: not judged with precision={name}"])
     recording = Recording.of(step, reference or reference_dtype(step.format), fp32_modules)
-    result = Pairs(notes=recording.notes)
-    weights = {id(p): rounded(p.data, step.format.number) for p in recording.reference.model.parameters()}
+    result = Pairs()
     worst: dict[tuple[str, str], tuple[Row, Call]] = {}
     for call in recording.calls:
         try:
-            rows = _Evaluation(recording, step.format.number, weights, call).rows()
+            rows = _Comparison(recording, step.format.number, call).rows()
         except Different:
             call.skipped, rows = call.skipped or "it takes another way", []
         if call.skipped:
@@ -118,7 +115,7 @@ def measure(step: Step, reference: torch.dtype | None = None, fp32_modules: list
                 f"{module}: torch's layer norm on a CPU adds up its {row.tensor} in 16 bits, e {row.e:.2g}"
             )
         else:
-            dtype = dtype_name(call.returned.low[0]) if call.returned.low else ""
+            dtype = dtype_name(call.returned.values[0].low) if call.returned.values else ""
             detail = f"{row.tensor}: e {row.e:.2g}, {FACTOR} x max(cond, u sqrt(d)) = {row.bound:.2g}"
             result.findings.append(Finding(ERROR, direction, module, name, dtype=dtype, detail=detail))
     return result
@@ -133,13 +130,15 @@ def _sums_in_half(module: nn.Module, row: Row) -> bool:
     return weights and isinstance(module, nn.LayerNorm) and next(module.parameters()).device.type == "cpu"
 
 
-class _Evaluation:
+class _Comparison:
     """One call, evaluated in the reference, rounded, and in the low precision."""
 
-    def __init__(self, recording: Recording, number: Number, weights: dict[int, Tensor], call: Call) -> None:
-        self._recording, self._number, self._weights, self._call = recording, number, weights, call
+    def __init__(self, recording: Recording, number: Number, call: Call) -> None:
+        self._recording, self._number, self._call = recording, number, call
         self._products = _Products(number)
-        self._sources, self._targets, self._cotangents = call.sources(), call.targets(), call.cotangents()
+        self._sources = [value for _, value in call.sources()]
+        self._targets = call.targets()
+        self._cotangents = [value.gradient for _, value in self._targets]
         self._module = recording.reference.model.get_submodule(call.module)
 
     def rows(self) -> list[Row]:
@@ -149,39 +148,40 @@ class _Evaluation:
             call.skipped = "a submodule's result is not known"
         if call.skipped:
             return []
-        exact = self._recording.exact(call, [each.tensor for each in self._sources], self._cotangents)
-        call.returned.tensors = exact.targets[: len(call.returned.tensors)]
-        inputs = (f"input {number}" for number in range(len(call.given.tensors)))
-        call.input_gradients = {n: exact.gradients[name] for n, name in enumerate(inputs) if name in exact.gradients}
-        if not call.operators:
+        exact = self._recording.exact(call, [value.tensor for value in self._sources], self._cotangents)
+        for value, target in zip(call.returned.values, exact.targets, strict=False):
+            value.tensor = target
+        for number, value in enumerate(call.given.values):
+            value.gradient = exact.gradients.get(f"input {number}")
+        if not call.computes:
             return []
-        scale = self._scale(0)
+        exponents = _GRADIENT_SCALES if self._number is FP16 else (0,)
+        scale = self._scale(exponents[0])
         low = self._low(scale)
         changed = self._rounded()
         found = self._rows(exact, changed, low, scale)
-        if self._number is FP16:
-            for exponent in _GRADIENT_SCALES[1:]:
-                if not any(row.direction == BACKWARD and not row.e <= row.bound for row in found):
-                    break
-                scale = self._scale(exponent)
-                other = self._rows(exact, changed, self._low(scale), scale)
-                found = [min(pair, key=lambda row: row.e / row.bound) for pair in zip(found, other, strict=True)]
+        for exponent in exponents[1:]:
+            if not any(row.direction == BACKWARD and not row.e <= row.bound for row in found):
+                break
+            scale = self._scale(exponent)
+            other = self._rows(exact, changed, self._low(scale), scale)
+            found = [min(pair, key=lambda row: row.e / row.bound) for pair in zip(found, other, strict=True)]
         return found
 
     def _scale(self, exponent: int) -> float:
         """Return a factor for the gradients; 1 but in fp16."""
-        amax = max((gradient.abs().max().item() for gradient in self._cotangents.values()), default=0.0)
+        amax = max((gradient.abs().max().item() for gradient in self._cotangents if gradient is not None), default=0.0)
         if self._number is not FP16 or not 0 < amax < math.inf:
             return 1.0
         return 2.0 ** (exponent - math.frexp(amax)[1])
 
     def _low(self, scale: float) -> Evaluated:
-        sources = [saturated(each.tensor, each.low) for each in self._sources]
-        cotangents = {number: gradient * scale for number, gradient in self._cotangents.items()}
+        sources = [_saturated(value.tensor, value.low) for value in self._sources]
+        cotangents = [None if gradient is None else gradient * scale for gradient in self._cotangents]
         with self._products:
             found = self._recording.in_low(self._call, sources, cotangents)
-        wide = self._recording.dtype
-        return found._replace(gradients={name: g.to(wide) / scale for name, g in found.gradients.items()})
+        dtype = self._recording.dtype
+        return found._replace(gradients={name: g.to(dtype) / scale for name, g in found.gradients.items()})
 
     def _rounded(self) -> Evaluated:
         """Round what the low precision rounds: its 16-bit tensors, and where there are products all others, too."""
@@ -191,19 +191,21 @@ class _Evaluation:
         def as_low(tensor: Tensor, dtype: torch.dtype) -> Tensor:
             return rounded(tensor, number) if everything or dtype == number.dtype else tensor
 
-        sources = [as_low(each.tensor, each.low) for each in self._sources]
-        cotangents = {place: as_low(g, self._targets[place].low) for place, g in self._cotangents.items()}
-        with _swapped(self._module, self._weights):
+        sources = [as_low(value.tensor, value.low) for value in self._sources]
+        cotangents = [
+            each.gradient if each.gradient is None else as_low(each.gradient, each.low) for _, each in self._targets
+        ]
+        with _rounded_weights(self._module, number):
             return self._recording.exact(self._call, sources, cotangents)
 
     def _rows(self, exact: Evaluated, changed: Evaluated, low: Evaluated, scale: float) -> list[Row]:
         forward, both = self._products.forward, self._products.forward + self._products.backward
         rows = []
-        for number, target in enumerate(self._targets):
+        for number, (name, _) in enumerate(self._targets):
             if not exact.passed[number]:
                 result = low.targets[number]
                 expected, other = (_within(each.targets[number], result.dtype) for each in (exact, changed))
-                rows.append(self._row(FORWARD, target.name, expected, other, result, forward))
+                rows.append(self._row(FORWARD, name, expected, other, result, forward))
         for name, tensor in exact.gradients.items():
             if name in low.gradients and name in changed.gradients:
                 least = 0.0 if both else SUM * self._number.unit_roundoff * math.sqrt(self._rows_in_sum(name))
@@ -214,11 +216,10 @@ class _Evaluation:
     def _rows_in_sum(self, name: str) -> int:
         """Return how many rows are added up in 16 bits for the gradient of a parameter; 0: it is another tensor."""
         parameter = dict(self._recording.low.model.get_submodule(self._call.module).named_parameters()).get(name)
-        if parameter is None or parameter.dtype not in (torch.bfloat16, torch.float16):
+        if parameter is None or parameter.dtype.itemsize > 2:
             return 0
-        return max(
-            (gradient.numel() // parameter.shape[-1:].numel() for gradient in self._cotangents.values()), default=0
-        )
+        width = parameter.shape[-1:].numel()
+        return max((gradient.numel() // width for gradient in self._cotangents if gradient is not None), default=0)
 
     def _row(
         self,
@@ -235,7 +236,7 @@ class _Evaluation:
         e, cond = relative_error(low, exact), relative_error(changed, exact)
         d = max(1, products)
         if number is FP32:  # in norms, and in the gradients of norms and biases, so many numbers are added up
-            largest = max((each.tensor.numel() for each in self._sources), default=0)
+            largest = max((value.tensor.numel() for value in self._sources), default=0)
             sizes = [parameter.numel() for parameter in self._module.parameters(recurse=False)]
             d = max(d, largest // max(1, min([exact.numel(), *sizes])))
         norm = torch.linalg.vector_norm(exact.double()).item() * scale
@@ -247,12 +248,12 @@ class _Evaluation:
 
 
 @contextmanager
-def _swapped(module: nn.Module, values: dict[int, Tensor]) -> Iterator[None]:
-    """Give a module's parameters other values for a while; ``values`` has them by the parameters' ids."""
+def _rounded_weights(module: nn.Module, number: Number) -> Iterator[None]:
+    """Round a module's parameters for a while."""
     own = [(parameter, parameter.data) for parameter in module.parameters()]
     try:
-        for parameter, _ in own:
-            parameter.data = values[id(parameter)]
+        for parameter, data in own:
+            parameter.data = rounded(data, number)
         yield
     finally:
         for parameter, data in own:
@@ -260,7 +261,7 @@ def _swapped(module: nn.Module, values: dict[int, Tensor]) -> Iterator[None]:
 
 
 class _Products(TorchDispatchMode):
-    """Counts the roundings of matrix products, in series: one each, attention has two; in fp32, each summand.
+    """Counts the roundings of matrix products, in series: one each, fused attention has two; in fp32, each summand.
 
     The sums of 16-bit and TF32 numbers are in fp32, and do not matter.
     """
@@ -278,9 +279,9 @@ class _Products(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         of = [tensor for tensor in tensors((args, kwargs)) if tensor.dtype == self._number.dtype]
-        count = products(name)
+        count = 2 if name.startswith(_ATTENTION) else int(name in _PRODUCTS)
         if count and of:
-            count *= summands(name, of) if self._number is FP32 else 1
+            count *= _summands(name, of) if self._number is FP32 else 1
             if torch._C._current_autograd_node() is None:
                 self.forward += count
             else:
@@ -288,12 +289,24 @@ class _Products(TorchDispatchMode):
         return output
 
 
-def saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "convolution", "convolution_backward")
+_ATTENTION = "_scaled_dot_product"
+
+
+def _summands(name: str, of: list[Tensor]) -> int:
+    """Return how many numbers a product adds up for one of its results, from its floating-point inputs."""
+    if name == "convolution":
+        return of[1].numel() // of[1].shape[0]
+    if name == "convolution_backward":
+        return of[0].numel() // of[0].shape[1]
+    if name.startswith(_ATTENTION):
+        return max(of[0].shape[-1], of[1].shape[-2])
+    return of[-2].shape[-1]
+
+
+def _saturated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast to another floating-point dtype; what is finite becomes its largest number rather than infinite."""
-    if not tensor.is_floating_point():
-        return tensor
-    result = tensor.to(dtype)
-    return result if torch.equal(result.isinf(), tensor.isinf()) else _within(tensor, dtype).to(dtype)
+    return _within(tensor, dtype).to(dtype)
 
 
 def _within(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from mantissa.doctor.sweep import FP32, FP64
-from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, described
+from mantissa.doctor.tape import Node, Operator, Tape, behind, chain, storage
 from mantissa.finding import DOMAIN, INPUT, OVERFLOW, UNDERFLOW, Finding
 from mantissa.modules import ModuleTracer
-from mantissa.step import Passes, tensors
+from mantissa.step import Passes, numbers_in, tensors
 
 _CANDIDATES = 12
 """Operators that are tried out, one pass each."""
-_DEPTH = 12
-"""Operators between a result that became 0 and the operator that divides by it, at most."""
+_DEPTH = 96
+"""Operators before one that divides by 0, among which one is looked for whose result became 0."""
 
 
 def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
@@ -50,25 +50,25 @@ def find(passes: Passes, format: str, opened: bool = False) -> Finding | None:
     cause, alone = _cause(passes, starts)
     path = _path(cause, slice_, harmed)
 
-    def finding(kind: str, operator: Operator, detail: str) -> Finding:
-        module, direction = operator.place
-        result = operator.op, operator.dtype, operator.shape
-        return Finding(kind, direction, module, format, *result, detail, path)
+    def finding(kind: str, at: Operator, detail: str) -> Finding:
+        return Finding(kind, at.direction, at.module, format, at.op, at.dtype, at.shape, detail, path)
 
+    operator = cause.operator
     if cause.outside:
-        return finding(INPUT, cause, f"{', '.join(dict.fromkeys(cause.outside))} is not finite before the step")
-    if "scaled_dot_product" in cause.op and not opened:
+        return finding(INPUT, operator, f"{', '.join(dict.fromkeys(cause.outside))} is not finite before the step")
+    if "scaled_dot_product" in operator.op and not opened:
         with sdpa_kernel(SDPBackend.MATH):
             inside = find(passes, format, opened=True)
         if inside is not None:
-            inside.detail += f"; inside {cause.op}, opened (fused kernels keep the scores in fp32)"
+            inside.detail += f"; inside {operator.op}, opened (fused kernels keep the scores in fp32)"
             return inside
     kind, detail = _kind(passes, modules, cause.number)
     if kind == DOMAIN and format not in (FP32, FP64) and (source := _flushed(passes, modules, cause.number)):
-        return finding(UNDERFLOW, source, f"{source.lost}; {cause.op} then divides by 0 or takes a logarithm of it")
+        flushed, lost = source
+        return finding(UNDERFLOW, flushed, f"{lost}; {operator.op} then divides by 0 or takes a logarithm of it")
     if not alone:
         detail += f"; {len(starts)} operators are not finite independently of each other, this is the first"
-    return finding(kind, cause, detail)
+    return finding(kind, operator, detail)
 
 
 def absorbed(passes: Passes, errors: list[Finding]) -> list[Finding]:
@@ -83,12 +83,13 @@ def absorbed(passes: Passes, errors: list[Finding]) -> list[Finding]:
         passes.attempt()
     result = []
     for error in errors:
-        node = next((node for node in tape.computed if node.place == (error.module, error.direction)), None)
+        place = error.module, error.direction
+        node = next((each for each in tape.computed if (each.operator.module, each.operator.direction) == place), None)
         if node is not None:
             kind, detail = _kind(passes, modules, node.number)
             if kind == OVERFLOW:
-                detail += "; infinities here become finite again, and wrong"
-                error = replace(error, kind=kind, op=node.op, dtype=node.dtype, shape=node.shape, detail=detail)
+                at, detail = node.operator, f"{detail}; infinities here become finite again, and wrong"
+                error = replace(error, kind=kind, op=at.op, dtype=at.dtype, shape=at.shape, detail=detail)
         result.append(error)
     return result
 
@@ -108,8 +109,8 @@ def _cause(passes: Passes, starts: list[Node]) -> tuple[Node, bool]:
 
 def _path(cause: Node, slice_: list[Node], harmed: list[str]) -> list[str]:
     """Return what the fault passes through: the modules, or operators outside of them, and at last a sink."""
-    names = [node.module or node.op.removeprefix("aten.") for node in chain(cause, slice_)[1:]]
-    names = [name for number, name in enumerate(names) if number == 0 or names[number - 1] != name]
+    operators = [node.operator for node in chain(cause, slice_)[1:]]
+    names = [name for name, _ in groupby(each.module or each.op.removeprefix("aten.") for each in operators)]
     if len(names) > 4:
         names = [*names[:2], "…", names[-1]]
     gradients = [name for name in harmed if name != "loss"]
@@ -130,14 +131,10 @@ class _At(TorchDispatchMode):
         return self._run(func, args, kwargs or {}) if self._left == -1 else func(*args, **(kwargs or {}))
 
 
-def _numbers(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
-
-
 def _repair(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator, and replace what is not finite in its results by ±1."""
     output = func(*args, **kwargs)
-    for result in _numbers(output):
+    for result in numbers_in(output):
         result.copy_(torch.nan_to_num(result, nan=1.0, posinf=1.0, neginf=-1.0))
     return output
 
@@ -151,7 +148,7 @@ def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     try:
-        return _numbers(func(*tree_map(wide, args), **tree_map(wide, kwargs)))
+        return numbers_in(func(*tree_map(wide, args), **tree_map(wide, kwargs)))
     except (RuntimeError, NotImplementedError):
         return []
 
@@ -163,7 +160,7 @@ def _kind(passes: Passes, modules: ModuleTracer, number: int) -> tuple[str, str]
     def compare(func: Any, args: Any, kwargs: Any) -> Any:
         wide = _in_fp64(func, args, kwargs)
         output = func(*args, **kwargs)
-        pairs.extend(zip([tensor.detach().clone() for tensor in _numbers(output)], wide, strict=False))
+        pairs.extend(zip([tensor.detach().clone() for tensor in numbers_in(output)], wide, strict=False))
         return output
 
     with modules, _At(number, compare):
@@ -182,63 +179,46 @@ def _kind(passes: Passes, modules: ModuleTracer, number: int) -> tuple[str, str]
     return DOMAIN, "the operator could not be computed again in fp64"
 
 
-@dataclass
-class _Flushed(Operator):
-    """An operator, what its inputs were made by, and what became 0 in its result."""
-
-    sources: list[_Flushed] = field(default_factory=list)
-    lost: str = ""
-    """What became 0, in words; empty: nothing."""
-
-
 class _Flushes(TorchDispatchMode):
-    """Follows all operators up to one, and notes where results became 0 that are not 0 in fp64."""
+    """Keeps the last operators up to one: what each reads and writes, and what became 0 that is not 0 in fp64."""
 
     def __init__(self, modules: ModuleTracer, last: int) -> None:
         super().__init__()
         self._modules = modules
         self._last = last
-        self._count = 0
-        self.end: _Flushed | None = None
-        self._written: dict[int, _Flushed] = {}
+        self._number = -1
+        self.operators: list[tuple[Operator, set[int], int, str]] = []
+        """With the storages that are read, the one that is written, and what became 0 in words; empty: nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        number, self._count = self._count, self._count + 1
-        if number > self._last:
+        self._number += 1
+        if not self._last - _DEPTH <= self._number <= self._last:
             return func(*args, **kwargs)
-        near = self._last - 8 * _DEPTH <= number < self._last and not func._schema.is_mutable
-        wide = _in_fp64(func, args, kwargs) if near else []
-        keys = [int(tensor.untyped_storage()._cdata) for tensor in tensors((args, kwargs))]
+        changes = func._schema.is_mutable
+        wide = [] if changes or self._number == self._last else _in_fp64(func, args, kwargs)
+        read = {storage(tensor) for tensor in tensors((args, kwargs))}
         output = func(*args, **kwargs)
-        for position, result in enumerate(_numbers(output)):
-            key = int(result.untyped_storage()._cdata)
-            if key in keys and not func._schema.is_mutable:  # a view has no new values
+        for result, exact in zip_longest(numbers_in(output), wide):
+            if result is None or (storage(result) in read and not changes):  # a view has no new values
                 continue
-            sources = list({id(s): s for k in keys if (s := self._written.get(k)) is not None}.values())
-            operator = _Flushed(*described(number, func, result, self._modules), sources)
-            if position < len(wide) and wide[position].shape == result.shape:
-                lost = (result == 0) & (wide[position] != 0)
-                if bool(lost.any()):
-                    amax = wide[position][lost].abs().max().item()
-                    operator.lost = f"{int(lost.sum()):,} of {lost.numel():,} up to {amax:.3g} became 0"
-            self._written[key] = operator
-            if number == self._last:
-                self.end = operator
+            lost = ""
+            if exact is not None and exact.shape == result.shape and bool((zero := (result == 0) & (exact != 0)).any()):
+                amax = exact[zero].abs().max().item()
+                lost = f"{int(zero.sum()):,} of {zero.numel():,} up to {amax:.3g} became 0"
+            operator = Operator.of(func, result, self._modules)
+            self.operators.append((operator, read, storage(result), lost))
         return output
 
 
-def _flushed(passes: Passes, modules: ModuleTracer, number: int) -> _Flushed | None:
-    """Return the nearest operator before this one whose result became 0, where the reference is not 0."""
+def _flushed(passes: Passes, modules: ModuleTracer, number: int) -> tuple[Operator, str] | None:
+    """Return the last operator before this one, and behind it, in whose result something became 0, and what."""
     with modules, _Flushes(modules, number) as flushes:
         passes.attempt()
-    left = deque([(flushes.end, 0)] if flushes.end is not None else [])
-    seen: set[int] = set()
-    while left:
-        operator, depth = left.popleft()
-        if depth and operator.lost:
-            return operator
-        if id(operator) not in seen and depth < _DEPTH:
-            seen.add(id(operator))
-            left += [(source, depth + 1) for source in operator.sources]
+    *before, (_, needed, _, _) = flushes.operators
+    for operator, read, written, lost in reversed(before):
+        if written in needed:
+            if lost:
+                return operator, lost
+            needed = needed - {written} | read
     return None

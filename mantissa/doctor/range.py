@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mantissa.doctor.calls import least_samples, numbers_in, relative_error
+from mantissa.doctor.calls import relative_error
 from mantissa.doctor.pairs import NOISE
-from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Finding
+from mantissa.finding import BACKWARD, SCALE, UNDERFLOW, Examined, Finding
 from mantissa.formats import FP16
 from mantissa.manifest import DtypeRecorder
-from mantissa.step import Batch, Passes, Step
+from mantissa.step import Batch, Passes, Step, nudged, numbers_in
 
 LOWEST, HIGHEST = -75, 30
 """The smallest and the largest exponent, floor(log2(|g|)), that is counted. What is beyond is counted with these."""
@@ -82,7 +82,7 @@ class Exponents:
 
 
 @dataclass
-class Range:
+class Range(Examined):
     """What scales hold the gradients of a step."""
 
     layers: list[Exponents]
@@ -90,8 +90,6 @@ class Range:
     """The exponent of the largest scale that is safe; None: there is no gradient in fp16."""
     lowest: int | None = None
     """That of the least scale which holds every layer."""
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """Return which scales fit, in a line."""
@@ -110,14 +108,14 @@ def measure(step: Step) -> Range:
     """
     reference = step.reference()
     name = step.format.name
-    few = step.first_samples(least_samples(reference.model))
+    few = step.first_samples()
     if not step.format.needs_loss_scale:
         note = f"range of gradients: {name} needs no loss scale, because it has the exponents of fp32"
         return Range(_exponents(reference, few), notes=[note])
     layers = _exponents(reference, step.microbatches)
     half = _in_fp16(step.passes(name, own=True), few)
     for layer in layers:
-        layer.half = (layer.module, layer.tensor) in half
+        layer.half = layer.name in half
     result = Range(layers)
     # Smaller gradients, such as those of an attention that is saturated, are 0 for any optimizer.
     held = [layer for layer in layers if layer.half and layer.amax > 2.0**LOWEST]
@@ -128,17 +126,13 @@ def measure(step: Step) -> Range:
     scale = min(step.scale, 2.0**result.highest) if step.least_scale else step.scale
     outputs = max((layer.least_scale() for layer in held if layer.tensor == "output"), default=0)
     poor = [layer for layer in held if layer.lost(scale)[1] > JUDGED]
-    doubtful = [
-        layer for layer in held if layer.tensor != "output" and (layer in poor or layer.least_scale() > outputs)
-    ]
-    noise = _noise(reference, few, doubtful)
+    doubtful = [layer for layer in held if layer in poor or layer.least_scale() > outputs]
+    noise = _noise(reference, few, [layer for layer in doubtful if layer.tensor != "output"])
     result.lowest = max((layer.least_scale() for layer in held if layer not in noise), default=0)
     worst: dict[str, Exponents] = {}
     for layer in poor:
-        if layer not in noise and (
-            layer.module not in worst or layer.lost(scale)[1] > worst[layer.module].lost(scale)[1]
-        ):
-            worst[layer.module] = layer
+        if layer not in noise:
+            worst[layer.module] = max(worst.get(layer.module, layer), layer, key=lambda each: each.lost(scale)[1])
     result.findings = [_finding(layer, largest, scale, result.highest, name) for layer in worst.values()]
     return result
 
@@ -197,20 +191,16 @@ def _exponents(reference: Passes, microbatches: list[Batch]) -> list[Exponents]:
     return list(found.values())
 
 
-def _in_fp16(low: Passes, few: list[Batch]) -> set[tuple[str, str]]:
-    """Return the gradients that the run has in fp16, by module and tensor, from a forward pass of a few samples."""
-    weights = {
-        (module, part): parameter
-        for module, layer in _layers(low.model).items()
-        for part, parameter in layer.named_parameters(recurse=False)
-    }
-    addresses = {parameter.data_ptr(): f"{module}.{part}" for (module, part), parameter in weights.items()}
+def _in_fp16(low: Passes, few: list[Batch]) -> set[str]:
+    """Return the names of the gradients that the run has in fp16, from a forward pass of a few samples."""
+    weights = dict(low.model.named_parameters(remove_duplicate=False))
     low.start()
-    with DtypeRecorder(low.model, addresses) as recorder:
+    with DtypeRecorder(low.model, {each.data_ptr(): name for name, each in weights.items()}) as recorder:
         low.loss(few[0])
     cast = {weight for (weight, _), dtype in recorder.casts.items() if dtype == "float16"}
-    half = {place for place, each in weights.items() if each.dtype == torch.float16 or ".".join(place) in cast}
-    return half | {(module, "output") for module, dtypes in recorder.outputs.items() if dtypes[torch.float16]}
+    half = {name for name, each in weights.items() if each.dtype == torch.float16 or name in cast}
+    outputs = [module for module, dtypes in recorder.outputs.items() if dtypes[torch.float16]]
+    return half | {Exponents(module, "output").name for module in outputs}
 
 
 def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list[Exponents]:
@@ -218,21 +208,15 @@ def _noise(reference: Passes, few: list[Batch], layers: list[Exponents]) -> list
     if not layers:
         return []
 
-    def changed(weight: Tensor) -> Tensor:
-        signs = torch.randint(2, weight.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)
-        return weight.float() * (1 + FP16.unit_roundoff * signs)
-
-    weights = reference.weights
+    weights, unit = reference.weights, FP16.unit_roundoff
+    changed = {name: nudged(each.float(), unit, torch.Generator().manual_seed(0)) for name, each in weights.items()}
     gradients: list[dict[str, Tensor]] = []
     reference.microbatches = few
-    for start in (weights, {name: changed(weight) for name, weight in weights.items()}):
+    for start in (weights, changed):
         reference.weights = start
         reference.attempt()
         gradients.append({name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None})
     reference.weights = weights
     exact, other = gradients
-    return [
-        layer
-        for layer in layers
-        if layer.name in exact and not relative_error(other[layer.name], exact[layer.name]) < NOISE
-    ]
+    known = [layer for layer in layers if layer.name in exact]
+    return [layer for layer in known if not relative_error(other[layer.name], exact[layer.name]) < NOISE]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,41 +24,35 @@ _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 """Operators that return memory as it is: it may hold anything, and does not matter before it is written."""
 
 
-@dataclass
-class Operator:
-    """One operator that ran."""
+class Operator(NamedTuple):
+    """One operator that ran, and its result."""
 
-    number: int
-    """Among all operators of the passes, from 0: the same in every repetition."""
     op: str
-    place: tuple[str, str]
-    """The module and the direction."""
+    module: str
+    """Which ran it; an empty string: the model itself, or the loss."""
+    direction: str
     dtype: str
     shape: tuple[int, ...]
 
-
-def described(
-    number: int, func: Any, result: Tensor, modules: ModuleTracer
-) -> tuple[int, str, tuple[str, str], str, tuple[int, ...]]:
-    """Return the fields of an ``Operator`` with this result, while it runs."""
-    return number, str(func).rpartition(".")[0], modules.place(), dtype_name(result.dtype), tuple(result.shape)
+    @classmethod
+    def of(cls, func: Any, result: Tensor, modules: ModuleTracer) -> Operator:
+        """Describe an operator while it runs."""
+        return cls(str(func).rpartition(".")[0], *modules.place(), dtype_name(result.dtype), tuple(result.shape))
 
 
-@dataclass
-class Node(Operator):
+@dataclass(eq=False)
+class Node:
     """An operator whose result was not finite."""
 
+    number: int
+    """Among all operators of the passes, from 0: the same in every repetition."""
+    operator: Operator
     given: bool
     """Whether the infinities were asked for (a mask of -inf), and not computed."""
     sources: list[Node] = field(default_factory=list)
     """What made its inputs that are not finite."""
     outside: list[str] = field(default_factory=list)
     """Inputs that are not finite and come from outside: weights, buffers, data."""
-
-    @property
-    def module(self) -> str:
-        """Which ran it; an empty string: the model itself, or the loss."""
-        return self.place[0]
 
     @property
     def computes(self) -> bool:
@@ -81,8 +75,8 @@ class Tape(TorchDispatchMode):
         self.modules = modules
         self.count = 0
         named = list(named)
-        self._names = {_storage(tensor): name for name, tensor in named}
-        self._weights = {_storage(tensor) for _, tensor in named if isinstance(tensor, nn.Parameter)}
+        self._names = {storage(tensor): name for name, tensor in named}
+        self._weights = {storage(tensor) for _, tensor in named if isinstance(tensor, nn.Parameter)}
         self.computed: list[Node] = []
         """Operators that computed something not finite from finite inputs, harmful or not."""
         self._written: dict[int, list[Node]] = {}
@@ -95,9 +89,9 @@ class Tape(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         inputs = tensors((args, kwargs))
         mutable = func._schema.is_mutable
-        held = {_storage(tensor) for tensor in inputs}
+        held = {storage(tensor) for tensor in inputs}
         for result in tensors(output):
-            key = _storage(result)
+            key = storage(result)
             if not mutable and key in held:  # a view has no new values
                 continue
             if name in _UNWRITTEN or finite(result):
@@ -118,7 +112,7 @@ class Tape(TorchDispatchMode):
         outside: list[str] = []
         wrong_outside = False
         for tensor in inputs:
-            key = _storage(tensor)
+            key = storage(tensor)
             if tensor is result or finite(tensor):
                 continue
             if key in self._written:
@@ -129,43 +123,37 @@ class Tape(TorchDispatchMode):
         asked = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves(arguments))
         passed = bool(sources or outside) and all(source.given for source in sources) and not wrong_outside
         given = (asked or passed) and not bool(result.isnan().any())
-        return Node(*described(number, func, result, self.modules), given, sources, outside)
+        return Node(number, Operator.of(func, result, self.modules), given, sources, outside)
 
     def writers(self, tensor: Tensor) -> list[Node]:
         """Return the operators that wrote what is not finite in the storage of a tensor."""
-        return self._written.get(_storage(tensor), [])
+        return self._written.get(storage(tensor), [])
 
 
 def behind(nodes: Sequence[Node]) -> list[Node]:
     """Return these operators and all that they were made from, without infinities that were asked for, in order."""
-    found: dict[int, Node] = {}
+    found: set[Node] = set()
     left = list(nodes)
     while left:
         node = left.pop()
-        if id(node) not in found:
-            found[id(node)] = node
+        if node not in found:
+            found.add(node)
             left += node.sources
-    return sorted(found.values(), key=lambda node: node.number)
+    return sorted(found, key=lambda node: node.number)
 
 
 def chain(origin: Node, slice_: Sequence[Node]) -> list[Node]:
     """Return one way through the slice from an operator to the last one that it reaches, the shortest."""
-    before: dict[int, Node | None] = {id(origin): None}
-    last = origin
+    ways = {origin: [origin]}
     for node in slice_:
-        sources = [source for source in node.sources if id(source) in before]
-        if sources and id(node) not in before:
-            before[id(node)] = sources[-1]
-            last = node
-    way: list[Node] = []
-    step: Node | None = last
-    while step is not None:
-        way.append(step)
-        step = before[id(step)]
-    return way[::-1]
+        sources = [source for source in node.sources if source in ways]
+        if sources and node not in ways:
+            ways[node] = [*ways[sources[-1]], node]
+    return list(ways.values())[-1]
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """Return what a tensor shares with its views."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.display import dtype_name
-from mantissa.updates import STUCK_STEPS, Counts, UpdateMeter, elementwise, ratio
+from mantissa.updates import Counts, UpdateMeter, elementwise, ratio
 from trainer.errors import UserError, check_number
 from trainer.optim.classes import optimizer_class
 from trainer.optim.optimizer import Optimizer
@@ -97,7 +97,7 @@ class _NumericsSession(Session):
         self._world = world
         self._weights = meter.weights()[:, None]
         self._reported: set[str] = set()
-        """Kinds of loss with the parameters that were warned about."""
+        """Parameters that were warned about."""
 
     def step(self, step: int) -> AbstractContextManager[object]:
         return self._meter if step % self._every == 0 else _NOTHING
@@ -132,34 +132,18 @@ class _NumericsSession(Session):
 
     def _warn(self, step: int, measured: dict[str, Counts]) -> None:
         """Say which parameters do not get their updates, once for each parameter."""
-        moving = {name: counts for name, counts in measured.items() if counts.moving}
-        # Most updates are lost, and what arrives of the others does not make up for it.
-        bad = {name for name, counts in moving.items() if counts.lost_share > 0.5 and counts.edq < 0.9}
-        if names := self._new("lost", bad):
-            share = ratio(sum(moving[name].lost for name in names), sum(moving[name].moving for name in names))
-            log.warning(
-                "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "
-                "weights. Start a run with precision=%s_master, or precision=bf16_sr.",
-                *(step, 100 * share, _listed(names), *self._formats(names)),
-            )
-        stuck = {name for name, counts in moving.items() if not counts.recent}
-        if names := self._new("stuck", stuck):
-            log.warning(
-                "step %d: %s did not change for %d steps, although the optimizer updates them: the updates are "
-                "too small for %s weights. Start a run with precision=%s_master, or precision=bf16_sr.",
-                *(step, _listed(names), STUCK_STEPS, *self._formats(names)),
-            )
-
-    def _new(self, kind: str, names: set[str]) -> list[str]:
-        """Return the names that were not reported yet, in the model's order, and remember them."""
-        found = [name for name in self._meter.names if name in names and f"{kind} {name}" not in self._reported]
-        self._reported |= {f"{kind} {name}" for name in found}
-        return found
-
-    def _formats(self, names: list[str]) -> tuple[str, str]:
-        """Return the dtype of the parameters' weights, for the message, and the family of the modes that has it."""
+        found = {name: each for name, each in measured.items() if each.loses_updates and name not in self._reported}
+        if not found:
+            return
+        self._reported |= found.keys()
+        names = list(found)
+        share = ratio(sum(each.lost for each in found.values()), sum(each.moving for each in found.values()))
         dtype = self._meter.dtypes[self._meter.names.index(names[0])]
-        return dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"
+        log.warning(
+            "step %d: %.0f %% of the updates of %s are lost by rounding, because they are too small for %s "
+            "weights. Start a run with precision=%s_master, or precision=bf16_sr.",
+            *(step, 100 * share, _listed(names), dtype_name(dtype), "fp16" if dtype == torch.float16 else "bf16"),
+        )
 
 
 def _listed(names: list[str]) -> str:

@@ -160,7 +160,7 @@ def test_a_run_of_other_software_in_a_format_that_is_not_here(finished: Path, sa
     assert "fp32 ok" in "".join(lines)
     notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
     assert notes[0] == "precision=tf32 is not available here: its rung is left out, and steps are taken in fp32"
-    assert notes[1].startswith("the run was made with torch 2.1.0, this is ")
+    assert notes[1].startswith("torch: 2.1.0 in the run, ")
 
 
 def test_what_there_is_no_time_for_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch, said: Said) -> None:
@@ -185,9 +185,8 @@ def test_a_check_up_before_a_run_writes_no_run(tmp_path: Path, said: Said) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("resume=nowhere", "resume=nowhere: no such folder; give a run folder, such as outputs/gpt2-fp16-s0"),
+        ("resume=nowhere", "resume: nowhere/config.json cannot be read"),
         ("recipe=bignet check=laddr", "check=laddr is not a check; did you mean 'ladder'?"),
-        ("resume=RUN/checkpoints", "resume=RUN/checkpoints is not a run folder; give a run folder, such as outputs/"),
         ("resume=RUN chekc=ladder", "chekc is not an option; did you mean 'check'?"),
         ("resume=RUN step=9", "step=9: RUN has 2 steps; set step=2"),
         ("resume=RUN precision=fp32", "precision=fp32: a run is examined as it was trained; to examine another one"),

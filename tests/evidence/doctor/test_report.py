@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -44,37 +44,14 @@ def found(overflow: Diagnosis, tmp_path: Path) -> Diagnosis:
     return replace(overflow, replay=replace(overflow.replay, folder=tmp_path / "run"), budget=budget)
 
 
-class Page(HTMLParser):
-    """The texts of a page, those of its headings, and its elements."""
+class Page:
+    """The text below each heading, and the names of all elements."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.below: dict[str, str] = {"": ""}
-        """The text below each heading."""
-        self._heading = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attributes
-
-    def handle_data(self, data: str) -> None:
-        if (
-            self.tags[-1:] in (["h1"], ["h2"])
-            and data.strip()
-            and self._heading != data
-            and self.lasttag in ("h1", "h2")
-        ):
-            self._heading = data
-            self.below.setdefault(data, "")
-        else:
-            self.below[self._heading] += f"{data} "
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("h1", "h2"):
-            self.tags.append(f"/{tag}")
+        self.tags = re.findall(r"<(\w+)", text)
+        parts = re.split(r"<h[12]>(.*?)</h[12]>", text)
+        texts = [html.unescape(re.sub("<[^>]+>", " ", part)) for part in parts[2::2]]
+        self.below = dict(zip(parts[1::2], texts, strict=True))
 
 
 def page_of(diagnosis: Diagnosis) -> Page:
@@ -125,7 +102,7 @@ def test_the_page_says_what_was_found_and_what_to_do(found: Diagnosis) -> None:
     found.findings = [first, *found.findings[1:]]
     below = page_of(found).below
     top = below["FOUND: overflow, forward"]
-    for fact in ("step 1", "loss not finite", "1.wo", "larger than the format can hold", "> 65504", "+3% time"):
+    for fact in ("step 1", "loss nan", "1.wo", "larger than the format can hold", "> 65504", "+3% time"):
         assert fact in top
     assert "precision.fp32_modules=[*.ln,1.wo,'0.10']" in top
     assert "or precision=bf16" in top
@@ -152,7 +129,7 @@ def test_names_are_escaped_and_the_page_needs_nothing_else(found: Diagnosis) -> 
     assert all(f"layers.{n}\n" in page.below["Findings"] for n in range(30))
     assert not {"script", "link", "img", "iframe", "a"} & set(page.tags)
     assert not re.search(r"https?://(?!www\.w3\.org/)|url\((?!#)|@import", text)
-    assert not [key for key, _ in page.attributes if key.startswith("on") or key == "src"]
+    assert not re.search(r"<[^>]+ (on\w+|src)=", text)
 
 
 def test_what_was_not_examined_is_a_sentence(found: Diagnosis) -> None:
@@ -160,7 +137,7 @@ def test_what_was_not_examined_is_a_sentence(found: Diagnosis) -> None:
     page = page_of(found)
     assert "svg" not in page.tags
     assert "Nothing was found" in page.below["HEALTHY"]
-    assert page.below["The ladder"].split() == page.below["What ran in which format"].split() == ["Not", "examined."]
+    assert page.below["What ran in which format"].strip() == "Not examined."
     assert page.below["Range of gradients"].strip() == "Not examined. check=range was not asked for."
     assert "The run did not measure lost updates." in page.below["Updates"]
     found.checks = CHECKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,21 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mantissa.finding import (
-    BACKWARD,
-    DIFFERENCE,
-    DOMAIN,
-    DTYPE,
-    ERROR,
-    EXCHANGE,
-    FORWARD,
-    LOST,
-    MOMENT,
-    OVERFLOW,
-    SCALE,
-    UNDERFLOW,
-    UPDATE,
-)
+from mantissa import finding
+from mantissa.finding import BACKWARD, DOMAIN, DTYPE, ERROR, FORWARD, LOST, OVERFLOW, UNDERFLOW, UPDATE
 from tests.mantissa.doctor.planted import WIDTH, Block, Expected, Fault, around, mean_square, noise
 from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer
@@ -32,30 +20,47 @@ from trainer.parallel.compile import Compile
 from trainer.precision.modes import Precision
 from trainer.precision.scaler import Scaler, StaticScaler
 
-FP16 = Precision(mode="fp16")
+FP16, BF16 = Precision(mode="fp16"), Precision(mode="bf16")
 FP16_MASTER = Precision(mode="fp16_master")
 """Weights and all operators in fp16: autocast would take some of them in fp32."""
+LONG = 4096
+"""Terms of a sum, positions of a context."""
+REPEATS = 10_000
 
 
-class LargeFFN(nn.Module):
-    """A feed-forward network whose second product is above 65504, scaled back in fp32."""
+class Computes(nn.Module):
+    """A function of this module and its input, with layers of these names."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Any], **layers: nn.Module) -> None:
         super().__init__()
-        self.wi, self.wo = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.wi.weight.mul_(1000)
-            self.wo.weight.mul_(1000)
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.wo(torch.relu(self.wi(x)))
-        return x + y.float() * 1e-4
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def linear(times: float = 1.0) -> nn.Linear:
+    """Return a layer whose weights are as many times as large as usual."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        layer.weight.mul_(times)
+    return layer
+
+
+# --- the forward pass ---
+
+
+def large_ffn() -> nn.Module:
+    """Return a feed-forward network whose second product is above 65504, scaled back in fp32."""
+    return Computes(lambda own, x: x + own.wo(torch.relu(own.wi(x))).float() * 1e-4, wi=linear(1000), wo=linear(1000))
 
 
 class Attention(nn.Module):
     """Eager attention over the numbers of a sample as tokens, with large queries and keys or a mask."""
 
-    def __init__(self, size: float = 1.0, mask: float = 0.0) -> None:
+    def __init__(self, size: float = 1.0, mask: float = 0.0, filled: bool = False) -> None:
         super().__init__()
         self.qkv = nn.Linear(1, 3 * WIDTH)
         with torch.no_grad():
@@ -64,98 +69,44 @@ class Attention(nn.Module):
         rows = torch.zeros(WIDTH, WIDTH)
         rows[3] = mask  # a row without any key
         self.register_buffer("mask", rows)
-        self.masks = mask != 0
+        self.filled = filled
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x.unsqueeze(-1)).chunk(3, dim=-1)
         scores = q @ k.transpose(1, 2)
-        if self.masks:
-            scores = scores + self.mask.to(scores.dtype)
-        y: Tensor = torch.softmax(scores, dim=-1) @ v
+        masked = scores.masked_fill(self.mask < 0, -math.inf) if self.filled else scores + self.mask.to(scores.dtype)
+        y: Tensor = torch.softmax(masked, dim=-1) @ v
         return y.mean(-1) + x
 
 
-class InfiniteMask(Attention):
-    """Attention whose mask is filled with -inf, in one row everywhere."""
-
-    def __init__(self) -> None:
-        super().__init__(mask=-1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x.unsqueeze(-1)).chunk(3, dim=-1)
-        scores = (q @ k.transpose(1, 2)).masked_fill(self.mask < 0, -math.inf)
-        y: Tensor = torch.softmax(scores, dim=-1) @ v
-        return y.mean(-1) + x
-
-
-class Exponential(nn.Module):
+def exponential(own: Any, x: Tensor) -> Tensor:
     """A softmax that does not subtract the maximum."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        e = torch.exp(x + 12)
-        return e / e.sum(-1, keepdim=True)
+    e = torch.exp(x + 12)
+    return e / e.sum(-1, keepdim=True)
 
 
-class SquareNorm(nn.Module):
-    """RMS norm in the format of its input."""
-
-    def __init__(self, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps)
-
-
-class NormOfLarge(nn.Module):
-    """A linear layer with outputs of some 400, and RMS norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), SquareNorm()
-        with torch.no_grad():
-            self.linear.weight.mul_(700)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.linear(x))
-        return y
-
-
-class LargeLogits(nn.Module):
-    """A linear layer whose outputs are multiplied by 10^4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.linear.weight.mul_(20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) * 1e4
-        return y
+def square_norm(eps: float = 1e-5) -> nn.Module:
+    """Return RMS norm in the format of its input."""
+    return Computes(lambda own, x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps))
 
 
 def large_weight() -> nn.Module:
-    linear = nn.Linear(WIDTH, WIDTH)
+    layer = nn.Linear(WIDTH, WIDTH)
     with torch.no_grad():
-        linear.weight[2, 3] = 1e5
-    return linear
+        layer.weight[2, 3] = 1e5
+    return layer
 
 
-class HalfBatchNorm(nn.Module):
+def half_batch_norm(own: Any, x: Tensor) -> Tensor:
     """Batch norm that computes its statistics in the format of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        centred = 500 * x - (500 * x).mean(0)
-        return centred / (centred * centred).mean(0).sqrt()
+    centred = 500 * x - (500 * x).mean(0)
+    return centred / (centred * centred).mean(0).sqrt()
 
 
-class ByNorm(nn.Module):
-    """Multiplies by one over a norm of 10^-6."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        small = x * 2e-7
-        return small * (1 / torch.linalg.vector_norm(small, dim=-1, keepdim=True))
+def by_norm(own: Any, x: Tensor) -> Tensor:
+    """Multiply by one over a norm of 10^-6."""
+    small = x * 2e-7
+    return small * (1 / torch.linalg.vector_norm(small, dim=-1, keepdim=True))
 
 
 def with_zero_rows() -> dict[str, Tensor]:
@@ -180,96 +131,21 @@ def log_of_zero(output: Tensor, batch: Batch) -> Tensor:
     return -torch.relu(output.float()).log().sum()
 
 
-def _expected(kind: str, module: str, rung: str) -> Expected:
-    return Expected(kind, FORWARD, module, rung)
-
-
-class LargeInput(nn.Module):
-    """A linear layer with inputs of 100: its weight gradient is 1000 times the gradient of its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.linear.weight.mul_(1e-2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x * 0 + 100)
-        return x + y
-
-
-class RootOfPositive(nn.Module):
-    """The square roots of positive numbers, 0 elsewhere, the way that has no gradient at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x).float().abs() * (x > 0)
-        return torch.where(h > 0, torch.sqrt(h), 0.0)
-
-
-class _DividesByZero(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] / torch.zeros((), device=grads[0].device)
-
-
-class Custom(nn.Module):
-    """A function whose backward divides by 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _DividesByZero.apply(x)
-        return y
-
-
-def small(output: Tensor, batch: Batch) -> Tensor:
-    return mean_square(output, batch) * 1e-3
-
-
-def large_sum(output: Tensor, batch: Batch) -> Tensor:
-    return output.float().sum() * 8e4
-
-
-class CastBack(nn.Module):
+class CastBack(nn.LayerNorm):
     """Layer norm that casts its input to bf16, whatever it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(x.bfloat16(), (WIDTH,)) * self.weight.bfloat16()
         return y.to(x.dtype)
 
 
-class Sine(nn.Module):
-    """A linear layer and a sine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.sin(3 * self.linear(x))
+# --- the backward pass ---
 
 
-def _miscompile(graph: Any) -> None:
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.sin.default:
-            node.target = torch.ops.aten.cos.default
-
-
-def miscompiling() -> AbstractContextManager[Any]:
-    from torch._inductor import config
-
-    patched: AbstractContextManager[Any] = config.patch(post_grad_custom_pre_pass=_miscompile)
-    return patched
+def root_of_positive(own: Any, x: Tensor) -> Tensor:
+    """The square roots of positive numbers, 0 elsewhere, the way that has no gradient at 0."""
+    h = own.linear(x).float().abs() * (x > 0)
+    return torch.where(h > 0, torch.sqrt(h), 0.0)
 
 
 class _Scaled(torch.autograd.Function):
@@ -285,82 +161,83 @@ class _Scaled(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-class Faint(nn.Module):
-    """A residual layer whose gradient is far smaller than that of all others."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + _Scaled.apply(self.layer(x), 2.0**-30)
-        return result
+class _DividesByZero(_Scaled):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] / torch.zeros((), device=gradients[0].device), None
 
 
-class TwoBranches(nn.Module):
-    """The sum of two branches. The gradients of one are 2**46 times as large as those of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.big, self.tiny = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Scaled.apply(self.big(x), 2.0**12) + _Scaled.apply(self.tiny(x), 2.0**-34)
-        return result
+def two_branches() -> nn.Module:
+    """Return the sum of two branches. The gradients of one are 2**46 times as large as those of the other."""
+    return Computes(
+        lambda own, x: _Scaled.apply(own.big(x), 2.0**12) + _Scaled.apply(own.tiny(x), 2.0**-34),
+        big=linear(),
+        tiny=linear(),
+    )
 
 
-def _small_loss(output: Tensor, batch: Batch) -> Tensor:
-    return mean_square(output, batch) * 1e-6
+def times(factor: float) -> Callable[[Tensor, Batch], Tensor]:
+    return lambda output, batch: mean_square(output, batch) * factor
 
 
-LONG = 4096
-"""Terms of a sum, positions of a context."""
-REPEATS = 10_000
+def large_sum(output: Tensor, batch: Batch) -> Tensor:
+    return output.float().sum() * 8e4
 
 
-class NaiveVariance(nn.Module):
-    """Divides the features by a standard deviation that is computed as E[x²] - E[x]²."""
+# --- the compiler ---
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        nn.init.constant_(self.up.bias, 100.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
+def _miscompile(graph: Any) -> None:
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.sin.default:
+            node.target = torch.ops.aten.cos.default
+
+
+def miscompiling() -> AbstractContextManager[Any]:
+    from torch._inductor import config
+
+    patched: AbstractContextManager[Any] = config.patch(post_grad_custom_pre_pass=_miscompile)
+    return patched
+
+
+# --- errors and updates ---
+
+
+def naive_variance() -> nn.Module:
+    """Divide the features by a standard deviation that is computed as E[x²] - E[x]²."""
+
+    def function(own: Any, x: Tensor) -> Tensor:
+        h = own.up(x)
         variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True) ** 2
         result: Tensor = x + (h - h.mean(-1, keepdim=True)) / (variance.abs() + 1e-2).sqrt()
         return result
 
+    up = nn.Linear(WIDTH, WIDTH)
+    nn.init.constant_(up.bias, 100.0)
+    return Computes(function, up=up)
 
-class RunningSum(nn.Module):
-    """Adds up one term for each position, in the dtype of the terms."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 1)
-        nn.init.constant_(self.gate.bias, 1.0)
+def running_sum() -> nn.Module:
+    """Add up one term for each position, in the dtype of the terms."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        terms = self.gate(x)[..., 0].sigmoid()
+    def function(own: Any, x: Tensor) -> Tensor:
+        terms = own.gate(x)[..., 0].sigmoid()
         total = torch.zeros_like(terms[:, 0])
         for term in terms.unbind(1):
             total = total + term
         result: Tensor = x.mean(1) * (total / terms.shape[1])[:, None]
         return result
 
+    gate = nn.Linear(WIDTH, 1)
+    nn.init.constant_(gate.bias, 1.0)
+    return Computes(function, gate=gate)
 
-class Tokens(nn.Module):
-    """The mean embedding of many tokens, most of them the same one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, WIDTH)
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.block(self.embed(x.long()[:, 0]).mean(1))
-        return result
+def tokens() -> nn.Module:
+    """Return the mean embedding of many tokens, most of them the same one."""
+    return Computes(
+        lambda own, x: own.block(own.embed(x.long()[:, 0]).mean(1)), embed=nn.Embedding(8, WIDTH), block=Block()
+    )
 
 
 class Rotary(nn.Module):
@@ -382,31 +259,21 @@ class Rotary(nn.Module):
         )
 
 
-def _sequences(rows: int, length: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(rows, length, WIDTH)}
+def turned() -> nn.Module:
+    """Return a layer before the rotation, and one after it."""
+    return Computes(
+        lambda own, x: own.after(own.rotary(own.before(x))), before=linear(), rotary=Rotary(), after=linear()
+    )
 
 
-def _repeated() -> dict[str, Tensor]:
-    tokens = torch.zeros(16, 1, REPEATS)
-    tokens[:, :, :100] = torch.randint(1, 8, (16, 1, 100)).float()
-    return {"x": tokens}
+def sequences() -> dict[str, Tensor]:
+    return {"x": torch.randn(16, LONG, WIDTH)}
 
 
-class Turned(nn.Module):
-    """A layer before the rotation, and one after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)
-        self.rotary = Rotary()
-        self.after = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.after(self.rotary(self.before(x)))
-
-
-def faint(output: Tensor, batch: Batch) -> Tensor:
-    return mean_square(output, batch) * 1e-3
+def repeated() -> dict[str, Tensor]:
+    found = torch.zeros(16, 1, REPEATS)
+    found[:, :, :100] = torch.randint(1, 8, (16, 1, 100)).float()
+    return {"x": found}
 
 
 def small_weights() -> nn.Module:
@@ -417,31 +284,45 @@ def small_weights() -> nn.Module:
     return model
 
 
+def _forward(kind: str, module: str, rung: str, *also: str) -> Expected:
+    return Expected(kind, FORWARD, module, rung, also)
+
+
+def _backward(kind: str, module: str | tuple[str, ...], rung: str) -> Expected:
+    return Expected(kind, BACKWARD, module, rung)
+
+
 FAULTS = [
-    Fault(1, "FFN output above 65504", _expected(OVERFLOW, "1.wo", "fp16"), lambda: around(LargeFFN()), FP16),
-    Fault(2, "QKᵀ not scaled", _expected(OVERFLOW, "1", "fp16"), lambda: around(Attention(200.0)), FP16),
+    Fault(1, "FFN output above 65504", _forward(OVERFLOW, "1.wo", "fp16"), lambda: around(large_ffn()), FP16),
+    Fault(2, "QKᵀ not scaled", _forward(OVERFLOW, "1", "fp16"), lambda: around(Attention(200.0)), FP16),
     Fault(
         3,
         "exp without subtracting the maximum",
-        _expected(OVERFLOW, "1", "fp16_master"),
-        lambda: around(Exponential()),
+        _forward(OVERFLOW, "1", "fp16_master"),
+        lambda: around(Computes(exponential)),
         FP16_MASTER,
     ),
-    Fault(4, "x² in an RMSNorm", _expected(OVERFLOW, "1.norm", "fp16"), lambda: around(NormOfLarge()), FP16),
+    Fault(
+        4,
+        "x² in an RMSNorm",
+        _forward(OVERFLOW, "1.norm", "fp16"),
+        lambda: around(Computes(lambda own, x: own.norm(own.linear(x)), linear=linear(700), norm=square_norm())),
+        FP16,
+    ),
     Fault(
         5,
         "logits × 10⁴",
-        _expected(OVERFLOW, "1", "fp16"),
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), LargeLogits()),
+        _forward(OVERFLOW, "1", "fp16"),
+        lambda: nn.Sequential(linear(), Computes(lambda own, x: own.linear(x) * 1e4, linear=linear(20))),
         FP16,
         classes,
         cross_entropy,
     ),
-    Fault(6, "a weight above 65504", _expected(OVERFLOW, "1", "fp16"), lambda: around(large_weight()), FP16),
+    Fault(6, "a weight above 65504", _forward(OVERFLOW, "1", "fp16"), lambda: around(large_weight()), FP16),
     Fault(
         7,
         "loss summed in fp16",
-        Expected(OVERFLOW, FORWARD, "", "fp16_master", (DTYPE,)),
+        _forward(OVERFLOW, "", "fp16_master", DTYPE),
         lambda: around(nn.Identity()),
         FP16_MASTER,
         loss=half_sum,
@@ -449,132 +330,106 @@ FAULTS = [
     Fault(
         8,
         "batch statistics in fp16, large inputs",
-        _expected(OVERFLOW, "1", "fp16_master"),
-        lambda: around(HalfBatchNorm()),
+        _forward(OVERFLOW, "1", "fp16_master"),
+        lambda: around(Computes(half_batch_norm)),
         FP16_MASTER,
     ),
     Fault(
+        9,
+        "static scale 2²⁴: a weight gradient overflows",
+        _backward(OVERFLOW, "1.linear", "fp16+scaler"),
+        lambda: around(Computes(lambda own, x: x + own.linear(x * 0 + 100), linear=linear(1e-2))),
+        FP16,
+        loss=times(1e-3),
+        scaler=StaticScaler(scale=2.0**24),
+    ),
+    Fault(
+        10,
+        "no loss scale, and a loss of 1e-6",
+        _backward(UNDERFLOW, ("0.up", "0.down", "1", "2.up", "2.down"), "fp16"),
+        lambda: around(linear()),
+        FP16,
+        loss=times(1e-6),
+        scaler=Scaler(force=True),
+    ),
+    Fault(
+        11,
+        "one layer's gradient times 2**-30",
+        _backward(UNDERFLOW, "1.layer", "fp16"),
+        lambda: around(Computes(lambda own, x: x + _Scaled.apply(own.layer(x), 2.0**-30), layer=linear())),
+        FP16,
+        scaler=StaticScaler(scale=1024),
+    ),
+    Fault(12, "a big and a tiny branch", _backward(finding.SCALE, "tiny", "fp16"), two_branches, FP16),
+    Fault(
         13,
         "norm with eps 1e-8 on rows of 0",
-        _expected(UNDERFLOW, "0", "fp16_master"),
-        lambda: nn.Sequential(SquareNorm(1e-8), nn.Linear(WIDTH, WIDTH)),
+        _forward(UNDERFLOW, "0", "fp16_master"),
+        lambda: nn.Sequential(square_norm(1e-8), linear()),
         FP16_MASTER,
         with_zero_rows,
     ),
     Fault(
         14,
         "mask of -1e9, a row all masked",
-        _expected(OVERFLOW, "1", "fp16"),
+        _forward(OVERFLOW, "1", "fp16"),
         lambda: around(Attention(mask=-1e9)),
         FP16,
     ),
-    Fault(15, "a row all -inf", _expected(DOMAIN, "1", "fp32"), lambda: around(InfiniteMask()), FP16),
+    Fault(15, "a row all -inf", _forward(DOMAIN, "1", "fp32"), lambda: around(Attention(mask=-1.0, filled=True)), FP16),
     Fault(
-        16, "log(0) in the loss", _expected(DOMAIN, "", "fp32"), lambda: around(nn.Identity()), FP16, loss=log_of_zero
-    ),
-    Fault(
-        18, "division by a norm of 1e-6", _expected(OVERFLOW, "1", "fp16_master"), lambda: around(ByNorm()), FP16_MASTER
-    ),
-    Fault(
-        9,
-        "static scale 2²⁴: a weight gradient overflows",
-        Expected(OVERFLOW, BACKWARD, "1.linear", "fp16+scaler"),
-        lambda: around(LargeInput()),
-        Precision(mode="fp16"),
-        loss=small,
-        scaler=StaticScaler(scale=2.0**24),
-    ),
-    Fault(
-        28,
-        "gradients that overflow only in the fp16 sum of two ranks",
-        Expected(OVERFLOW, EXCHANGE, "0", "sum of 2 ranks"),
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)),
-        Precision(mode="fp16_master"),
-        lambda: noise(size=0.1),
-        large_sum,
-        StaticScaler(scale=1.0),
-        ranks=2,
+        16, "log(0) in the loss", _forward(DOMAIN, "", "fp32"), lambda: around(nn.Identity()), FP16, loss=log_of_zero
     ),
     Fault(
         17,
         "where(x > 0, sqrt(x), 0) at 0",
-        Expected(DOMAIN, BACKWARD, "1", "fp32"),
-        lambda: around(RootOfPositive()),
-        Precision(mode="fp16"),
+        _backward(DOMAIN, "1", "fp32"),
+        lambda: around(Computes(root_of_positive, linear=linear())),
+        FP16,
+    ),
+    Fault(
+        18,
+        "division by a norm of 1e-6",
+        _forward(OVERFLOW, "1", "fp16_master"),
+        lambda: around(Computes(by_norm)),
+        FP16_MASTER,
     ),
     Fault(
         19,
         "a custom function with inf in its backward",
-        Expected(DOMAIN, BACKWARD, "1", "fp32"),
-        lambda: around(Custom()),
-        Precision(mode="fp16"),
-    ),
-    Fault(
-        22,
-        "an fp32 module that casts back to bf16",
-        Expected(DTYPE, FORWARD, "1", "bf16"),
-        lambda: around(CastBack()),
-        Precision(mode="bf16", fp32_modules=["1"]),
-    ),
-    Fault(
-        27,
-        "a compiled block that differs from eager",
-        Expected(DIFFERENCE, FORWARD, "1", "inductor"),
-        lambda: nn.Sequential(Block(), Sine()),
-        Precision(),
-        compile=Compile(mode="default"),
-        planting=miscompiling,
-    ),
-    Fault(
-        10,
-        "no loss scale, and a loss of 1e-6",
-        Expected(UNDERFLOW, BACKWARD, ("0.up", "0.down", "1", "2.up", "2.down"), "fp16"),
-        lambda: around(nn.Linear(WIDTH, WIDTH)),
-        Precision(mode="fp16"),
-        loss=_small_loss,
-        scaler=Scaler(force=True),
-    ),
-    Fault(
-        11,
-        "one layer's gradient times 2**-30",
-        Expected(UNDERFLOW, BACKWARD, "1.layer", "fp16"),
-        lambda: around(Faint()),
-        Precision(mode="fp16"),
-        scaler=StaticScaler(scale=1024),
-    ),
-    Fault(
-        12, "a big and a tiny branch", Expected(SCALE, BACKWARD, "tiny", "fp16"), TwoBranches, Precision(mode="fp16")
+        _backward(DOMAIN, "1", "fp32"),
+        lambda: around(Computes(lambda own, x: _DividesByZero.apply(x, 1.0))),
+        FP16,
     ),
     Fault(
         20,
         "E[x²] - E[x]² with a mean of 100",
-        Expected(ERROR, FORWARD, "1", "bf16"),
-        lambda: around(NaiveVariance()),
-        Precision(mode="bf16"),
+        _forward(ERROR, "1", "bf16"),
+        lambda: around(naive_variance()),
+        BF16,
     ),
     Fault(
         21,
         "a running sum of 4096 terms",
-        Expected(ERROR, FORWARD, "0", "bf16"),
-        lambda: nn.Sequential(RunningSum(), Block()),
-        Precision(mode="bf16"),
-        data=lambda: _sequences(16, LONG),
+        _forward(ERROR, "0", "bf16"),
+        lambda: nn.Sequential(running_sum(), Block()),
+        BF16,
+        data=sequences,
+    ),
+    Fault(
+        22,
+        "an fp32 module that casts back to bf16",
+        _forward(DTYPE, "1", "bf16"),
+        lambda: around(CastBack(WIDTH, bias=False)),
+        Precision(mode="bf16", fp32_modules=["1"]),
     ),
     Fault(
         23,
         "the embedding gradient of a token that occurs 10,000 times",
-        Expected(ERROR, BACKWARD, "embed", "bf16_master"),
-        Tokens,
+        _backward(ERROR, "embed", "bf16_master"),
+        tokens,
         Precision(mode="bf16_master"),
-        data=_repeated,
-    ),
-    Fault(
-        26,
-        "rotary angles at long context",
-        Expected(ERROR, FORWARD, "rotary", "bf16"),
-        Turned,
-        Precision(mode="bf16"),
-        data=lambda: _sequences(16, LONG),
+        data=repeated,
     ),
     Fault(
         24,
@@ -587,11 +442,31 @@ FAULTS = [
     Fault(
         25,
         "Adam's second moment in fp16",
-        Expected(MOMENT, UPDATE, ("0.down", "0.up"), "fp16_pure", (LOST,)),
+        Expected(finding.MOMENT, UPDATE, ("0.down", "0.up"), "fp16_pure", (LOST,)),
         lambda: nn.Sequential(Block()),
         Precision(mode="fp16_pure"),
-        loss=faint,
+        loss=times(1e-3),
         optimizer=Optimizer(name="Adam", lr=1e-5),
     ),
+    Fault(26, "rotary angles at long context", _forward(ERROR, "rotary", "bf16"), turned, BF16, data=sequences),
+    Fault(
+        27,
+        "a compiled block that differs from eager",
+        _forward(finding.DIFFERENCE, "1", "inductor"),
+        lambda: nn.Sequential(Block(), Computes(lambda own, x: x + torch.sin(3 * own.linear(x)), linear=linear())),
+        Precision(),
+        compile=Compile(mode="default"),
+        planting=miscompiling,
+    ),
+    Fault(
+        28,
+        "gradients that overflow only in the fp16 sum of two ranks",
+        Expected(OVERFLOW, finding.EXCHANGE, "0", "sum of 2 ranks"),
+        lambda: nn.Sequential(linear()),
+        FP16_MASTER,
+        lambda: noise(size=0.1),
+        large_sum,
+        StaticScaler(scale=1.0),
+        ranks=2,
+    ),
 ]
-FAULTS.sort(key=lambda fault: fault.number)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from evidence.doctor.replay import of_overrides
-from evidence.doctor.step import TrainerPasses, TrainerStep
+from evidence.doctor.step import TrainerPasses
 from mantissa.doctor.diagnosis import Diagnosis, Replay, diagnose
 from mantissa.doctor.divergence import STEPS, Divergence
 from mantissa.finding import DIVERGENCE, FORWARD, UPDATE, Finding
 from mantissa.formats import FORMATS
-from mantissa.step import Passes, Step
+from mantissa.step import Step
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, mean_square, step_of
 from trainer.data.contract import Batch
 from trainer.optim.optimizer import Optimizer
@@ -55,10 +54,6 @@ def rounded() -> nn.Module:
     return nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded())
 
 
-def plain() -> nn.Module:
-    return around(nn.LayerNorm(WIDTH))
-
-
 def large_weights() -> nn.Module:
     """Return layers whose weights are 1 or -1: in bf16 an update of 3e-3 does not change them."""
     model = around(nn.LayerNorm(WIDTH))
@@ -92,20 +87,6 @@ def test_masters_are_not_named_where_they_do_not_help(mode: str) -> None:
     assert ("divergence with masters" in diagnosis.budget.spent) == (mode == "bf16_pure")
 
 
-def test_it_is_reported_where_masters_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = TrainerStep.passes
-
-    def without_masters(step: TrainerStep, format: str, **options: Any) -> Passes:
-        if format.endswith("_master"):
-            raise torch.OutOfMemoryError("out of memory")
-        return passes(step, format, **options)
-
-    monkeypatch.setattr(TrainerStep, "passes", without_masters)
-    diagnosis = diagnosed(case_of(large_weights, "bf16_pure"))
-    assert [finding.cure for finding in diagnosis.findings] == [[]]
-    assert diagnosis.budget.left_out == ["divergence with masters (out of memory)"]
-
-
 def test_the_first_loss_is_not_one_of_updates() -> None:
     findings = found_in(case_of(lambda: nn.Sequential(around(nn.LayerNorm(WIDTH)), Rounded(2)), "bf16"))
     assert [(finding.kind, finding.direction) for finding in findings] == [(DIVERGENCE, FORWARD)]
@@ -122,10 +103,6 @@ def test_a_format_is_not_at_fault_where_fp32_is_not_finite() -> None:
     assert finite.first == 0
     assert finite.leaves([1, 1, 2, 2, 1, 2]) is None
     assert finite.leaves([1, 1, nan, 2, 0, 1]) == 2
-
-
-def test_nothing_is_found_where_rounding_is_all() -> None:
-    assert found_in(case_of(plain, "bf16")) == []
 
 
 def test_a_skipped_step_is_taken_again_with_the_same_random_numbers() -> None:

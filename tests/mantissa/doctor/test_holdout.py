@@ -31,6 +31,7 @@ from mantissa.finding import (
     UPDATE,
 )
 from recipes import bert, gpt2_model, t5
+from tests.mantissa.doctor.faults import Computes
 from tests.mantissa.doctor.planted import TINY, Expected, Fault
 from trainer.config.compose import compose
 from trainer.data.contract import Batch
@@ -83,17 +84,15 @@ def _changed(recipe: Recipe, fault: HeldOut) -> Recipe:
     return changed
 
 
-class CubicGELU(nn.Module):
+def cubic_gelu(own: Any, x: Tensor) -> Tensor:
     """The tanh formula with x³: beyond 256 the backward pass multiplies 0 by an x² of inf in fp16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))
 
 
 def large_gelu(model: Any) -> None:
     """Replace one block's activation, and make its inputs large."""
     mlp = model.gpt2.transformer.h[2].mlp
-    mlp.act = CubicGELU()
+    mlp.act = Computes(cubic_gelu)
     mlp.c_fc.weight.mul_(1000)
 
 
@@ -103,16 +102,10 @@ def large_gate(model: Any) -> None:
         layer.weight.mul_(700)
 
 
-class NaiveSoftplus(nn.Module):
-    """log(1 + exp(x)) without log1p: the 1 swallows a small exp."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.log(1 + torch.exp(x - 5))
-
-
 def naive_softplus(model: Any) -> None:
-    """Replace the activation of one encoder block."""
-    model.encoder.block[1].layer[1].DenseReluDense.act = NaiveSoftplus()
+    """Let the activation of one encoder block be log(1 + exp(x)) without log1p: the 1 swallows a small exp."""
+    dense = model.encoder.block[1].layer[1].DenseReluDense
+    dense.act = Computes(lambda own, x: torch.log(1 + torch.exp(x - 5)))
 
 
 class UnitEmbedding(nn.Embedding):
@@ -151,20 +144,9 @@ def saturated_tanh(model: Any) -> None:
     intermediate.dense.bias.fill_(3.5)
 
 
-class HandmadeHead(nn.Module):
-    """Uses its layer's weights without calling the layer, so that what is set for the layer has no effect."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.linear.weight, self.linear.bias)
-
-
 def handmade_head(model: Any) -> None:
-    """Replace the classifier."""
-    model.fc = HandmadeHead(model.fc)
+    """Use the classifier's weights without calling it, so that what is set for the layer has no effect."""
+    model.fc = Computes(lambda own, x: F.linear(x, own.linear.weight, own.linear.bias), linear=model.fc)
 
 
 def loss_in_16_bits(recipe: Any, model: Any, batch: Batch) -> Tensor:

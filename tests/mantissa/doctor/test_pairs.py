@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evidence.doctor.step import TrainerStep
 from mantissa.doctor.pairs import measure, rounded
 from mantissa.formats import FP16, TF32
 from tests.mantissa.doctor.planted import TINY, WIDTH, around, step_of, step_of_run
@@ -62,13 +61,6 @@ def test_a_call_that_cannot_be_repeated_is_named() -> None:
     pairs = measure(step_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ChangesItsInput())))
     assert pairs.findings == []
     assert "errors of modules: 1 is left out: an argument was changed in place afterwards" in pairs.notes
-
-
-def test_little_memory_takes_fewer_samples_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainerStep, "free_bytes", lambda step: 2000)
-    pairs = measure(step_of(lambda: around(nn.BatchNorm1d(WIDTH)), "fp32"))
-    assert pairs.findings == []
-    assert pairs.notes == ["errors of modules: 2 of 8 samples, to need at most half of the memory"]
 
 
 def test_numbers_are_rounded_as_in_the_format() -> None:

@@ -17,7 +17,7 @@ from mantissa.finding import BACKWARD, FORWARD
 from mantissa.modules import ModuleTracer
 from mantissa.step import Passes
 from tests.helpers import copied, fit, same_bits, trainer_of
-from tests.mantissa.doctor.faults import LargeFFN
+from tests.mantissa.doctor.faults import large_ffn
 from tests.mantissa.doctor.planted import TINY, WIDTH, Block, around, step_of, step_of_run
 from trainer.determinism import random_state
 from trainer.trainer import Trainer
@@ -124,10 +124,10 @@ def test_backward_operators_belong_to_modules_that_ran(recipe: str, recomputed: 
 
 def overflowing_twice() -> nn.Module:
     """Two layers. Each overflows in fp16, also without the other."""
-    return nn.Sequential(Block(), LargeFFN(), nn.LayerNorm(WIDTH), LargeFFN(), Block())
+    return nn.Sequential(Block(), large_ffn(), nn.LayerNorm(WIDTH), large_ffn(), Block())
 
 
-ONCE: Callable[[], nn.Module] = lambda: around(LargeFFN())  # noqa: E731
+ONCE: Callable[[], nn.Module] = lambda: around(large_ffn())  # noqa: E731
 
 
 @pytest.mark.parametrize(("model", "expected"), [(ONCE, ["1.wo"]), (overflowing_twice, ["1.wo", "3.wo"])])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mantissa.formats import FORMATS
-from mantissa.updates import SAMPLE, STUCK_STEPS, Counts, UpdateMeter, _elements, elementwise
+from mantissa.updates import SAMPLE, Counts, UpdateMeter, _elements, elementwise
 from tests.helpers import NoData, SmallConvNet, compose, copied, same_bits, trainer_of
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -105,9 +105,8 @@ def after(training: Training, steps: int) -> dict[str, Counts]:
 def test_norm_weights_do_not_move_in_pure_bf16() -> None:
     found = after(Training("bf16_pure"), 3)
     norm = found["norm.weight"]
-    assert (norm.moving, norm.lost, norm.edq, norm.changed) == (64, 64, 0.0, 0)
-    assert found["norm.bias"].changed  # near 0 the bf16 numbers are close to each other
-    assert found["norm.bias"].lost_share < 0.1
+    assert (norm.moving, norm.lost, norm.edq) == (64, 64, 0.0)
+    assert found["norm.bias"].lost_share < 0.1  # near 0 the bf16 numbers are close to each other
     assert found["norm.bias"].edq == pytest.approx(1, abs=0.1)
 
 
@@ -119,7 +118,6 @@ def test_nothing_is_lost_in_fp32_and_with_masters(mode: str, clip: Clip) -> None
     for update in found.values():
         assert update.lost == 0
         assert update.edq == pytest.approx(1, abs=1e-3)
-        assert update.changed
         assert update.moment_zero == 0
 
 
@@ -262,20 +260,6 @@ def test_warnings_name_the_parameters_once(caplog: pytest.LogCaptureFixture) -> 
         "step 1: 100 % of the updates of 1 parameter (norm.weight) are lost by rounding, because they are too small "
         "for bfloat16 weights. Start a run with precision=bf16_master, or precision=bf16_sr."
     )
-
-
-def test_a_parameter_that_is_stuck_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    training = Training("bf16_pure")
-    diagnostics = session(training, 50)
-    with caplog.at_level(logging.WARNING, "mantissa"):
-        for step in range(1, STUCK_STEPS + 51):
-            with diagnostics.step(step):
-                training.step()
-        steps = [step for step, _ in diagnostics.collect()]
-    assert steps == [50, 100, 150]
-    stuck = [record.getMessage() for record in caplog.records if "did not change" in record.getMessage()]
-    assert len(stuck) == 1
-    assert stuck[0].startswith("step 150: 1 parameter (norm.weight) did not change for 100 steps")
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_master", "bf16_sr"])
