@@ -44,7 +44,7 @@ def publish_comparison(result: Result, uri: str, files: list[Path]) -> list[str]
         parent = _parent(client, result, uri, delivered, files)
     except Exception as error:  # of many kinds, by MLflow and what lies below it
         return [f"upload of the comparison failed ({first_line(error)}); run the same command again to retry"]
-    (base, _), experiment = page_of(uri), delivered[0][1]["experiment_id"]
+    base, experiment = page_of(uri), delivered[0][1]["experiment_id"]
     return [
         shown_at(uri, experiment, parent),
         "its runs side by side:",

@@ -53,7 +53,7 @@ def test_what_starts_from_an_earlier_checkpoint_is_a_new_run(
     earlier = f"resume=runs:/{saved}/checkpoints/step-00000003"
     refused = train(earlier)
     assert refused.code == 2
-    assert "from step 3 on it would be a new run; choose another folder with output_dir=…" in refused.err
+    assert "outputs/run is another run than this would be; use resume=outputs/run, or choose another" in refused.err
     done = train(earlier, "output_dir=other")
     assert done.code == 0, done.err
     assert "MLflow has this run up to step 6; from step 3 on it is a new run there" in done.out
@@ -83,14 +83,16 @@ def test_a_finished_run_that_is_fetched_stays_as_it_was_in_mlflow(
 def test_damage_is_found_and_named_as_in_mlflow_and_nothing_is_left(
     store: str, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, broken = MlflowClient.download_artifacts, "step-00000006/model.safetensors"
+    real = MlflowClient.download_artifacts
+    broken = "step-00000006/model.safetensors"
 
     def damage(self: MlflowClient, run_id: str, path: str, target: str | None = None) -> str:
         got = real(self, run_id, path, target)
-        if path.endswith(broken):
-            content = Path(got).read_bytes()
+        file = Path("other", f".run.{saved}.partial", "checkpoints", broken)
+        if path.endswith("step-00000006"):
+            content = file.read_bytes()
             planted = content.replace(b'"sha256": {', b'"sha256": {"../../planted": "0",')
-            Path(got).write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if planted == content else planted)
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if planted == content else planted)
         return got
 
     monkeypatch.setattr(MlflowClient, "download_artifacts", damage)

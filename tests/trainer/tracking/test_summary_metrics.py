@@ -63,7 +63,3 @@ def test_a_recipes_own_best_metric_is_named(log: Path) -> None:
     }
     assert "best/valid_perplexity" in names
     assert "best/valid_loss" not in names
-
-
-def test_without_a_log_there_are_no_scores(tmp_path: Path) -> None:
-    assert summary_metrics(tmp_path / "metrics.jsonl", {}) == []

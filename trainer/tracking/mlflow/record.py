@@ -24,7 +24,7 @@ class RunInfo:
     name: str
     params: dict[str, object]
     tags: dict[str, str]
-    uri: str | None
+    uri: str | None = None
     """Of the store, without password; None for ``tracking=local``."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Finds the run in MLflow if the answer to its creation, with MLflow's own id, was lost."""

@@ -97,9 +97,9 @@ def _has_tables(database: Path) -> bool:
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         try:
             tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
-        except sqlite3.OperationalError:  # locked, or on a disk that fails
-            raise
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):  # locked, or on a disk that fails
+                raise
             raise UserError(f"{database} is not an SQLite database; move it, or set tracking.uri=…") from None
     if tables and "experiments" not in tables:
         raise UserError(f"{database} belongs to another program; set tracking.uri=sqlite:///another.db")
@@ -157,12 +157,12 @@ def publish(
     key: str,
     *,
     started_s: float,
-    params: Mapping[str, object] | None = None,
-    metrics: Mapping[str, float] | None = None,
+    params: Mapping[str, object] = {},
+    metrics: Mapping[str, float] = {},
     step: int = 0,
-    tags: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] = {},
     files: Sequence[Path] = (),
-    children: Mapping[str, Mapping[str, str]] | None = None,
+    children: Mapping[str, Mapping[str, str]] = {},
     status: str = "FINISHED",
     ended_s: float | None = None,
 ) -> Any:
@@ -187,20 +187,19 @@ def publish(
     from mlflow.entities import Metric, Param, RunTag
 
     run, now_s = create_run(client, uri, experiment, name, key, started_s), time.time()
-    run_id, known = run.info.run_id, run.data
-    values = {valid_key(each): value for each, value in (metrics or {}).items()}
-    texts = {valid_key(each): cut(str(value), LONGEST) for each, value in (params or {}).items()}
-    marks = {valid_key(each): cut(value, LONGEST) for each, value in (tags or {}).items()}
+    run_id, known, now_ms = run.info.run_id, run.data, int(now_s * 1000)
+    points = [Metric(valid_key(each), value, now_ms, step) for each, value in metrics.items()]
+    texts = [Param(valid_key(each), cut(str(value), LONGEST)) for each, value in params.items()]
+    marks = [RunTag(valid_key(each), cut(value, LONGEST)) for each, value in tags.items()]
     client.log_batch(
         run_id,
-        [Metric(each, value, int(now_s * 1000), step) for each, value in values.items()
-         if known.metrics.get(each) != value],
-        [Param(each, text) for each, text in texts.items() if each not in known.params],
-        [RunTag(each, text) for each, text in marks.items() if text or each in known.tags],
-    )  # fmt: skip
+        [point for point in points if known.metrics.get(point.key) != point.value],
+        [text for text in texts if text.key not in known.params],
+        [mark for mark in marks if mark.value or mark.key in known.tags],
+    )
     for file in files:
         client.log_artifact(run_id, str(file))
-    for child, own in (children or {}).items():
+    for child, own in children.items():
         for each, text in {"mlflow.parentRunId": run_id, **own}.items():
             client.set_tag(child, each, text)
     if status != "RUNNING" and (ended_s or status != run.info.status):
