@@ -100,7 +100,7 @@ def send(folder: Path, uri: str | None = None, *, named: bool = False) -> SyncRe
         return SyncResult(SyncStatus.SKIPPED, "in use by another process; skipped")
     if missing:
         return SyncResult(SyncStatus.INCOMPLETE, f"upload incomplete: {missing}")
-    later = read_record(folder).get("delivered", {}).get("continued_elsewhere")
+    later = read_record(folder).get("continued_elsewhere")
     if later is not None:
         why = f"continued elsewhere (MLflow has step {later}); skipped to keep that run"
         return SyncResult(SyncStatus.SKIPPED, why)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import UserError, redacted
 from trainer.files import METRICS_FILE, SUMMARY_FILE, final_status, write_json
@@ -64,17 +65,16 @@ class Tracker:
         """MLflow's id of this run, as soon as MLflow has created it; it is also in ``mlflow.json``."""
         return read_record(self.folder).get("run_id") if self._feed else None
 
-    def log(self, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Append one line to ``metrics.jsonl``, from which the feed uploads it.
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line, with the time, to ``metrics.jsonl``, from which the feed uploads it.
 
         Args:
             step: the optimizer step of the values.
             metrics: Python numbers by name. A value that is not finite is logged as null, with ``<name>_nonfinite`` 1.
-            time_s: seconds since the epoch; None: now.
         """
         if "step" in metrics or "time" in metrics:
             raise ValueError("a metric cannot be called step or time: every line of metrics.jsonl has these keys")
-        line = {"step": step, "time": time.time() if time_s is None else time_s, **countable(metrics)}
+        line = {"step": step, "time": time.time(), **countable(metrics)}
         self._log.append(json.dumps(line, allow_nan=False))
 
     def close(self, status: str, summary: Mapping[str, object]) -> bool:
@@ -145,21 +145,18 @@ def _tolerate(write: Callable[[], object], path: Path) -> bool:
     return True
 
 
-def countable(values: Mapping[str, object]) -> dict[str, object]:
-    """Strict JSON has no NaN or infinity: such a value becomes null, and its presence a count of 1."""
-    result: dict[str, object] = {}
-    for key, value in values.items():
-        result[key] = _strict(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            result[f"{key}_nonfinite"] = 1
-    return result
+def countable(value: Any) -> Any:
+    """Return plain values for strict JSON, which has no NaN and no infinity.
 
-
-def _strict(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    Such a value becomes null; in a mapping, its presence becomes a count of 1, ``<key>_nonfinite``.
+    """
     if isinstance(value, Mapping):
-        return countable(value)
+        result: dict[str, Any] = {}
+        for key, item in value.items():
+            result[key] = countable(item)
+            if isinstance(item, float) and not math.isfinite(item):
+                result[f"{key}_nonfinite"] = 1
+        return result
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    return value
+        return [countable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

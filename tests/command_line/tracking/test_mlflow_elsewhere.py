@@ -78,7 +78,7 @@ def test_a_run_continued_here_from_an_earlier_checkpoint_is_not_taken_for_one_co
     tracked(path, 5, "FAILED", resume_step=4)  # where MLflow has step 7
     client, run_id = MlflowClient(store), record(path)["run_id"]
     assert client.get_run(run_id).info.status == "FAILED"
-    assert "continued_elsewhere" not in record(path)["delivered"]
+    assert "continued_elsewhere" not in record(path)
 
 
 def test_no_checkpoint_of_a_later_step_is_removed(folder: Path, store: str) -> None:

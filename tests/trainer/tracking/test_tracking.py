@@ -56,9 +56,9 @@ def test_a_value_that_is_not_finite_is_counted_not_replaced(
     open_tracker: OpenTracker, tmp_path: Path, value: float
 ) -> None:
     tracker = open_tracker()
-    tracker.log(3, {"loss": value, "lr": 0.1}, time_s=1.0)
-    line = {"step": 3, "time": 1.0, "loss": None, "loss_nonfinite": 1, "lr": 0.1}
-    assert strict_lines(tmp_path / "metrics.jsonl") == [line]  # readable at once
+    tracker.log(3, {"loss": value, "lr": 0.1})
+    (line,) = strict_lines(tmp_path / "metrics.jsonl")  # readable at once
+    assert line == {"step": 3, "time": line["time"], "loss": None, "loss_nonfinite": 1, "lr": 0.1}
     tracker.log(4, {"loss": 2.25})
     assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [3, 4]
 
@@ -79,9 +79,7 @@ def test_finish_writes_the_summary_and_the_plots(open_tracker: OpenTracker, tmp_
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss.png", "throughput.png"}
 
 
-def test_what_cannot_be_logged_is_refused(
-    open_tracker: OpenTracker, tmp_path: Path
-) -> None:
+def test_what_cannot_be_logged_is_refused(open_tracker: OpenTracker, tmp_path: Path) -> None:
     open_tracker().log(1, {"loss": 1.0})
     with pytest.raises(UserError, match="resume="):
         open_tracker()
@@ -114,23 +112,24 @@ def test_damage_inside_the_log_is_named(tmp_path: Path) -> None:
 
 
 FULL_DISK = """
-import json, logging, resource, sys
+import json, logging, resource, sys, time
 from pathlib import Path
 from trainer.tracking.mlflow.record import RunInfo
 from trainer.tracking.options import Tracking
 from trainer.tracking.tracker import Tracker
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
+time.time = lambda: 0
 folder = Path(sys.argv[1])
 tracker = Tracker(Tracking(mlflow=False), folder, RunInfo("e", "r", {}, {}))
 def limit(size):  # of every file, kept by the kernel: it takes a part of a write, then refuses
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 limit(100)
 for step in range(1, 11):
-    tracker.log(step, {"loss": 1.0}, time_s=0)
+    tracker.log(step, {"loss": 1.0})
 print((folder / "metrics.jsonl").stat().st_size)
 if sys.argv[2] == "freed":
     limit(resource.RLIM_INFINITY)
-    tracker.log(11, {"loss": 1.0}, time_s=0)
+    tracker.log(11, {"loss": 1.0})
     limit(100)
 tracker.close("FINISHED", {"long": "x" * 100})
 """

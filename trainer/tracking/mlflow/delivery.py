@@ -29,7 +29,7 @@ from trainer.tracking.mlflow.checkpoints import CheckpointSender
 from trainer.tracking.mlflow.datasets import log_datasets
 from trainer.tracking.mlflow.description import NOTE_TAG, description
 from trainer.tracking.mlflow.models import log_best
-from trainer.tracking.mlflow.record import RunInfo, log_size, read_record
+from trainer.tracking.mlflow.record import RunInfo, read_record
 from trainer.tracking.mlflow.store import connect, create_run, cut, find_run, valid_key
 from trainer.tracking.mlflow.summary_metrics import Point, points, summary_metrics
 
@@ -152,12 +152,11 @@ class Delivery:
 
         If the run was continued elsewhere (``elsewhere``), nothing is sent: MLflow shows that continuation.
         """
-        delivered: dict[str, Any] = {"metrics_bytes": log_size(self._folder), "status": status}
         if self.elsewhere is None:
             self._send_rest(status)
         else:
-            delivered["continued_elsewhere"] = self.elsewhere
-        self._record["delivered"] = delivered
+            self._record["continued_elsewhere"] = self.elsewhere
+        self._record["delivered"] = True
         self._write_record()
 
     def _step_elsewhere(self, run: Any, sessions: list[str]) -> int | None:

@@ -30,7 +30,7 @@ from trainer.files import (
 from trainer.tracking.mlflow.addresses import database_file, lasting_uri, tracking_uri
 from trainer.tracking.mlflow.checkpoints import CHECKPOINTS, COMPANIONS, has_manifest, names
 from trainer.tracking.mlflow.delivery import SESSION_TAG
-from trainer.tracking.mlflow.record import RunInfo, log_size, read_record
+from trainer.tracking.mlflow.record import RunInfo, read_record
 from trainer.tracking.mlflow.store import KEY_TAG, connect, find_run
 
 if TYPE_CHECKING:
@@ -209,5 +209,5 @@ def _describe(client: MlflowClient, run: Any, is_new_run: bool, partial: Path) -
     record: dict[str, Any] = {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id, "tracking_uri": uri}
     record["sessions"] = [tags[SESSION_TAG]] if SESSION_TAG in tags else []
     if run.info.status == "FINISHED":  # until it is continued there is nothing to send
-        record["delivered"] = {"metrics_bytes": log_size(partial), "status": "FINISHED"}
+        record["delivered"] = True
     write_json(partial / RECORD_FILE, record)
