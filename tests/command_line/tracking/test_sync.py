@@ -62,31 +62,27 @@ def test_after_a_failed_call_the_store_is_queried_for_what_it_has(
     """SQLite would forgive a point that is sent twice, other stores do not: so it must not be sent."""
     stored: Counter[tuple[str, int]] = Counter()
     lost = {"create_run": 1, "log_batch": 2}
-    real_log, real_create = MlflowClient.log_batch, MlflowClient.create_run
 
-    def lose(name: str) -> None:
-        lost[name] -= 1
-        if lost[name] >= 0:
-            raise ConnectionError(f"the answer to {name} was lost")
+    def losing(name: str) -> Callable[..., Any]:
+        real = getattr(MlflowClient, name)
 
-    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **others: Any) -> None:
-        real_log(self, run_id, metrics=metrics, **others)
-        stored.update((metric.key, metric.step) for metric in metrics)
-        if metrics:
-            lose("log_batch")
+        def call(*arguments: Any, **options: Any) -> Any:
+            answer, metrics = real(*arguments, **options), options.get("metrics", ())
+            stored.update((metric.key, metric.step) for metric in metrics)
+            if (metrics or name == "create_run") and lost[name]:
+                lost[name] -= 1
+                raise ConnectionError(f"the answer to {name} was lost")
+            return answer
 
-    def create_run(self: MlflowClient, *arguments: Any, **others: Any) -> Any:
-        run = real_create(self, *arguments, **others)
-        lose("create_run")
-        return run
+        return call
 
-    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    monkeypatch.setattr(MlflowClient, "create_run", create_run)
+    for name in lost:
+        monkeypatch.setattr(MlflowClient, name, losing(name))
     tracker = open_tracker(folder / "outputs" / "a")
     for step in range(1, 1501):
         tracker.log(step, {"loss": 1.0, "lr": 0.1})
     tracker.close("FINISHED", {})
-    assert max(lost.values()) <= 0  # each failure has happened
+    assert not any(lost.values())  # each failure has happened
     assert set(stored.values()) == {1}
     assert points(store) == {"a": once(1500)}
     assert runs(store) == [("a", "FINISHED")]
@@ -277,7 +273,6 @@ def test_sync_reports_what_it_did_with_each_run(
     ("arguments", "message"),
     [
         ("nowhere", "nowhere is not a run folder"),
-        (".", "is not a run folder"),
         ("output_dir=nowhere", "output_dir=nowhere: no such folder"),
         ("uri=mlruns", "uri=mlruns is not a URI that MLflow supports; use sqlite:///mlruns"),
     ],
@@ -332,10 +327,8 @@ def test_a_locked_store_gets_all_of_it_later(train: Callable[..., Any], sync: Sy
     code, said = sync("outputs/bignet-fp32-s0")
     assert code == 0, said
     assert points(store) == {"bignet-fp32-s0": once(60)}
-    assert train(*BIGNET, "seed=2", "steps=2").code == 0
-    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s2": once(2)}
     code, said = sync()
     assert code == 0
-    assert said.count(": already complete\n") == 2
-    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60), "bignet-fp32-s2": once(2)}
-    assert runs(store) == [(f"bignet-fp32-s{seed}", "FINISHED") for seed in (0, 1, 2)]
+    assert said.count(": already complete\n") == 1
+    assert points(store) == {"bignet-fp32-s0": once(60), "bignet-fp32-s1": once(60)}
+    assert runs(store) == [(f"bignet-fp32-s{seed}", "FINISHED") for seed in (0, 1)]

@@ -126,9 +126,12 @@ class Delivery:
     def send_metrics(self) -> None:
         """Send the points of the log that the store lacks."""
         with (self._folder / METRICS_FILE).open("rb") as file:
-            file.seek(self._offset)
-            # The last line may still be being written.
-            while lines := [line for line in file.readlines(READ_BYTES) if line.endswith(b"\n")]:
+            while True:
+                file.seek(self._offset)
+                # The last line may still be being written.
+                lines = [line for line in file.readlines(READ_BYTES) if line.endswith(b"\n")]
+                if not lines:
+                    return
                 self._send_points([point for line in lines for point in points(json.loads(line))])
                 self._offset += sum(map(len, lines))
 
