@@ -45,14 +45,14 @@ class CheckpointSender:
         """Return the names of the checkpoints that MLflow is not known to have."""
         return [name for name, path in self._wanted().items() if _manifest(path) != self._sent.get(name)]
 
-    def send(self, client: MlflowClient, run: Any, between: Callable[[str, int], None]) -> None:
+    def send(self, client: MlflowClient, run: Any, before: Callable[[str, int], None]) -> None:
         """Send what MLflow lacks, and remove what the run folder no longer has, except steps later than its newest.
 
         Args:
             client: of the store.
             run: MLflow's.
-            between: called with the name of a checkpoint before each file, with its bytes, and after it, with 0; it
-                may wait, or raise to stop.
+            before: called before each file with the name of its checkpoint and its bytes; it may wait, or raise to
+                stop.
         """
         if self.mode == "none":
             return
@@ -60,7 +60,7 @@ class CheckpointSender:
             manifest = _manifest(path)
             if manifest != self._sent.get(name):
                 with suppress(FileNotFoundError):  # the run has removed or replaced it meanwhile
-                    _send(client, run, name, path, manifest, between)
+                    _send(client, run, name, path, manifest, before)
                     self._sent[name] = manifest
         if self._may_remove:
             self._prune(client, run)
@@ -103,7 +103,7 @@ def has_manifest(client: MlflowClient, run_id: str, name: str) -> bool:
 
 
 def _send(
-    client: MlflowClient, run: Any, name: str, path: Path, manifest: str, between: Callable[[str, int], None]
+    client: MlflowClient, run: Any, name: str, path: Path, manifest: str, before: Callable[[str, int], None]
 ) -> None:
     """Send a checkpoint, unless MLflow has it.
 
@@ -120,10 +120,9 @@ def _send(
             _remove(client, run, name)  # of the same step, but not the same weights
     files = [file for file in path.iterdir() if file.name != MANIFEST_FILE]
     for file, target in [*((path.parents[1] / each, None) for each in COMPANIONS), *((file, place) for file in files)]:
-        between(name, file.stat().st_size)
+        before(name, file.stat().st_size)
         client.log_artifact(run_id, str(file), target)
-        between(name, 0)
-    # As it was before the files were: if they were replaced meanwhile, MLflow's do not match, and are sent anew.
+    # As read before the files: if those were replaced meanwhile, they do not match it, and are sent anew.
     client.log_text(run_id, manifest, f"{place}/{MANIFEST_FILE}")
 
 

@@ -94,7 +94,7 @@ class Delivery:
         if run is None:
             if known:
                 log.warning("MLflow no longer has run %s; this run continues as a new one there.", known)
-            run = create_run(self._client, uri, info.experiment, info.name, info.key, info.started_s)
+            run = create_run(self._client, info.experiment, info.name, info.key, info.started_s)
         self.run_id = str(run.info.run_id)
         progress(METRICS, 0)
         # The store is the authority on what it has. Points arrive in the order of their steps, key by key.
@@ -136,15 +136,14 @@ class Delivery:
                 self._offset += sum(map(len, lines))
 
     def send_checkpoints(self, pause: Callable[[], object] = lambda: None) -> None:
-        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called after each file."""
+        """Send the checkpoints that MLflow lacks, and new metrics meanwhile; ``pause`` is called before each file."""
 
-        def between(what: str, size: int) -> None:
-            if not size:
-                pause()
-                self.send_metrics()
+        def before(what: str, size: int) -> None:
+            pause()
+            self.send_metrics()
             self._progress(what, size / UPLOAD_BYTES_PER_S)
 
-        self._checkpoints.send(self._client, self._client.get_run(self.run_id), between)
+        self._checkpoints.send(self._client, self._client.get_run(self.run_id), before)
 
     def has_new_checkpoints(self) -> bool:
         """Return whether there are checkpoints to send while the run is training."""
