@@ -1,4 +1,4 @@
-"""Every claim's file runs end to end at its reduced size, through the real command lines, and decides nothing."""
+"""Claims run end to end at their reduced size, through the real command lines, and decide nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from evidence.claims.claims import load, names
 from evidence.claims.reproduce import Reproduction
 from evidence.measures import TIMED
 from evidence.runs import Launch
+from trainer.config.compose import compose
 from trainer.hardware import detect
 
 Trained = dict[frozenset[tuple[str, str]], tuple[Path, str, int]]
@@ -66,8 +67,21 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"data.path={path}"
 
 
-@pytest.mark.parametrize("name", [name for name in names() if not load(name).combines])
-def test_every_claim_runs_reduced(
+def of_new_kinds() -> list[str]:
+    """Claims that together have every measure and every probe."""
+    chosen: list[str] = []
+    seen: set[str] = set()
+    for name in names():
+        claim = load(name)
+        probes = {word for setup in claim.setups.values() for word in setup.split() if word.startswith("probe=")}
+        if kinds := {criterion.measure for criterion in claim.criteria}.union(probes) - seen:
+            chosen.append(name)
+            seen |= kinds
+    return chosen
+
+
+@pytest.mark.parametrize("name", of_new_kinds())
+def test_claims_of_every_kind_run_reduced(
     name: str,
     launch: Launch,
     text: str,
@@ -76,9 +90,8 @@ def test_every_claim_runs_reduced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MANTISSA_CACHE", str(cache))
-    reported: list[str] = []
     reproduction = Reproduction(
-        detect("cpu"), folder / "runs", [text], reduced=True, report=reported.append, launch=launch
+        detect("cpu"), folder / "runs", [text], reduced=True, report=lambda _: None, launch=launch
     )
     record = reproduction.test(name)
     assert record["verdict"] == "reduced: no verdict"
@@ -92,3 +105,14 @@ def test_every_claim_runs_reduced(
     json.dumps(record, allow_nan=False)
     assert "To be" not in json.dumps(record)
     assert str(folder) not in json.dumps(record["arms"])
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("reduced", [False, True])
+def test_every_arm_of_every_claim_composes(name: str, reduced: bool, text: str) -> None:
+    claim = load(name)
+    if reduced:
+        claim.reduce()
+    for arm in claim.runs(list(claim.arms), [text], "cpu", memory_ledger=False):
+        if not arm.script.endswith("probe.py"):
+            compose(arm.overrides)
