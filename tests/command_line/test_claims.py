@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,46 +17,21 @@ from evidence.runs import Launch
 from trainer.config.compose import compose
 from trainer.hardware import detect
 
-Trained = dict[frozenset[tuple[str, str]], tuple[Path, str, int]]
-
-
-@pytest.fixture(scope="module")
-def trained() -> Trained:
-    """By overrides: the run folder, what was printed and the exit code of what some arm has trained already."""
-    return {}
-
 
 @pytest.fixture
-def launch(train: Callable[..., Any], trained: Trained) -> Launch:
-    """What a Runner calls in place of a process of its own: the same command line, in this process.
-
-    Arms that differ only in their names are trained once; at the reduced size there are many.
-    """
+def launch(train: Callable[..., Any]) -> Launch:
+    """What a Runner calls in place of a process of its own: the same command line, in this process."""
 
     def run(command: list[str], log: Path, limit_s: float | None) -> int:
         script, *arguments = command[1:]
         if script.endswith("probe.py"):
             probe.measure(arguments)
             return 0
-        given = dict(argument.partition("=")[::2] for argument in arguments)
-        folder = Path(given.pop("output_dir").strip("'")) / given.pop("run_name")
-        what = frozenset(given.items())
-        if what not in trained:
-            done = train(*arguments)
-            trained[what] = (folder, done.out + done.err, int(done.code))
-        ran, printed, code = trained[what]
-        if ran != folder:
-            shutil.copytree(ran, folder, dirs_exist_ok=True)
-        log.write_text(printed)
-        return code
+        done = train(*arguments)
+        log.write_text(done.out + done.err)
+        return int(done.code)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of tokens: the same text for all claims."""
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +55,7 @@ def of_new_kinds() -> list[str]:
 
 
 @pytest.mark.parametrize("name", of_new_kinds())
-def test_claims_of_every_kind_run_reduced(
-    name: str,
-    launch: Launch,
-    text: str,
-    folder: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MANTISSA_CACHE", str(cache))
+def test_claims_of_every_kind_run_reduced(name: str, launch: Launch, text: str, folder: Path) -> None:
     reproduction = Reproduction(
         detect("cpu"), folder / "runs", [text], reduced=True, report=lambda _: None, launch=launch
     )

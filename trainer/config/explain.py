@@ -50,7 +50,7 @@ def explain(error: BaseException) -> str:
         return f"{there} already has a value; set it with {there}=…, without the +"
     override = re.search(r"Error merging override (.*)", text)
     typed = override[1] if override else getattr(cause, "full_key", None) or ""
-    if own := [name for name in _known() if name.startswith(f"{typed.partition('=')[0]}.")]:
+    if own := [name for name in known_options() if name.startswith(f"{typed.partition('=')[0]}.")]:
         return f"{typed}: set one of its options: {', '.join(own)}"
     file = re.search(r"In '([^']+)': \w+ raised while composing", text)
     for words, wanted in _WANTED:
@@ -60,7 +60,7 @@ def explain(error: BaseException) -> str:
     return f"{typed}: {first}" if typed else first
 
 
-def _known() -> dict[str, dict[str, Field[Any]]]:
+def known_options() -> dict[str, dict[str, Field[Any]]]:
     """Return every key that can be set, and the choices that have it, with their fields; of no group, the choice ''."""
     known: dict[str, dict[str, Field[Any]]] = {}
 
@@ -87,7 +87,7 @@ def _unknown(key: str, owner: Any, value: str) -> str:
         owner: the class that has no such option.
         value: as typed.
     """
-    known, (group, _, option) = _known(), key.partition(".")
+    known, (group, _, option) = known_options(), key.partition(".")
     classes = config.groups().get(group, {})
     if choices := known.get(key):
         here = next((choice for choice, cls in classes.items() if cls is owner), None)
@@ -139,7 +139,7 @@ def intended_key(key: str) -> str:
 
     That is an option of a group by the option's name alone, or the name that other trainers have for it.
     """
-    known = _known()
+    known = known_options()
     if key in known:
         return key
     head, dot, rest = key.partition(".")
@@ -152,4 +152,4 @@ def intended_key(key: str) -> str:
 
 def is_text(key: str) -> bool:
     """Whether the value of a key is text whatever it looks like, such as a path."""
-    return any(entry.type in ("str", "str | None") for entry in _known().get(key, {}).values())
+    return any(entry.type in ("str", "str | None") for entry in known_options().get(key, {}).values())
