@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.files import read_object, write_json
-
 T = TypeVar("T")
 
 
@@ -32,12 +30,15 @@ def cached(kind: str, of: dict[str, Any], work: Callable[[], T]) -> T:
     """
     key = json.dumps(of, sort_keys=True)
     path = cache_folder() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    known = read_object(path)
-    if "result" in known and known.get("of") == json.loads(key):
-        result: T = known["result"]
-        return result
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["of"] == json.loads(key):
+            result: T = known["result"]
+            return result
     result = work()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"of": of, "result": result})
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"of": of, "result": result}), encoding="utf-8")
+        partial.replace(path)  # never a part of it under this name
     return result
