@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from recipes.data.text.pretrained import hub_reachable, in_hub_cache
+from recipes.data.text.pretrained import located
 from trainer.errors import UserError, first_line
 from trainer.files import TOKENIZER
 
@@ -30,14 +30,8 @@ def pretrained_config(source: str, kind: str) -> Any:
     """
     from transformers import AutoConfig
 
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        if source.startswith(("/", ".", "~")) or source.count("/") > 1:
-            raise UserError(f"recipe.pretrained={source}: there is no such folder; {_REMEDY}")
-        if not hub_reachable() and not in_hub_cache(source):
-            raise UserError(f"recipe.pretrained={source}: the Hugging Face hub cannot be reached; {_REMEDY}")
-    with _opening(source, kind):
-        config = AutoConfig.from_pretrained(**_where(source))
+    with _opening(source, kind) as place:
+        config = AutoConfig.from_pretrained(**place)
     if config.model_type != kind:
         other = config.model_type
         use = f"use recipe={other}" if other in RECIPES else f"recipes open {', '.join(RECIPES)}"
@@ -72,9 +66,9 @@ def open_pretrained(source: str, kind: str, cls: Any, vocabulary: int, attention
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    with _opening(source, kind):
+    with _opening(source, kind) as place:
         # Transformers would load the weights in whatever dtype they were saved.
-        model = cls.from_pretrained(**_where(source), dtype=torch.float32, attn_implementation=attention, **options)
+        model = cls.from_pretrained(**place, dtype=torch.float32, attn_implementation=attention, **options)
     own = model.config.vocab_size
     if vocabulary == own:
         return model
@@ -95,18 +89,12 @@ def is_kept(source: str) -> bool:
 
 
 @contextmanager
-def _opening(source: str, kind: str) -> Iterator[None]:
+def _opening(source: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Give the arguments of ``from_pretrained``, whose errors become the user's."""
+    place = located(source, f"recipe.pretrained={source}", _REMEDY)
     try:
-        yield
+        yield place
     except (OSError, ValueError) as error:
         raise UserError(
             f"recipe.pretrained={source} cannot be opened as a {kind} ({first_line(error)}); {_REMEDY}"
         ) from error
-
-
-def _where(source: str) -> dict[str, Any]:
-    folder = Path(source).expanduser()
-    return {
-        "pretrained_model_name_or_path": str(folder) if folder.is_dir() else source,
-        "local_files_only": folder.is_dir() or in_hub_cache(source),
-    }

@@ -231,7 +231,7 @@ class ResNet(Recipe):
             "image_size": datasets.image_size,
             "mean": list(datasets.mean),
             "std": list(datasets.std),
-            "evaluated_part": datasets.augment.evaluated_part(),
+            "evaluated_part": datasets.augment.evaluated,
             "input": "RGB, B x 3 x image_size x image_size, values from 0 to 1, less mean, divided by std",
             "evaluated_on": "the middle square, evaluated_part of the shorter side, scaled to image_size; "
             "an image of that size as it is",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mantissa.formats import NUMBERS
-from recipes.gpt2_model import SHAPES, Shape
+from recipes.gpt2 import SHAPES, Shape
 from tests.helpers import PROJECT, copied, fit, same_bits, trainer_of, without_padding
 from tests.parallel.conftest import TORCHRUN, environment
 from trainer.data.contract import Batch

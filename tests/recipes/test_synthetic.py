@@ -25,13 +25,6 @@ def test_tokens_fill_the_vocabulary_and_half_of_them_can_be_foretold() -> None:
     assert np.array_equal(Synthetic(vocab_size=1000).tokens("any").train, data.train)
 
 
-def test_the_tokenizer_writes_numbers_and_reads_them_back() -> None:
-    tokenizer = Synthetic(vocab_size=500).tokens(None).tokenizer
-    assert tokenizer.vocab_size == 500
-    assert tokenizer.decode([3, 499, 500, 12]) == "<3><499><12>"
-    assert tokenizer.encode("<3> and <12><500>") == [3, 12]
-
-
 def test_an_image_is_a_function_of_its_index() -> None:
     first, second = (Synthetic(classes=10).images(16) for _ in range(2))
     one = first.train.batch(ids(4, 300, 4))

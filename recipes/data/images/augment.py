@@ -50,6 +50,8 @@ class ImageAugment(Augment):
     kind: ClassVar[str] = "none"
     uses_global_generator: ClassVar[bool] = False
     """Whether the policy of its views draws from torch's global generator."""
+    evaluated = 1.0
+    """The side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
     mixup: float = field(default=0.0, kw_only=True)
     """Blend pairs of images and their labels (Zhang et al. 2018) by a share from Beta(mixup, mixup); 0: off."""
     cutmix: float = field(default=0.0, kw_only=True)
@@ -128,10 +130,6 @@ class ImageAugment(Augment):
         """
         return View()
 
-    def evaluated_part(self) -> float:
-        """Return the side of the middle square that evaluation takes, as a fraction of the image's shorter side."""
-        return 1.0
-
 
 @dataclass
 class Light(ImageAugment):
@@ -190,9 +188,6 @@ class ImageNet(ImageAugment):
         box_width, box_height = self._random_box(width, height, random)
         flip, x, y = random.random() < 0.5, random.random(), random.random()
         return View(_placed(width, height, box_width, box_height, x, y), self.flip and flip)
-
-    def evaluated_part(self) -> float:
-        return self.evaluated
 
     def _random_box(self, width: int, height: int, random: np.random.Generator) -> tuple[float, float]:
         for _ in range(10):
@@ -262,7 +257,14 @@ class AutomaticAugment(ImageAugment):
     def decided(self) -> tuple[ImageAugment, list[Decision]]:
         """Return the last choice, and why; ``none`` where no images were opened."""
         choice = vars(self).get("_chosen")
-        return (choice, [Decision("augment", choice.kind, REASONS[choice.kind])]) if choice else (ImageAugment(), [])
+        if choice is None:
+            return ImageAugment(), []
+        why = f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
+        why += "evaluation on the middle 87.5 %; augment=none turns this off"
+        if choice.kind == ImageAugment.kind:
+            why = f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; "
+            why += "augment=light shifts them in training"
+        return choice, [Decision("augment", choice.kind, why)]
 
     def as_before(self, kind: str) -> Augment:
         """Return the choice ``kind`` where ``auto`` can become it."""
@@ -270,19 +272,6 @@ class AutomaticAugment(ImageAugment):
 
     def _become(self, cls: type[ImageAugment]) -> ImageAugment:
         return cls(mixup=self.mixup, cutmix=self.cutmix, erasing=self.erasing)
-
-    def view(self, width: int, height: int, seed: int | None, size: int) -> View:
-        """Raise: which part is taken depends on all of the images."""
-        raise AssertionError("choose() comes first")
-
-
-REASONS = {
-    ImageAugment.kind: f"images stored with less than {SMALL} pixels a side, or synthetic, are not cropped; "
-    "augment=light shifts them in training",
-    ImageNet.kind: f"images stored with {SMALL} pixels a side or more: random crops of 8 to 100 %, flips, "
-    "evaluation on the middle 87.5 %; augment=none turns this off",
-}
-"""What the user is shown about what ``auto`` became."""
 
 
 def _changed_by(policy: str, view: View, seed: int | None, **options: int) -> View:
