@@ -21,7 +21,7 @@ from recipes.data.synthetic import Synthetic
 from tests.helpers import CPU, compose
 from trainer.config.registration import flatten
 from trainer.config.schema import Config
-from trainer.data.contract import Batch, Dataset, Datasets, SampleId
+from trainer.data.contract import Datasets, SampleId
 from trainer.recipe import Decision
 
 
@@ -234,22 +234,3 @@ def test_the_choice_reaches_the_data_and_is_recorded_as_what_auto_became() -> No
     assert not any(key.startswith("data.augment") for key in flatten(config))
     _, config, decisions = opened("recipe=gpt2", "recipe.size=nano", "data=synthetic")  # nothing to say about text
     assert (decisions, flatten(config)["augment"]) == ([], "none")
-
-
-def test_the_choice_is_recorded_of_a_recipe_that_wraps_the_images() -> None:
-    class Wrapped(Dataset):
-        augment = True  # a name that a user may choose for something else
-
-        def __init__(self, images: Dataset) -> None:
-            self.images = images
-
-        def __len__(self) -> int:
-            return len(self.images)
-
-        def batch(self, samples: list[SampleId]) -> Batch:
-            return self.images.batch(samples)
-
-    config = compose("recipe=resnet", "data=digits").resolve(CPU).config
-    datasets = config.open_datasets()
-    _, decisions = config.with_data(Datasets(Wrapped(datasets.train), datasets.valid, "wrapped"), CPU)
-    assert [choice[:2] for choice in decisions] == [("augment", "none")]

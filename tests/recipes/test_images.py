@@ -81,12 +81,6 @@ def test_which_digits_are_held_out_does_not_change() -> None:
     assert hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16] == "f169ac7f88a60561"
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])
-def test_a_fraction_that_leaves_one_side_empty_is_refused(fraction: float) -> None:
-    with pytest.raises(UserError, match=r"data\.valid_fraction"):
-        Digits(valid_fraction=fraction)
-
-
 # ---------------------------------------------------------------------------------------- imagefolder
 
 
@@ -144,34 +138,26 @@ def test_folders_that_cannot_work_are_refused(tmp_path: Path, files: list[str], 
 
 
 @pytest.mark.parametrize("source", [ImageFolder, Idx])
-def test_a_path_that_is_missing_or_no_folder_is_refused_at_once(source: type, tmp_path: Path) -> None:
+def test_options_that_cannot_work_are_refused_at_once(source: type, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing required option: data\.path"):
         source()
     with pytest.raises(UserError, match=r"data\.path=.*nowhere is not a folder"):
         source(path=str(tmp_path / "nowhere"))
+    for fraction in (0.0, 1.0, -1.0):
+        with pytest.raises(UserError, match=r"data\.valid_fraction"):
+            source(path=str(tmp_path), valid_fraction=fraction)
 
 
-def test_a_file_that_is_no_image_is_named_at_the_start(tmp_path: Path) -> None:
-    (animals(tmp_path) / "dog" / "4.png").write_text("not an image")
-    with pytest.raises(UserError, match=r"dog/4\.png cannot be read .*data\.skip_corrupt=true"):
-        ImageFolder(path=str(tmp_path)).images(16)
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-200])
-
-
-def test_a_truncated_image_is_named_when_it_is_decoded(tmp_path: Path) -> None:
-    truncate(animals(tmp_path) / "dog" / "4.png")
+def test_a_damaged_image_is_named_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = animals(tmp_path) / "dog" / "4.png"
+    file.write_bytes(file.read_bytes()[:-200])  # which shows when it is decoded
     data = ImageFolder(path=str(tmp_path)).images(16)
     damaged = next(part for part in (data.train, data.valid) if any(b"dog/4" in file for file in part.files))
     with pytest.raises(UserError, match=r"dog/4\.png cannot be decoded .*data\.skip_corrupt=true"):
         damaged.batch(plain(len(damaged)))
-
-
-def test_corrupt_images_are_skipped_if_requested_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    truncate(animals(tmp_path) / "dog" / "4.png")
-    (tmp_path / "cat" / "2.png").write_text("not an image")
+    (tmp_path / "cat" / "2.png").write_text("not an image")  # which shows at the start
+    with pytest.raises(UserError, match=r"cat/2\.png cannot be read .*data\.skip_corrupt=true"):
+        ImageFolder(path=str(tmp_path)).images(16)
     with caplog.at_level(logging.WARNING, "mantissa"):
         data = ImageFolder(path=str(tmp_path), skip_corrupt=True).images(16)
     assert len(data.train) + len(data.valid) == 18
@@ -250,10 +236,3 @@ def test_damaged_idx_files_are_named(tmp_path: Path, file: str, content: bytes |
         (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=message):
         Idx(path=str(tmp_path)).images(None)
-
-
-def test_real_mnist(shared_data: Path) -> None:
-    data = Idx(path=str(shared_data / "mnist-10k")).images(None)
-    assert (len(data.train) + len(data.valid), len(data.classes), data.image_size) == (10_000, 10, 28)
-    assert data.mean[0] == pytest.approx(0.1307, abs=0.005)  # as published for the 60,000
-    assert data.std[0] == pytest.approx(0.3081, abs=0.005)
