@@ -2,21 +2,18 @@
 
   only=memory,precision   run only these measurements (default: all):
                           precision, trainer, peers, nanogpt, roofline, optimizers, diagnostics, ema,
-                          memory, loader, generation, evaluation, startup, saving, parallel
+                          memory, loader, startup, saving, parallel
   repeats=5               repeats; the median is shown
   device=auto             as for train.py
   modes=fp16              precisions to measure although their matrix products are too slow here
   text=FILE               text for nanogpt and roofline, such as tinyshakespeare's; else Python's library
-  json=FILE               also write all measurements to FILE
-  table=FILE              also write them as a page of Markdown to FILE
-Each row is printed as soon as it is known; Ctrl-C keeps what is known. A measurement that fails is named, and the
-others go on.
+  table=FILE              also write what was measured as a page of Markdown to FILE
+Each row is printed as soon as it is known. A measurement that fails is named, and the others go on.
 Exit code: 0, 1 when a measurement fails, 2 for a user error, 130 when interrupted.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -26,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.status import Status
-from rich.text import Text
 
 from benchmarks import loading, nanogpt, overhead, peers, ratios, roofline
 from benchmarks.rows import MARKDOWN, Bench, Row
@@ -49,14 +44,10 @@ MEASUREMENTS: dict[str, Callable[[Bench], Iterator[Result]]] = {
     "ema": ratios.ema_cost,
     "memory": overhead.peak_memory,
     "loader": loading.loader,
-    "generation": ratios.generation,
-    "evaluation": ratios.evaluation,
     "startup": ratios.startup,
     "saving": ratios.saving,
     "parallel": ratios.parallel,
 }
-MINUTES = (1, 10)
-"""What a measurement with five repeats takes on two idle cores, from the shortest to the longest."""
 
 
 @dataclass
@@ -68,28 +59,7 @@ class BenchOptions:
     device: str = "auto"
     modes: list[str] = field(default_factory=list)
     text: str = ""
-    json: str = ""
     table: str = ""
-
-
-class Shown:
-    """The rows, and on a terminal below them a line with what is being measured, redrawn once a second."""
-
-    def __init__(self) -> None:
-        self.console = Console(highlight=False)
-        self.stage = ""
-        """The measurement, such as ``precision, 1 of 12``."""
-        self._began = time.monotonic()
-        self.status = Status("", console=self.console, refresh_per_second=1)
-
-    def report(self, doing: str) -> None:
-        """Set what is being done now; it shows at the next redrawing, and costs the measured loops nothing."""
-        words = (duration(time.monotonic() - self._began), self.stage, doing)
-        self.status.update(Text("  ".join(filter(None, words)), no_wrap=True, overflow="ellipsis"))
-
-    def print(self, text: str) -> None:
-        """Print text as it is, above the line."""
-        self.console.print(Text(text), soft_wrap=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -100,77 +70,43 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"{option}={unknown[0]} is unknown{nearest(unknown[0], known)} ({', '.join(known)})")
     if options.text and not Path(options.text).is_file():
         raise UserError(f"text={options.text}: there is no such file")
-    for option, file in (("json", options.json), ("table", options.table)):
-        if file and not Path(file).absolute().parent.is_dir():
-            raise UserError(f"{option}={file}: there is no folder {Path(file).absolute().parent}; create it first")
+    if not Path(options.table).absolute().parent.is_dir():
+        raise UserError(f"table={options.table}: there is no such folder; create it first")
     hardware = detect(options.device)
     facts = {name: hardware.facts()[name] for name in ("name", "device", "cpu_cores", "threads", "torch", "python")}
-    facts["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # of all processes
-    machine = ", ".join(f"{key} {value}" for key, value in facts.items())
-    names = list(dict.fromkeys(options.only or MEASUREMENTS))
-    low, high = (max(1, round(len(names) * minutes * options.repeats / 5)) for minutes in MINUTES)
+    machine = ", ".join(f"{key} {value}" for key, value in (facts | {"load": os.getloadavg()[0]}).items())
     how = f"median of {options.repeats} repeats (lowest to highest); compared loops alternate in one process"
-    results: dict[str, list[Result]] = {}
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{machine}\n{how}")
+    page = [f"# Measurements\n\n    python benchmarks/bench.py {' '.join(arguments)}\n"]
+    page.append(f"The {how}. Measured on: {machine}.")
     failed: dict[str, str] = {}
-    shown = Shown()
-    shown.print(f"{machine}\n{how}")
-    count = f"{len(names)} measurement{'s' * (len(names) > 1)}"
-    shown.print(f"{count}, roughly {low} to {high} minutes on two idle cores")
-    try:
-        with shown.status:
-            for number, name in enumerate(names, 1):
-                shown.stage = f"{name}, {number} of {len(names)}"
-                bench = Bench(hardware, options.repeats, Path(), shown.report, frozenset(options.modes), options.text)
-                try:
-                    _measure(name, bench, results.setdefault(name, []), shown)
-                finally:
-                    failed |= bench.failures
-    finally:
-        if options.json:
-            rows = [result.to_dict() for found in results.values() for result in found]
-            content = {"machine": facts, "repeats": options.repeats, "failed": failed, "rows": rows}
-            Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name in options.only or MEASUREMENTS:
+        began = time.monotonic()
+        console.print(f"\n{name}")
+        results: list[Result] = []
+        with tempfile.TemporaryDirectory(prefix="mantissa-bench-") as folder, console.status("") as status:
+            bench = Bench(
+                hardware, options.repeats, Path(folder), status.update, frozenset(options.modes), options.text
+            )
+            try:
+                for result in MEASUREMENTS[name](bench):
+                    results.append(result)
+                    console.print(result.text())
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+        console.print(f"  ({duration(time.monotonic() - began)})")
+        page += ["", f"## {name}", "", *_markdown(results)]
         if options.table:
-            words = [argument for argument in arguments if not argument.startswith("table=")]
-            head = f"# Measurements\n\n    {' '.join(['python benchmarks/bench.py', *words])}\n\n"
-            head += f"The {how}. Measured on: {machine}.\n"
-            Path(options.table).write_text(head + tables(results), encoding="utf-8")
+            Path(options.table).write_text("\n".join(page) + "\n", encoding="utf-8")
     for name, why in failed.items():
-        print(f"failed: {name}: {why}")
+        console.print(f"failed: {name}: {why}")
     return 1 if failed else 0
 
 
-def _measure(name: str, bench: Bench, results: list[Result], shown: Shown) -> None:
-    """Print and collect what a measurement yields; a failure is named, and the others go on."""
-    began = time.monotonic()
-    shown.print(f"\n{name}")
-    shown.report("")
-    try:
-        with tempfile.TemporaryDirectory(prefix="mantissa-bench-") as folder:
-            bench.folder = Path(folder)
-            for result in MEASUREMENTS[name](bench):
-                results.append(result)
-                shown.print(result.text())
-        if bench.complete is not None:
-            raise KeyboardInterrupt
-    except Exception as error:
-        shown.print(f"  {bench.failed(name, error)}")
-    except KeyboardInterrupt:
-        if bench.complete:
-            shown.print(f"  interrupted: the last rows are of the {bench.complete} repeats that were complete")
-        raise
-    shown.print(f"  ({duration(time.monotonic() - began)})")
-
-
-def tables(results: dict[str, list[Result]]) -> str:
-    """Return what was measured in Markdown."""
-    lines = []
-    for name, found in results.items():
-        lines += ["", f"## {name}", ""]
-        rows = [result.markdown() for result in found if isinstance(result, Row)]
-        lines += [MARKDOWN, *rows] if rows else []
-        lines += [result.markdown() for result in found if not isinstance(result, Row)]
-    return "\n".join(lines).rstrip() + "\n"
+def _markdown(results: list[Result]) -> list[str]:
+    heading = [MARKDOWN] if any(isinstance(result, Row) for result in results) else []
+    return heading + [result.markdown() for result in results]
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@
   output_dir=…       folder of the stages (default: outputs/gpu)
 Each stage has a limit of time, and its outcome is appended to results/<machine>/gpu.jsonl before the next begins; one
 that fails does not stop the others, but the gate does, whose tests say whether any number here means something. If the
-variable OUT names a folder, outcomes.tar.gz is kept there: results/<machine>, the logs and the operator tables, as they
-are after each stage and every 20 s. Unpacked in results/, it is what the next call continues from.
+variable OUT names a folder, its <machine> gets results/<machine>, the logs and the operator tables, as they are after
+each stage and every 20 s. Copied to results/, it is what the next call continues from.
 Exit code: 0, 1 when a stage failed, 2 for a user error, 130 when interrupted.
 """
 
@@ -22,7 +22,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,7 +36,7 @@ from evidence.claims.reproduce import machine_name
 from evidence.claims.results import RESULTS
 from evidence.runs import merged
 from evidence.turns import stopwatch
-from mantissa.display import columns, duration, quantity
+from mantissa.display import quantity
 from trainer.config.options import parse, run
 from trainer.errors import UserError
 from trainer.files import PROJECT, SUMMARY_FILE, make_folder, read_object
@@ -58,6 +57,7 @@ TRACED = "profiler=torch profiler.record_shapes=false steps=12"
 _TESTS = f"-m pytest {shlex.quote(str(PROJECT / 'tests' / 'gpu'))} -q -p no:cacheprovider -p no:benchmark -W default"
 _GATE = "bitwise_the_bare_loop or skipped_fused_step_leaves or fp32_is_fp32"
 FIRST = ("gpt2_ladder", "tf32_matmul", "two_x")
+Launch = Callable[[list[str], Path, float, Callable[[], None]], int | None]
 _LEAST_S, _STOP_S, _KEEP_EVERY_S = 15.0, 40.0, 20.0
 
 
@@ -136,22 +136,19 @@ def command(stage: Stage, options: GpuOptions, given: list[str], left_s: float) 
 
 
 @dataclass
-class Programme:
-    """Runs stages one after the other, and keeps what each gives before the next begins."""
+class Outcomes:
+    """What stages left: a record of each in results/<machine>/gpu.jsonl, and a copy of everything in ``$OUT``."""
 
     options: GpuOptions
-    hardware: Hardware
-    given: list[str] = field(default_factory=list)
+    machine: str
     results: Path = RESULTS
     git: dict[str, str] = field(default_factory=git_facts)
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.machine = machine_name(self.hardware)
         self.folder = self.options.output_dir.absolute()
-        home = self.folder if self.options.reduced else self.results / self.machine
-        self.file = home / "gpu.jsonl"
-        make_folder(home)
+        self.home = self.folder if self.options.reduced else self.results / self.machine
+        self.file = self.home / "gpu.jsonl"
+        make_folder(self.home)
         make_folder(self.folder)
 
     def records(self) -> dict[str, dict[str, Any]]:
@@ -159,96 +156,90 @@ class Programme:
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
         return {found["stage"]: found for found in map(json.loads, lines) if found["git"] == self.git}
 
-    def run(self) -> None:
-        """Run the stages that have not ended at this commit, or those that are named."""
-        end = self.clock() + seconds_of(self.options.budget)
-        for stage in STAGES:
-            status, only = self.records().get(stage.name, {}).get("status", CUT), self.options.only
-            left_s = end - self.clock()
-            if stage.name not in only if only else status != CUT:
-                continue
-            if left_s < _LEAST_S:
-                print(f"{stage.name}: left for the next call")
-                continue
-            if self.stage(stage, min(stage.limit_s, left_s)) != DONE and stage.name == "gate":
-                print("the gate failed: mend that first; only=… runs what it names all the same")
-                return
-
-    def stage(self, stage: Stage, limit_s: float) -> str:
-        """Run one stage, record it, and return how it ended."""
-        print(f"{stage.name}, at most {duration(limit_s)}")
-        line, log, began = command(stage, self.options, self.given, limit_s), self.log(stage), self.clock()
-        shutil.rmtree(self.folder / stage.name / "run", ignore_errors=True)  # of another commit, or cut
-        try:
-            code = self.launch(line, log, limit_s)
-            status = FAILED if code else DONE
-        except subprocess.TimeoutExpired:
-            code, status = -1, TOO_LONG if limit_s == stage.limit_s else CUT
-        if stage.name == "claims" and not code:
-            status = CUT  # another call has more time for them, and repeats none
-        record: dict[str, Any] = {"stage": stage.name, "status": status, "exit_code": code, "command": line[1:]}
-        record |= {"seconds": round(self.clock() - began, 1), "git": self.git, "versions": versions()}
-        record["summary"] = read_object(self.folder / stage.name / "run" / SUMMARY_FILE)
-        record["last_lines"] = log.read_text(encoding="utf-8", errors="replace").split("\n")[-8:]
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a record of this commit."""
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record | {"git": self.git, "versions": versions()}) + "\n")
         self.keep()
-        return status
-
-    def launch(self, line: list[str], log: Path, limit_s: float) -> int:
-        """Run a command and return its exit code; meanwhile keep what there is, since the machine may end before it.
-
-        Raises:
-            subprocess.TimeoutExpired: it took longer than ``limit_s`` seconds and was ended.
-        """
-        end = self.clock() + limit_s
-        with log.open("w", encoding="utf-8") as output:
-            process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while True:
-                try:
-                    return process.wait(max(0.0, min(_KEEP_EVERY_S, end - self.clock())))
-                except subprocess.TimeoutExpired:
-                    if self.clock() >= end:
-                        raise
-                    self.keep()
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
-            process.kill()
-            process.wait()
-
-    def log(self, stage: Stage) -> Path:
-        """Return the file with what a stage prints."""
-        return self.folder / f"{stage.name}.log"
 
     def keep(self) -> None:
-        """Pack what is worth keeping; the last whole file stays until there is another."""
-        if out := os.environ.get("OUT"):
-            packed = Path(out) / ".outcomes"
-            kept = [*self.file.parent.rglob("*.json*"), *self.folder.glob("*.log"), *self.folder.rglob("operators.txt")]
-            with tarfile.open(packed, "w:gz") as archive:
-                for path in sorted(set(kept)):
-                    within = path.relative_to(self.file.parent) if path.is_relative_to(self.file.parent) else path.name
-                    archive.add(path, Path(self.machine) / within)
-            packed.replace(Path(out) / "outcomes.tar.gz")
+        """Copy what there is to ``$OUT``, each file by rename: the machine may end at any moment."""
+        out = os.environ.get("OUT")
+        if out is None:
+            return
+        for path in [*self.home.rglob("*.json*"), *self.folder.glob("*.log"), *self.folder.rglob("operators.txt")]:
+            root = self.home if path.is_relative_to(self.home) else self.folder
+            copy = Path(out) / self.machine / path.relative_to(root)
+            make_folder(copy.parent)
+            shutil.copyfile(path, copy.with_name(".part"))
+            copy.with_name(".part").replace(copy)
 
-    def report(self) -> str:
-        """Return a table of the stages: how each ended, how long it took, its speed and memory beside the goal."""
-        rows = [("stage", "", "time", "speed", "of the matmul rate", "memory", "goal on an H200")]
-        for stage in STAGES:
-            record = self.records().get(stage.name, {})
-            found, how = record.get("summary", {}), record.get("status", "not run yet")
-            speed, peak = found.get("units_per_s"), found.get("peak_memory_bytes")
-            mfu = (found.get("utilisation") or {}).get("mfu")
-            measured = (
-                f"{quantity(speed)} {found.get('unit', 'units')}/s" if speed else "",
-                f"{mfu:.0%}" if mfu else "",
-                f"{peak / 2**30:.1f} GiB" if peak else "",
-            )
-            rows.append((stage.name, how, duration(record["seconds"]) if record else "", *measured, stage.goal))
-        return columns(rows)
+
+def run_stage(stage: Stage, outcomes: Outcomes, given: list[str], limit_s: float, launch: Launch) -> str:
+    """Run one stage, record it, and return how it ended."""
+    folder, log = outcomes.folder / stage.name / "run", outcomes.folder / f"{stage.name}.log"
+    line, began = command(stage, outcomes.options, given, limit_s), time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)  # of another commit, or cut
+    code = launch(line, log, limit_s, outcomes.keep)
+    if code is None:
+        status = TOO_LONG if limit_s == stage.limit_s else CUT
+    else:
+        status = FAILED if code else DONE
+    if stage.name == "claims" and status == DONE:
+        status = CUT  # another call has more time for them, and repeats none
+    record: dict[str, Any] = {"stage": stage.name, "status": status, "exit_code": code, "command": line[1:]}
+    record |= {"seconds": round(time.monotonic() - began, 1), "summary": read_object(folder / SUMMARY_FILE)}
+    record["last_lines"] = log.read_text(encoding="utf-8", errors="replace").split("\n")[-8:]
+    outcomes.add(record)
+    print(f"{stage.name}: {status}{figures(record['summary'])}{f', goal {stage.goal}' if stage.goal else ''}")
+    return status
+
+
+def figures(summary: dict[str, Any]) -> str:
+    """Return speed, share of the matmul rate and memory of a run, as far as it has them."""
+    found = ""
+    if speed := summary.get("units_per_s"):
+        found += f", {quantity(speed)} {summary['unit']}/s"
+    if mfu := (summary.get("utilisation") or {}).get("mfu"):
+        found += f", {mfu:.0%} of the matmul rate"
+    if peak := summary.get("peak_memory_bytes"):
+        found += f", {peak / 2**30:.1f} GiB"
+    return found
+
+
+def launch(line: list[str], log: Path, limit_s: float, keep: Callable[[], None]) -> int | None:
+    """Run a command, meanwhile keep what there is, and return its exit code; None: it was ended at its limit."""
+    end = time.monotonic() + limit_s
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while (left_s := end - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(min(_KEEP_EVERY_S, left_s))
+            keep()
+        return None
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        process.kill()
+        process.wait()
+
+
+def run_stages(outcomes: Outcomes, given: list[str], launch: Launch = launch) -> None:
+    """Run the stages that have not ended at this commit, or those that are named, until the budget ends."""
+    options = outcomes.options
+    end = time.monotonic() + seconds_of(options.budget)
+    for stage in STAGES:
+        status = outcomes.records().get(stage.name, {}).get("status", CUT)
+        if stage.name not in options.only if options.only else status != CUT:
+            continue
+        left_s = end - time.monotonic()
+        if left_s < _LEAST_S:
+            print(f"{stage.name}: left for the next call")
+        elif run_stage(stage, outcomes, given, min(stage.limit_s, left_s), launch) != DONE and stage.name == "gate":
+            print("the gate failed: mend that first; only=… runs what it names all the same")
+            return
 
 
 def rates(hardware: Hardware) -> dict[str, Any]:
@@ -263,7 +254,7 @@ def rates(hardware: Hardware) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the programme and print its report; the exit code is 1 where a stage failed.
+    """Run the stages; the exit code is 1 where one failed.
 
     Raises:
         UserError: an unknown option or stage, or no such device.
@@ -283,10 +274,9 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"OUT={out} is not a folder; create it, or unset OUT")
     if not (hardware.is_gpu or options.reduced):
         raise UserError("there is no CUDA GPU here; set reduced=true to rehearse on a CPU")
-    programme = Programme(options, hardware, given)
-    programme.run()
-    print(f"\n{programme.report()}")
-    return int(any(record["status"] in (FAILED, TOO_LONG) for record in programme.records().values()))
+    outcomes = Outcomes(options, machine_name(hardware))
+    run_stages(outcomes, given)
+    return int(any(record["status"] in (FAILED, TOO_LONG) for record in outcomes.records().values()))
 
 
 if __name__ == "__main__":

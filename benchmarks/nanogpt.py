@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, shakespeare
-from benchmarks.rows import Bench, Row
+from benchmarks.rows import ENDLESS, Bench, Row
 from evidence.turns import Block, Times, in_turns, ratios, steps_of, stopwatch
 from recipes.data.text.source import TextDatasets
 from trainer.data.contract import Batch
@@ -33,12 +33,8 @@ from trainer.trainer import Trainer
 CLIP = 1.0
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
-EVAL_BATCHES = 20
-"""Of the training text, and as many of the validation text, in each evaluation."""
 GOAL = 1.89
 """Validation loss in nats per character: what the recipe reaches with the text of tinyshakespeare."""
-EVERY = 250
-"""Steps from one evaluation to the next, as the recipe has it."""
 RACES = 3
 PLAIN, BARE, DEFAULT = "nanoGPT's loop", "a bare loop", "ours"
 _MUON = ("optimizer=muon", "optimizer.lr=6e-3", "schedule.final=0", "recipe.vocabulary_multiple=1")
@@ -128,7 +124,7 @@ class PlainLoop:
 
     Args:
         shape: of model and run.
-        train, valid: token ids.
+        train: token ids.
         seed: of the weights and of the batches.
         compiled: with torch.compile.
         autocast: opens the context of a forward pass; None: fp32. (The project itself has none on a CPU.)
@@ -139,13 +135,12 @@ class PlainLoop:
         self,
         shape: PlainShape,
         train: np.ndarray,
-        valid: np.ndarray,
         seed: int = 0,
         compiled: bool = False,
         autocast: Callable[[], AbstractContextManager[None]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.shape, self.train, self.valid = shape, train.astype(np.uint16), valid.astype(np.uint16)
+        self.shape, self.train = shape, train.astype(np.uint16)
         self.device = device or torch.device("cpu")
         torch.manual_seed(seed)
         self.model = PlainGPT(shape).to(self.device)
@@ -158,7 +153,7 @@ class PlainLoop:
         fused = {"fused": True} if self.device.type == "cuda" else {}
         self.optimizer = torch.optim.AdamW(groups, lr=shape.lr, betas=BETAS, **fused)
         self._windows = torch.Generator().manual_seed(seed)
-        self._batch = self._next(self.train)
+        self._batch = self._next()
         self.step = 0
         self.loss = math.nan
         """Of the last step."""
@@ -170,7 +165,7 @@ class PlainLoop:
                 group["lr"] = self.shape.lr_at(self.step)
             with self.autocast():
                 loss = self.model(*self._batch)
-            self._batch = self._next(self.train)
+            self._batch = self._next()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             self.optimizer.step()
@@ -178,24 +173,12 @@ class PlainLoop:
             self.step += 1
             self.loss = loss.item()
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Return the mean losses of random batches of both texts."""
-        self.model.eval()
-        means = {}
-        for part, array in (("train", self.train), ("valid", self.valid)):
-            losses = torch.zeros(EVAL_BATCHES)
-            for number in range(EVAL_BATCHES):
-                with self.autocast():
-                    losses[number] = self.model(*self._next(array)).item()
-            means[part] = losses.mean().item()
-        self.model.train()
-        return means
-
-    def _next(self, array: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _next(self) -> tuple[Tensor, Tensor]:
         context = self.shape.context
-        starts = torch.randint(len(array) - context, (self.shape.batch_size,), generator=self._windows).tolist()
-        rows = torch.stack([torch.from_numpy(array[start : start + context + 1].astype(np.int64)) for start in starts])
+        starts = torch.randint(len(self.train) - context, (self.shape.batch_size,), generator=self._windows).tolist()
+        rows = torch.stack(
+            [torch.from_numpy(self.train[start : start + context + 1].astype(np.int64)) for start in starts]
+        )
         rows = rows.to(self.device)
         return rows[:, :-1], rows[:, 1:]
 
@@ -237,25 +220,17 @@ class Contestant:
     block: Block
     judge: Callable[[], float]
     """Returns the validation loss on the common windows."""
-    evaluation: Callable[[], float]
-    """Takes its own evaluation, as every ``EVERY`` steps, and returns the seconds."""
     seconds: float = 0.0
     done: int = 0
     curve: list[Point] = field(default_factory=list)
-    evaluation_s: float = 0.0
-    """Seconds of one of its own evaluations."""
 
     def reached(self, goal: float) -> Point | None:
         """Return where it first had a loss of ``goal`` or less; None: nowhere."""
         return next((point for point in self.curve if point.loss <= goal), None)
 
-    def to(self, goal: float, evaluated: bool) -> float:
-        """Return the seconds to a loss of ``goal``, with its own evaluations or without.
-
-        Where it was not reached, they are those of the whole run: a lower bound.
-        """
-        point = self.reached(goal) or self.curve[-1]
-        return point.seconds + (point.step // EVERY * self.evaluation_s if evaluated else 0.0)
+    def seconds_to(self, goal: float) -> float:
+        """Return the seconds to a loss of ``goal``; of the whole run, a lower bound, where it was not reached."""
+        return (self.reached(goal) or self.curve[-1]).seconds
 
 
 def nanogpt(bench: Bench, contest: Contest | None = None) -> Iterator[Row]:
@@ -275,12 +250,12 @@ def step_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
         if why := bench.left_out(mode):
             forms = [form for form in forms if form[0] != mode]
             yield Row(f"{job.name}, step, ours {mode} / {PLAIN} {mode}", "x", [], why)
-    blocks: dict[str, Callable[[], float]] = {}
+    loops: dict[str, Callable[[int], None]] = {}
     for mode, compiled in forms:
         bench.report(f"{job.name}: building {_form(mode, compiled)}")
-        for name, block in _step_blocks(contest, mode, compiled, hardware).items():
-            blocks[f"{name} {_form(mode, compiled)}"] = partial(block, job.steps)
-    times = bench.interleave(job.name, blocks)
+        for name, loop in _loops(contest, mode, compiled, hardware).items():
+            loops[f"{name} {_form(mode, compiled)}"] = loop
+    times = bench.times(job.name, loops, job.steps)
     for mode, compiled in forms:
         form = _form(mode, compiled)
         command = job.line(f"precision={mode}", *(["compile=default"] if compiled else []))
@@ -300,16 +275,13 @@ def _form(mode: str, compiled: bool) -> str:
     return f"{mode} compiled" if compiled else mode
 
 
-def _step_blocks(contest: Contest, mode: str, compiled: bool, hardware: Hardware) -> dict[str, Block]:
-    options: tuple[str, ...] = (f"precision={mode}", "steps=1000000", f"device={hardware.device}")
-    options += ("compile=default",) if compiled else ()
+def _loops(contest: Contest, mode: str, compiled: bool, hardware: Hardware) -> dict[str, Callable[[int], None]]:
+    options = (f"precision={mode}", ENDLESS, f"device={hardware.device}", *["compile=default"] * compiled)
     trainer = Trainer.from_config(contest.job.config(*options), hardware)
     bare = BareLoop(Workload(trainer))
     if compiled:
         bare.model.compile()
-    loops = {"ours": steps_of(trainer), PLAIN: _plain(contest, trainer, 0, compiled).run}
-    loops[BARE] = bare.run
-    return {name: stopwatch(loop, hardware.device) for name, loop in loops.items()}
+    return {"ours": steps_of(trainer), PLAIN: _plain(contest, trainer, 0, compiled).run, BARE: bare.run}
 
 
 def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False) -> PlainLoop:
@@ -318,7 +290,7 @@ def _plain(contest: Contest, trainer: Trainer, seed: int, compiled: bool = False
     tokens, precision, device = trainer.datasets.tokens, trainer.config.precision, trainer.device
     shape = replace(contest.shape, vocabulary=tokens.tokenizer.vocab_size)
     autocast = None if precision.mode == "fp32" else partial(precision.autocast, device)
-    return PlainLoop(shape, tokens.train, tokens.valid, seed, compiled, autocast, device)
+    return PlainLoop(shape, tokens.train, seed, compiled, autocast, device)
 
 
 def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
@@ -331,7 +303,7 @@ def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
     amx = hardware.device.type == "cpu" and "amx_bf16" in hardware.cpu_flags
     fastest = ("precision=bf16",) if hardware.support("bf16") == NATIVE else ()
     options = {name: (*given, *fastest) if given else () for name, given in contest.ours.items()}
-    found: dict[tuple[str, bool], list[float]] = {(name, full): [] for name in options for full in (False, True)}
+    found: dict[str, list[float]] = {name: [] for name in options}
     said: dict[str, list[str]] = {name: [] for name in options}
     failed: set[str] = set()
     for seed in range(min(bench.repeats, RACES)):
@@ -341,14 +313,13 @@ def race_rows(bench: Bench, contest: Contest) -> Iterator[Row]:
         goal = max(GOAL, min(point.loss for point in plain.curve))
         for name in options:
             said[name].append(f"{_end(racers[name], goal)} against {_end(plain, goal)}")
+            found[name].append(racers[name].seconds_to(goal) / plain.seconds_to(goal))
             if racers[name].reached(goal) is None:
                 failed.add(name)
-            for full in (False, True):
-                found[name, full].append(racers[name].to(goal, full) / plain.to(goal, full))
-    for (name, full), values in found.items():
-        title = f"{job.name}, time to the loss, {name} / {PLAIN}{', evaluations included' if full else ''}"
+    for name, values in found.items():
         target = None if name == DEFAULT else AMX_TARGET if amx else RACE_TARGET
         how = f"{job.line(*options[name])}; {'; '.join(said[name])}"
+        title = f"{job.name}, time to the loss, {name} / {PLAIN}"
         yield Row(title, "x", values, how, target, lower_bound=name in failed)
 
 
@@ -367,8 +338,6 @@ def race(racers: Mapping[str, Contestant], contest: Contest, report: Callable[[s
         racer.done += steps
         if number >= contest.judged_from * contest.rounds:
             racer.curve.append(Point(racer.seconds, racer.done, racer.judge()))
-    for racer in racers.values():
-        racer.evaluation_s = racer.evaluation()
 
 
 def _ours(contest: Contest, options: tuple[str, ...], seed: int, hardware: Hardware) -> Contestant:
@@ -386,8 +355,7 @@ def _ours(contest: Contest, options: tuple[str, ...], seed: int, hardware: Hardw
         trainer.model.train()
         return sum(losses) / sum(map(trainer.recipe.count_targets, batches))
 
-    block, evaluate = (stopwatch(work, trainer.device) for work in (steps_of(trainer), lambda _: trainer.evaluate()))
-    return Contestant(trainer.plan.steps, block, judge, partial(evaluate, 1))
+    return Contestant(trainer.plan.steps, stopwatch(steps_of(trainer), trainer.device), judge)
 
 
 def _baseline(contest: Contest, seed: int, hardware: Hardware) -> Contestant:
@@ -400,8 +368,7 @@ def _baseline(contest: Contest, seed: int, hardware: Hardware) -> Contestant:
         losses = [loop.model(tokens[:, :-1], tokens[:, 1:]).item() * len(tokens) for tokens in windows]
         return sum(losses) / sum(map(len, windows))
 
-    block, evaluate = (stopwatch(work, loop.device) for work in (loop.run, lambda _: loop.evaluate()))
-    return Contestant(contest.shape.steps, block, judge, partial(evaluate, 1))
+    return Contestant(contest.shape.steps, stopwatch(loop.run, loop.device), judge)
 
 
 def _windows(trainer: Trainer, count: int) -> list[Batch]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import io
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from typing import Protocol
 
-import psutil
 import torch
 from rich.console import Console
 from torch import nn
@@ -38,20 +36,17 @@ PEAK_STEP = 3
 class Turns:
     """Lets other loops take turns with a trainer's run, which cannot be called block by block.
 
-    In each round of a repeat the run takes ``steps`` optimizer steps and then each of ``others`` as many; at the end
-    of a repeat, each of ``fits`` takes as many as all its rounds together. One further repeat comes first, as a
-    warm-up, and is not kept.
+    In each round of a repeat the run takes ``steps`` optimizer steps and then each of ``others`` as many. One further
+    repeat comes first, as a warm-up, and is not kept.
     """
 
     def __init__(
-        self, job: Job, repeats: int, others: dict[str, Block], fits: dict[str, Block], clock: Clock = time.perf_counter
+        self, job: Job, repeats: int, others: dict[str, Block], clock: Clock, report: Callable[[str, int], object]
     ) -> None:
         self.steps, self.steps_per_repeat = job.steps, job.steps * job.rounds
         self.last_step = self.steps_per_repeat * (repeats + 1)
-        self.others, self.fits, self.clock = others, fits, clock
-        self.report: Callable[[str, int], object] = lambda name, repeat: None
-        """Takes the name of the loop whose turn it is, and the repeat (0: the warm-up)."""
-        self._times: Times = {name: [0.0] * (repeats + 1) for name in ("trainer", *others, *fits)}
+        self.others, self.clock, self.report = others, clock, report
+        self._times: Times = {name: [0.0] * (repeats + 1) for name in ("trainer", *others)}
 
     @property
     def times(self) -> Times:
@@ -60,48 +55,37 @@ class Turns:
 
     def start(self, step: int = 0) -> None:
         """Start the clock of the run's next block, after ``step`` optimizer steps."""
-        if step < self.last_step:  # what comes later is not measured
-            self.report("Mantissa", step // self.steps_per_repeat)
+        self.report("Mantissa", step // self.steps_per_repeat)
         self._began = self.clock()
 
-    def due(self, step: int) -> bool:
-        """Return whether the run's optimizer step ``step`` (from 1) ends a block."""
-        return step % self.steps == 0 and step <= self.last_step
-
     def take(self, step: int) -> None:
-        """End the run's block, and run the others' blocks; ``start`` is to be called then."""
+        """If the run's optimizer step ``step`` (from 1) ends a block, run the others' blocks."""
+        if step % self.steps or step > self.last_step:
+            return
         repeat = (step - 1) // self.steps_per_repeat
         self._times["trainer"][repeat] += self.clock() - self._began
-        blocks = [(name, block, self.steps) for name, block in self.others.items()]
-        if step % self.steps_per_repeat == 0:
-            blocks += [(name, block, self.steps_per_repeat) for name, block in self.fits.items()]
-        for name, block, steps in blocks:
+        for name, block in self.others.items():
             self.report(name, repeat)
-            self._times[name][repeat] += block(steps)
+            self._times[name][repeat] += block(self.steps)
+        self.start(step)
 
 
 class MeasuredRun(Run):
     """A run with all features on, which pauses between its steps while other loops run."""
 
     turns: Turns
-    background_s: float = 0.0
-    """CPU time of its background threads (MLflow's feed, system metrics) over all timed repeats."""
 
     def after_step(self) -> None:
         """Do what is due after a step; at the end of a block, let the other loops run."""
         super().after_step()
         step = self.trainer.step
-        if not self.turns.due(step):
-            return
-        synchronise(self.trainer.device)
-        with self.monitor.paused():
-            self.turns.take(step)
-            if step == self.turns.steps_per_repeat:
-                self._wait_for_mlflow()
-                self.background_s -= _background_s()
-            elif step == self.turns.last_step:
-                self.background_s += _background_s()
-            self.turns.start(step)
+        if step % self.turns.steps == 0:
+            synchronise(self.trainer.device)
+            with self.monitor.paused():
+                self.turns.take(step)
+                if step == self.turns.steps_per_repeat:
+                    self._wait_for_mlflow()
+                    self.turns.start(step)
 
     def _wait_for_mlflow(self) -> None:
         # Its import and first connection belong to the start, not to a step.
@@ -113,40 +97,22 @@ class MeasuredRun(Run):
             time.sleep(0.05)
 
 
-def _background_s() -> float:
-    """Return the CPU seconds so far of all Python threads but the main one (0 where the system has no such count)."""
-    if not psutil.LINUX:
-        return 0.0
-    ours = {thread.native_id for thread in threading.enumerate()} - {threading.main_thread().native_id}
-    return sum(thread.user_time + thread.system_time for thread in psutil.Process().threads() if thread.id in ours)
-
-
-@dataclass
-class Alternated:
-    """The times of a run and of the loops beside it."""
-
-    times: Times
-    """Seconds per repeat; the run is called ``trainer``, the loop written by hand ``bare``."""
-    steps: int
-    """Optimizer steps in a repeat."""
-    background_ms: float
-    """CPU time of MLflow's and other background threads of the run, per step."""
-
-
 def alternate(
     bench: Bench,
     job: Job,
     options: Sequence[str],
-    others: Callable[[Workload], tuple[dict[str, Block], dict[str, Block]]] = lambda workload: ({}, {}),
+    others: Callable[[Workload], dict[str, Block]] = lambda workload: {},
     clock: Clock = time.perf_counter,
-) -> Alternated:
-    """Time a whole run, with all features on, and other loops that alternate with it.
+) -> Times:
+    """Return the seconds per repeat of a whole run with all features on, and of loops that alternate with it.
+
+    The run is called ``trainer``, the loop written by hand ``bare``.
 
     Args:
         bench: its folder takes the run.
         job: what is trained.
         options: further overrides.
-        others: returns the blocks of other loops, and those of whole fits (see ``Turns``).
+        others: returns the blocks of other loops by name.
         clock: of the run and the bare loop, in seconds.
     """
     hardware, repeats, folder = bench.hardware, bench.repeats, bench.folder
@@ -159,17 +125,16 @@ def alternate(
     bench.report(f"{job.name}: building")
     trainer = Trainer.from_config(config, hardware)
     workload = Workload(trainer)
-    blocks, fits = others(workload)
-    blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | blocks
+    blocks = {"bare": stopwatch(BareLoop(workload).run, hardware.device, clock)} | others(workload)
     run_folder = RunFolder.create(config.output_dir, trainer.config.name)
     run = MeasuredRun(trainer, run_folder, None, Terminal(Console(file=io.StringIO())), Signals(), [])
-    run.turns = turns = Turns(job, repeats, blocks, fits, clock)
-    turns.report = lambda name, repeat: bench.repeat(f"{job.name}: {name}", repeat)
+    run.turns = turns = Turns(
+        job, repeats, blocks, clock, lambda name, repeat: bench.repeat(f"{job.name}: {name}", repeat)
+    )
     with threads(job.threads):
         turns.start()
         run.train()
-    background_ms = 1e3 * run.background_s / (repeats * turns.steps_per_repeat)
-    return Alternated(turns.times, turns.steps_per_repeat, background_ms)
+    return turns.times
 
 
 def trainer_cost(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
@@ -187,11 +152,10 @@ def trainer_cost(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
         often = replace(tiny, name=f"{tiny.name} by CPU time", steps=max(1, tiny.steps // 5))
         measurements.append((often, "ms", 0.05, time.thread_time))
     for job, unit, target, clock in measurements:
-        found = alternate(bench, job, options, clock=clock)
-        measured = f"{job.line(*options)}; {job.rounds} × {job.steps} steps a repeat"
-        threads_of = "MLflow's threads" if find_spec("mlflow") else "without MLflow; threads"
-        how = f"{measured}; {threads_of} used another {found.background_ms:.3f} ms of CPU per step"
-        cost = overheads(found.times, unit, found.steps)
+        times = alternate(bench, job, options, clock=clock)
+        how = f"{job.line(*options)}; {job.rounds} × {job.steps} steps a repeat"
+        how += "" if find_spec("mlflow") else "; without MLflow"
+        cost = overheads(times, unit, job.rounds * job.steps)
         yield Row(f"{job.name}, Mantissa over a bare loop", unit, cost, how, target)
 
 
@@ -217,22 +181,17 @@ class PeakWatch:
 
     def __init__(self, device: torch.device) -> None:
         """Begin before the loop is built: what is allocated by then does not count."""
-        self.device = device
+        self.device, self.cuda = device, device.type == "cuda"
+        self.how = "CUDA's allocator" if self.cuda else "the ledger of trainer/profiling/ledger.py"
         self.bytes = 0
-        self._ledger: MemoryLedger | None = None
         gc.collect()
-        self._before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-    @property
-    def how(self) -> str:
-        """Where the number is from."""
-        return "CUDA's allocator" if self.device.type == "cuda" else "the ledger of trainer/profiling/ledger.py"
+        self._before = torch.cuda.memory_allocated(device) if self.cuda else 0
 
     def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start measuring."""
         if step != PEAK_STEP:
             return
-        if self.device.type == "cuda":
+        if self.cuda:
             synchronise(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
@@ -243,7 +202,7 @@ class PeakWatch:
         """Read the peak."""
         if step != PEAK_STEP:
             return
-        if self._ledger is None:
+        if self.cuda:
             synchronise(self.device)
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
         else:

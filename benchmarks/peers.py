@@ -12,8 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +25,7 @@ from benchmarks.jobs import LOG_EVERY, MAX_NORM, TINY_MLP, BareLoop, Job, Worklo
 from benchmarks.overhead import PEAK_STEP, PeakWatch, Watch, alternate, trainer_peak, watched
 from benchmarks.rows import Bench
 from evidence.turns import Block, stopwatch, synchronise
-from mantissa.display import columns, size
+from mantissa.display import size
 from mantissa.formats import BASIC
 from trainer.data.contract import Batch
 from trainer.data.loader import to_device
@@ -52,8 +51,6 @@ class Loop:
     block: Block
     first_steps: Callable[[Watch], None]
     """Takes ``PEAK_STEP`` steps, watched."""
-    whole_fit: bool = False
-    """Whether a block is one whole call of the framework's fit, made once for each repeat."""
 
 
 def stepwise(run: Callable[[int], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> Loop:
@@ -71,7 +68,7 @@ def fitted(fit: Fit, model: nn.Module) -> Loop:
         fit(FIT_WARM_UP + steps, clock)
         return clock.seconds
 
-    return Loop(model, block, partial(fit, PEAK_STEP), whole_fit=True)
+    return Loop(model, block, partial(fit, PEAK_STEP))
 
 
 class _FitClock:
@@ -341,15 +338,13 @@ class Peer:
 
     name: str
     version: str
-    seconds: list[float] = field(default_factory=list)
-    """Of a repeat."""
+    note: str = ""
+    """What differs, or why it was not measured."""
     peak_bytes: int = 0
     drift: float | None = None
     """How far its weights are from the bare loop's after three steps, as a share of the distance that those went."""
-    note: str = ""
-    """What differs."""
-    error: str = ""
-    """Why it was not measured."""
+    seconds: list[float] = field(default_factory=list)
+    """Of a repeat."""
 
 
 @dataclass
@@ -357,14 +352,13 @@ class SideBySide:
     """The table of one job; the first peer is the loop written by hand."""
 
     job: str
-    command: str
+    how: str
+    """What was measured."""
     unit: str
     units: int
     """Of one optimizer step: tokens, images or samples."""
     steps: int
     """In a repeat."""
-    memory: str
-    """How the peak was measured."""
     peers: list[Peer]
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -376,17 +370,14 @@ class SideBySide:
         peak = (size(peer.peak_bytes), f"{peer.peak_bytes / bare.peak_bytes:.3f}x") if peer.peak_bytes else ("–", "–")
         if not peer.seconds:
             return (peer.name, peer.version or "–", "–", "–", "–", "–", *peak)
-        extra, share = self.overhead_ms(peer), self.throughput(peer)
         step_s = statistics.median(peer.seconds) / self.steps
         rate = self.units / step_s
         digits = 3 if step_s < 0.01 else 1
-        time = (
-            f"{1e3 * step_s:.{digits}f}",
-            _range(extra, f"+.{digits}f"),
-            f"{rate:,.{0 if rate >= 100 else 1}f}",
-            _range(share, ".3f"),
-        )
-        return (peer.name, peer.version, *(time if peer is not bare else (time[0], "", time[2], "")), *peak)
+        time, speed = f"{1e3 * step_s:.{digits}f}", f"{rate:,.{0 if rate >= 100 else 1}f}"
+        if peer is bare:
+            return (peer.name, peer.version, time, "", speed, "", *peak)
+        extra, share = _range(self.overhead_ms(peer), f"+.{digits}f"), _range(self.throughput(peer), ".3f")
+        return (peer.name, peer.version, time, extra, speed, share, *peak)
 
     def overhead_ms(self, peer: Peer) -> list[float]:
         """Return what a step takes longer than the bare loop's, for each repeat."""
@@ -406,34 +397,21 @@ class SideBySide:
             names, most = ", ".join(alike), max(alike.values())
             same = f"after {PEAK_STEP} steps they differ by at most {most:.2%} of the distance that the weights moved"
             notes.append(f"the same weights as the bare loop's ({same}): {names}")
-        for peer in self.peers[1:]:
-            if (drift := drifts.get(peer.name, 0.0)) >= ALIKE:
+        for name, drift in drifts.items():
+            if name not in alike:
                 apart = f"its weights differ from the bare loop's by {drift:.0%} of the distance that those moved"
-                notes.append(f"{peer.name}: NOT the same training; after {PEAK_STEP} steps {apart}")
-            notes += [f"{peer.name}: {each}" for each in (peer.error, peer.note if not peer.error else "") if each]
-        return notes
-
-    @property
-    def how(self) -> str:
-        """What was measured."""
-        return f"{self.command}; {self.steps} steps a repeat; peak memory of the third step by {self.memory}"
-
-    def text(self) -> str:
-        """Return the table, and below it what was measured."""
-        lines = [f"{self.job}", *columns(self.rows()).splitlines(), self.how, *self.notes()]
-        return "\n".join(f"  {line}" for line in lines) + "\n"
+                notes.append(f"{name}: NOT the same training; after {PEAK_STEP} steps {apart}")
+        return notes + [f"{peer.name}: {peer.note}" for peer in self.peers if peer.note]
 
     def markdown(self) -> str:
         """Return the table for a page."""
         heading, *rows = self.rows()
-        table = [heading, ["---"] * len(heading), *rows]
-        lines = ["| " + " | ".join(row) + " |" for row in table]
-        notes = [f"- {note}" for note in (f"`{self.command}`{self.how.removeprefix(self.command)}", *self.notes())]
-        return "\n".join([f"### {self.job}", "", *lines, "", *notes]) + "\n"
+        lines = ["| " + " | ".join(row) + " |" for row in (heading, ["---"] * len(heading), *rows)]
+        return (
+            "\n".join([f"### {self.job}", "", *lines, "", *(f"- {note}" for note in (self.how, *self.notes()))]) + "\n"
+        )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types, with the seconds of each repeat."""
-        return asdict(self)
+    text = markdown
 
 
 def _range(values: list[float], form: str) -> str:
@@ -442,12 +420,12 @@ def _range(values: list[float], form: str) -> str:
 
 def peers_jobs(hardware: Hardware) -> tuple[Job, ...]:
     """Return a language, a vision and a tiny model; on a CPU small enough for minutes."""
-    tiny = Job(**{**vars(TINY_MLP), "rounds": 5})
+    tiny = replace(TINY_MLP, steps=500, rounds=1)
     if hardware.is_gpu:
-        return gpt2_job(hardware), resnet_job(hardware), tiny
+        return replace(gpt2_job(hardware), steps=50, rounds=1), replace(resnet_job(hardware), steps=20, rounds=1), tiny
     language = ("recipe=gpt2", "recipe.size=mini", "data=synthetic", "data.vocab_size=4096", "batch_size=4")
     vision = ("recipe=resnet", "recipe.arch=resnet18", "recipe.image_size=64", "data=synthetic", "data.classes=10")
-    return Job("gpt2 mini", language, 1, 5), Job("resnet18", (*vision, "batch_size=32"), 2, 5), tiny
+    return Job("gpt2 mini", language, 5), Job("resnet18", (*vision, "batch_size=32"), 10), tiny
 
 
 def peers_mode(bench: Bench) -> str:
@@ -466,9 +444,7 @@ def peers(bench: Bench, jobs: Sequence[Job] = (), frameworks: Sequence[Framework
 class FirstSteps(PeakWatch):
     """Measures the peak memory of the third step, and keeps the weights after it."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.weights: dict[str, Tensor] = {}
+    weights: dict[str, Tensor]
 
     def before(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Note whose step begins."""
@@ -488,78 +464,42 @@ class FirstSteps(PeakWatch):
         )
 
 
-def _commit() -> str:
-    """Return the commit of this project: releases are rarer than changes of the step."""
-    facts = git_facts()
-    return f"commit {facts['commit'][:7]}" if facts else ""
-
-
 def _side_by_side(bench: Bench, job: Job, frameworks: Sequence[Framework]) -> SideBySide:
     mode, device = peers_mode(bench), bench.hardware.device
     options = [f"precision={mode}", "clip=norm", "schedule=constant", "schedule.warmup_steps=0"]
     options += [f"log_every={LOG_EVERY}", "checkpoint=none"]
-    bench.report(f"{job.name}: {MANTISSA}, first steps")
-    ours = FirstSteps(device)
+    bench.report(f"{job.name}: first steps")
+    ours, baseline = FirstSteps(device), FirstSteps(device)
     workload = trainer_peak(bench, job, options, ours)
-    baseline = FirstSteps(device)
     bare(workload, bench.folder).first_steps(baseline)
     way = baseline.distance(workload.weights)
+    commit = f"commit {facts['commit'][:7]}" if (facts := git_facts()) else ""
     rows = [
-        Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.bytes, drift=0.0),
-        Peer(MANTISSA, _commit(), peak_bytes=ours.bytes, drift=ours.distance(baseline.weights) / way),
+        Peer(BARE, f"torch {version('torch').partition('+')[0]}", peak_bytes=baseline.bytes),
+        Peer(MANTISSA, commit, peak_bytes=ours.bytes, drift=ours.distance(baseline.weights) / way),
     ]
-    tried: list[tuple[Peer, Framework]] = []
+    measured: list[Framework] = []
     for framework in frameworks:
         known, why = framework.installed()
         note = framework.note or framework.note_under_autocast * (mode in ("bf16", "fp16"))
-        peer = Peer(framework.name, known, note=note, error=why)
+        peer = Peer(framework.name, known, why or note)
         rows.append(peer)
-        if not peer.error:
-            tried.append((peer, framework))
-            bench.report(f"{job.name}: {peer.name}, first steps")
+        if not why:
             watch = FirstSteps(device)
-            with _named(bench, job, peer):
+            try:
                 framework.make(workload, bench.folder).first_steps(watch)
-                peer.peak_bytes, peer.drift = watch.bytes, watch.distance(baseline.weights) / way
-    unit, units = workload.units()
-    steps = _time(bench, job, options, rows, tried)
-    return SideBySide(f"{job.name} {mode}", job.line(*options), unit, units, steps, baseline.how, rows)
-
-
-def _time(bench: Bench, job: Job, options: Sequence[str], rows: list[Peer], tried: list[tuple[Peer, Framework]]) -> int:
-    """Time the loops of all rows in turn; return the optimizer steps of a repeat."""
-
-    def others(workload: Workload) -> tuple[dict[str, Block], dict[str, Block]]:
-        blocks: dict[str, Block] = {}
-        fits: dict[str, Block] = {}
-        for peer, framework in tried:
-            if peer.error:
+            except Exception as error:  # the others are measured without it
+                peer.note = f"failed: {type(error).__name__}: {error}"
                 continue
-            bench.report(f"{job.name}: building {peer.name}")
-            with _named(bench, job, peer):
-                loop = framework.make(workload, bench.folder)
-                (fits if loop.whole_fit else blocks)[peer.name] = partial(_attempt, bench, job, peer, loop.block)
-        return blocks, fits
+            peer.peak_bytes, peer.drift = watch.bytes, watch.distance(baseline.weights) / way
+            measured.append(framework)
 
-    found = alternate(bench, job, options, others)
+    def blocks(workload: Workload) -> dict[str, Block]:
+        return {framework.name: framework.make(workload, bench.folder).block for framework in measured}
+
+    times = alternate(bench, job, options, blocks)
     for peer in rows:
-        if not peer.error:
-            peer.seconds = found.times[{BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name)]
-    return found.steps
-
-
-def _attempt(bench: Bench, job: Job, peer: Peer, block: Block, steps: int) -> float:
-    """Return the seconds of a block; 0 once it has failed."""
-    if not peer.error:
-        with _named(bench, job, peer):
-            return block(steps)
-    return 0.0
-
-
-@contextmanager
-def _named(bench: Bench, job: Job, peer: Peer) -> Iterator[None]:
-    """Name a framework that fails; the others go on without it."""
-    try:
-        yield
-    except Exception as error:
-        peer.error = bench.failed(f"{job.name}, {peer.name}", error)
+        peer.seconds = times.get({BARE: "bare", MANTISSA: "trainer"}.get(peer.name, peer.name), [])
+    (unit, units), steps = workload.units(), job.steps * job.rounds
+    how = f"{job.line(*options)}; {steps} steps a repeat; peak memory of the third step by {baseline.how}"
+    return SideBySide(f"{job.name} {mode}", how, unit, units, steps, rows)

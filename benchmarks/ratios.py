@@ -1,4 +1,4 @@
-"""Ratios between loops that alternate in one process: formats, optimizers, averages, generation, checkpoints, …"""
+"""Ratios between loops that alternate in one process: formats, optimizers, averages, checkpoints, …"""
 
 from __future__ import annotations
 
@@ -11,25 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.jobs import BareLoop, Job, Workload, gpt2_job, resnet_job
-from benchmarks.rows import Bench, Row
-from evidence.turns import interleave, ratios, steps_of, stopwatch
-from inference.evaluate import Opened, evaluate
-from inference.generate import GenerateOptions, continued, without_dropout
-from inference.setting import Setting
+from benchmarks.rows import ENDLESS, Bench, Row
+from evidence.turns import Times, interleave, ratios, steps_of, stopwatch
 from mantissa.formats import BASIC
 from trainer.checkpoint.store import Checkpoint
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.data.loader import to_device
 from trainer.errors import RunError, UserError
 from trainer.files import PROJECT
-from trainer.hardware import UNAVAILABLE, Hardware, detect
+from trainer.hardware import UNAVAILABLE, detect
 from trainer.parallel.world import World
 from trainer.precision import kernels
 from trainer.profiling.diagnostics import Numerics
@@ -38,8 +33,6 @@ from trainer.trainer import Trainer
 BF16_TARGET = 1.8
 OPTIMIZERS = ("muon", "lion", "lamb", "adafactor", "schedulefree schedule=constant")
 """Choices of ``optimizer``, with what else they need, that are measured beside adamw."""
-TOKENS = 255
-"""Generated after a prompt of one token: as many as gpt2 mini has room for."""
 PROCESSES = 2
 STEPS = 4
 """Optimizer steps between two checkpoints, and in a block of several processes."""
@@ -72,7 +65,7 @@ def _speedups(bench: Bench, job: Job, variants: Variants, pairs: list[tuple[str,
     for name, overrides in variants.items():
         if any(name in pair for pair in measured):
             bench.report(f"{job.name}: building {name}")
-            blocks[name] = _training_block(job, overrides, hardware)
+            blocks[name] = _training_block(bench, job, overrides)
     times = bench.interleave(job.name, blocks)
     for fast, slow in measured:
         how = f"{job.line(*variants[fast])}; vs. {' '.join(variants[slow])}; {job.steps} steps a repeat"
@@ -84,11 +77,14 @@ def _throughput(job: Job, fast: str, slow: str) -> str:
     return f"{job.name}, throughput, {fast} / {slow}"
 
 
-def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) -> Callable[[], float]:
-    config = job.config(*overrides, "clip=norm", "steps=1000000", f"device={hardware.device}")
-    trainer = Trainer.from_config(config, hardware)
+def _trainer(bench: Bench, job: Job, *options: str) -> Trainer:
+    return Trainer.from_config(job.config(*options, ENDLESS, f"device={bench.hardware.device}"), bench.hardware)
+
+
+def _training_block(bench: Bench, job: Job, overrides: tuple[str, ...]) -> Callable[[], float]:
+    trainer = _trainer(bench, job, *overrides, "clip=norm")
     trainer.model.train()
-    timed = stopwatch(steps_of(trainer), hardware.device)
+    timed = stopwatch(steps_of(trainer), trainer.device)
 
     def block() -> float:
         kernels.clear()  # those of the block before
@@ -100,18 +96,15 @@ def _training_block(job: Job, overrides: tuple[str, ...], hardware: Hardware) ->
 
 def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTIMIZERS) -> Iterator[Row]:
     """Measure a step with each optimizer beside one with AdamW."""
-    hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
-    blocks: dict[str, Callable[[], float]] = {}
+    job = job or gpt2_job(bench.hardware)
+    loops: dict[str, Callable[[int], None]] = {}
     missing: dict[str, str] = {}
     for name in ("adamw", *names):
-        overrides = (*f"optimizer={name}".split(), "steps=1000000", f"device={hardware.device}")
         try:
-            trainer = Trainer.from_config(job.config(*overrides), hardware)
+            loops[name] = steps_of(_trainer(bench, job, *f"optimizer={name}".split()))
         except UserError as error:  # the library that has it is not installed
             missing[name] = str(error)
-            continue
-        blocks[name] = partial(stopwatch(steps_of(trainer), hardware.device), job.steps)
-    times = bench.interleave(job.name, blocks)
+    times = bench.times(job.name, loops, job.steps)
     for name in names:
         title = f"{job.name}, a step with {name.partition(' ')[0]} / with adamw"
         if name in missing:
@@ -122,19 +115,14 @@ def optimizers(bench: Bench, job: Job | None = None, names: Sequence[str] = OPTI
 
 def ema_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     """Measure what ema=default adds to a step: the update of the averages."""
-    hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
-    options = ("ema=default", "steps=1000000", f"device={hardware.device}")
-    trainer = Trainer.from_config(job.config(*options), hardware)
+    job = job or gpt2_job(bench.hardware)
+    trainer = _trainer(bench, job, "ema=default")
 
     def update(steps: int) -> None:
         for _ in range(steps):
             trainer.average.update(trainer.step)
 
-    timed = {"step": steps_of(trainer), "update": update}
-    blocks: dict[str, Callable[[], float]] = {
-        name: partial(stopwatch(work, hardware.device), 1) for name, work in timed.items()
-    }
-    times = bench.interleave(job.name, blocks, 2 * bench.repeats)
+    times = bench.times(job.name, {"step": steps_of(trainer), "update": update}, 1, 2 * bench.repeats)
     share = [100 * update / (step - update) for step, update in zip(times["step"], times["update"], strict=True)]
     how = f"{job.line('ema=default')}; steps and further updates of the averages alternate"
     yield Row(f"{job.name}, ema=default, over ema=none", "%", share, how, 2.0)
@@ -142,11 +130,11 @@ def ema_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
 
 def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     """Measure what diagnostics=numerics adds to its step, as a share of the steps from it to the next."""
-    hardware, job = bench.hardware, job or gpt2_job(bench.hardware)
-    trainer = Trainer.from_config(job.config("clip=norm", "steps=1000000", f"device={hardware.device}"), hardware)
+    job = job or gpt2_job(bench.hardware)
+    trainer = _trainer(bench, job, "clip=norm")
     every = Numerics().every
     diagnostics = Numerics(1).start(trainer.model, trainer.update, trainer.config.precision.half, every, World())
-    batches, device = trainer.batches(), hardware.device
+    batches = trainer.batches()
 
     def update(measured: bool) -> float:
         correction = trainer.gradients(next(batches)).correction
@@ -156,10 +144,10 @@ def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
                 trainer.update.step(0, correction)
             list(diagnostics.collect())
 
-        return stopwatch(step, device)(1)
+        return stopwatch(step, trainer.device)(1)
 
     blocks: dict[str, Callable[[], float]] = {
-        "step": partial(stopwatch(steps_of(trainer), device), 1),
+        "step": partial(stopwatch(steps_of(trainer), trainer.device), 1),
         "update": partial(update, False),
         "measured": partial(update, True),
     }
@@ -170,84 +158,12 @@ def diagnostics_cost(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     yield Row(f"{job.name}, diagnostics=numerics, over diagnostics=none", "%", share, how, 2.0)
 
 
-def generation(bench: Bench, job: Job | None = None, tokens: int = TOKENS) -> Iterator[Row]:
-    """Measure how many times as fast the cache of keys and values makes a text."""
-    job = job or gpt2_job(bench.hardware)
-    for mode, target in (("fp32", 5.0), ("bf16", None)):
-        if why := bench.left_out(mode):
-            yield Row(_title(job, mode), "x", [], why)
-        else:
-            yield _generation(bench, job, mode, target, tokens)
-
-
-def _title(job: Job, mode: str) -> str:
-    return f"{job.name} {mode}, generation, with cache / without"
-
-
-def _generation(bench: Bench, job: Job, mode: str, target: float | None, tokens: int) -> Row:
-    hardware = bench.hardware
-    device = hardware.device
-    trainer = Trainer.from_config(job.config(f"precision={mode}", f"device={device}"), hardware)
-    precision, network = trainer.config.precision, trainer.model.get_submodule(trainer.recipe.name)
-    network = without_dropout(network.eval())
-    prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
-
-    def text(cache: bool, _: int) -> None:
-        with precision.autocast(device):
-            continued(network, prompt, tokens, GenerateOptions(cache=cache))
-
-    blocks: dict[str, Callable[[], float]] = {
-        name: partial(stopwatch(partial(text, name == "with"), device), 1) for name in ("without", "with")
-    }
-    speedup = ratios(bench.interleave(f"{job.name} {mode}", blocks), "without", "with")
-    how = f"{job.line(f'precision={mode}')}, random weights; {tokens} tokens, one text at a time"
-    return Row(_title(job, mode), "x", speedup, how, target, False)
-
-
-def evaluation(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
-    """Measure the samples per second of evaluate.py beside those of training's forward pass."""
-    for job in jobs or (gpt2_job(bench.hardware), resnet_job(bench.hardware)):
-        yield _evaluation(bench, job)
-
-
-def _evaluation(bench: Bench, job: Job, batches: int = 4) -> Row:
-    hardware, precision = bench.hardware, f"precision={bench.mode}"
-    config = job.config(precision, f"device={hardware.device}")
-    trainer = Trainer.from_config(config, hardware)
-    config, size = trainer.config, trainer.plan.batching.micro_batch_size
-    count = min(batches * size, len(trainer.datasets.valid))
-    setting = Setting(config, hardware, own_data=True, eval_samples=count)
-    opened = Opened(setting, trainer.datasets, trainer.datasets.valid, trainer.model, None)
-    device, stream = hardware.device, trainer.batches()
-    # Already in memory: loading counts for the evaluation only.
-    loaded = [to_device(next(stream)[0], device) for _ in range(batches)]
-
-    def forward(_: int) -> None:
-        trainer.model.train()
-        for batch in loaded:
-            with config.precision.autocast(device):
-                trainer.recipe.loss(trainer.model, batch).loss_sum.item()
-
-    def evaluated(_: int) -> None:
-        trainer.model.eval()
-        evaluate(opened)
-
-    blocks: dict[str, Callable[[], float]] = {
-        name: partial(stopwatch(work, device), 1) for name, work in (("forward", forward), ("evaluation", evaluated))
-    }
-    times = bench.interleave(job.name, blocks)
-    rates = [ratio * count / (batches * size) for ratio in ratios(times, "forward", "evaluation")]
-    how = f"samples per second, {job.line(precision)}; {count} samples, loading included in evaluation only"
-    return Row(f"{job.name}, evaluation / training's forward", "x", rates, how, 1.0, False)
-
-
-def saving(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
+def saving(bench: Bench, job: Job | None = None) -> Iterator[Row]:
     """Measure how long the loop waits for a checkpoint, and how much writing it slows the next steps."""
-    hardware = bench.hardware
-    (job,) = jobs or (gpt2_job(hardware),)
-    options = (f"precision={bench.mode}", "clip=norm", f"device={hardware.device}", "steps=1000000")
-    trainer = Trainer.from_config(job.config(*options), hardware)
-    block = stopwatch(steps_of(trainer), hardware.device)
+    job = job or gpt2_job(bench.hardware)
+    options = (f"precision={bench.mode}", "clip=norm")
+    trainer = _trainer(bench, job, *options)
+    block = stopwatch(steps_of(trainer), trainer.device)
     for background in (True, False):
         how = "in the background" if background else "in the loop (checkpoint.background=false)"
         writer = CheckpointWriter(Checkpoint(background=background), bench.folder / str(background), World())
@@ -261,7 +177,7 @@ def saving(bench: Bench, jobs: Sequence[Job] = ()) -> Iterator[Row]:
             if repeat:  # the first repeat allocates host memory and is a warm-up
                 stalls.append(100 * stall / (alone / STEPS))
                 slowed.append(100 * (after + stall - alone) / (alone / STEPS))
-        measured = f"{job.line(*options[:2])}; one checkpoint after every {STEPS} steps"
+        measured = f"{job.line(*options)}; one checkpoint after every {STEPS} steps"
         name = f"{job.name}, a checkpoint {how}"
         yield Row(f"{name}: stall, of one step", "%", stalls, measured, 10.0 if background else None)
         slower = f"{measured}; with the slower steps that follow"
@@ -274,40 +190,36 @@ def parallel(bench: Bench, overrides: Sequence[str] = ()) -> Iterator[Row]:
     if hardware.is_gpu and torch.cuda.device_count() < PROCESSES:
         yield Row("DDP over torch's own", "%", [], f"not measured: needs {PROCESSES} GPUs")
         return
-    found = {count: _in_processes(count, bench, overrides) for count in (1, PROCESSES)}
-    line = found[PROCESSES]["line"]
-    times = found[PROCESSES]["times"]
-    one, two = found[1]["times"]["mantissa"], times["mantissa"]
-    cores = f"{hardware.cpu_cores} cores" if not hardware.is_gpu else f"{PROCESSES} GPUs"
+    options = (f"precision={bench.mode}", "clip=norm", *overrides)
+    line = gpt2_job(hardware).line(*options, "parallel=ddp").removeprefix("python ")
+    one, two = (_in_processes(count, bench, options) for count in (1, PROCESSES))
+    cores = f"{PROCESSES} GPUs" if hardware.is_gpu else f"{hardware.cpu_cores} cores"
     yield Row(
         f"{PROCESSES} processes, Mantissa's DDP over torch's DDP written by hand",
         "%",
-        [100 * (ratio - 1) for ratio in ratios(times, "mantissa", "bare")],
+        [100 * (ratio - 1) for ratio in ratios(two, "mantissa", "bare")],
         f"torchrun --nproc-per-node={PROCESSES} {line}; {STEPS} steps a repeat, alternating in the same processes",
         3.0,
     )
     yield Row(
         f"step time, {PROCESSES} processes vs. one with the same global batch, {cores}",
         "x",
-        [a / b for a, b in zip(two, one, strict=True)],
+        [a / b for a, b in zip(two["mantissa"], one["mantissa"], strict=True)],
         f"{line}; vs. parallel=single; one job after the other, not alternating",
     )
 
 
-def _in_processes(count: int, bench: Bench, overrides: Sequence[str]) -> dict[str, Any]:
+def _in_processes(count: int, bench: Bench, options: Sequence[str]) -> Times:
     bench.report(f"{count} process{'es' * (count > 1)}, {bench.repeats} repeats")
     file = bench.folder / f"{count}.json"
-    options = (f"precision={bench.mode}", "clip=norm", *overrides)
-    command = [sys.executable, "-m", "benchmarks.ratios", str(file), str(bench.repeats), *options]
-    if count > 1:
-        command[1:2] = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m"]
-    threads = str(max(1, bench.hardware.cpu_cores // count))
-    environment = os.environ | {"OMP_NUM_THREADS": threads}
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={count}"] if count > 1 else []
+    command = [sys.executable, *torchrun, "-m", "benchmarks.ratios", str(file), str(bench.repeats), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, bench.hardware.cpu_cores // count))}
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    times: Times = json.loads(file.read_text())
+    return times
 
 
 class BareDDP(BareLoop):
@@ -322,7 +234,7 @@ def _rank(file: str, repeats: str, *options: str) -> None:
     """Run as one of the processes that ``parallel`` starts."""
     mode = "ddp" if "RANK" in os.environ else "single"
     job = gpt2_job(detect("auto"))
-    config = job.config(*options, f"parallel={mode}", "steps=1000000")
+    config = job.config(*options, f"parallel={mode}", ENDLESS)
     world = config.parallel.world("auto")
     trainer = Trainer.from_config(config, detect("auto"), world)
     blocks = {"mantissa": stopwatch(steps_of(trainer), trainer.device)}
@@ -332,9 +244,7 @@ def _rank(file: str, repeats: str, *options: str) -> None:
         blocks["bare"] = stopwatch(BareDDP(workload).run, trainer.device)
     times = interleave({name: partial(block, STEPS) for name, block in blocks.items()}, int(repeats))
     if world.first:
-        Path(file).write_text(
-            json.dumps({"line": job.line(*options, "parallel=ddp").removeprefix("python "), "times": times})
-        )
+        Path(file).write_text(json.dumps(times))
     if dist.is_initialized():
         dist.destroy_process_group()
 

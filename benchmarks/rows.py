@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from evidence.turns import Times, interleave
+from evidence.turns import Times, interleave, stopwatch
 from trainer.hardware import Hardware
 from trainer.precision.kernels import not_timed_here
 
 MARKDOWN = "| quantity | measured | target | how |\n|---|---|---|---|"
 """The heading of a table of rows on a page."""
+ENDLESS = "steps=1000000"
+"""For a trainer whose steps are taken by hand, so that its schedule does not end."""
 _DIGITS = {"x": 3, "%": 2, "ms": 3, "s": 2, "images/s": 1}
 
 
@@ -35,23 +37,17 @@ class Row:
     """Whether values are lower bounds, and so is the median; an upper limit is then missed."""
 
     @property
-    def median(self) -> float:
-        """The median of ``values``."""
-        return statistics.median(self.values)
-
-    @property
     def met(self) -> bool | None:
         """Whether the median reaches the target; None without a target or a measurement."""
         if self.target is None or not self.values:
             return None
-        if self.at_most:
-            return self.median <= self.target and not self.lower_bound
-        return self.median >= self.target
+        median = statistics.median(self.values)
+        return median <= self.target and not self.lower_bound if self.at_most else median >= self.target
 
     def text(self) -> str:
         """Return two lines: the figure with its range and verdict, and below it what was measured."""
         figure, spread, target = self._cells()
-        verdict = f"target {target}: {'met' if self.met else 'MISSED'}" if self.values and target else ""
+        verdict = "" if self.met is None else f"target {target}: {'met' if self.met else 'MISSED'}"
         return f"  {self.name:<52} {figure:>10}  {spread:<20} {verdict}".rstrip() + f"\n      {self.measured}"
 
     def markdown(self) -> str:
@@ -59,22 +55,15 @@ class Row:
         figure, spread, target = self._cells()
         return f"| {self.name} | {f'{figure} {spread}'.strip()} | {target} | {self.measured} |"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self) | {"median": self.median if self.values else None, "met": self.met}
-
     def _cells(self) -> tuple[str, str, str]:
         """Return the median with its unit, the lowest and highest value, and the target."""
-        target = ""
-        if self.target is not None:
-            target = f"{'≤' if self.at_most else '≥'} {self.target:g} {self.unit}".replace(" x", "x")
+        unit = self.unit if self.unit == "x" else f" {self.unit}"
+        target = "" if self.target is None else f"{'≤' if self.at_most else '≥'} {self.target:g}{unit}"
         if not self.values:
             return "–", "", target
-        low, high, median = (
-            f"{value:.{_DIGITS[self.unit]}f}" for value in (min(self.values), max(self.values), self.median)
-        )
-        figure = f"{'at least ' if self.lower_bound else ''}{median} {self.unit}"
-        return figure.replace(" x", "x"), f"({low} to {high})", target
+        shown = (min(self.values), max(self.values), statistics.median(self.values))
+        low, high, median = (f"{value:.{_DIGITS[self.unit]}f}" for value in shown)
+        return f"{'at least ' if self.lower_bound else ''}{median}{unit}", f"({low} to {high})", target
 
 
 @dataclass
@@ -91,15 +80,6 @@ class Bench:
     """Precisions that are measured also in fp32 arithmetic."""
     text: str = ""
     """A file of text for ``nanogpt``; empty: the source of the standard library."""
-    failures: dict[str, str] = field(default_factory=dict, init=False)
-    """Errors by the part of the measurement that failed."""
-    complete: int | None = field(default=None, init=False)
-    """Complete repeats of the comparison that Ctrl-C ended; None: not interrupted."""
-
-    def failed(self, what: str, error: Exception) -> str:
-        """Record that a part of the measurement failed, while the others go on; return the error in words."""
-        self.failures[what] = f"{type(error).__name__}: {error}"
-        return f"failed: {self.failures[what]}"
 
     def left_out(self, mode: str) -> str | None:
         """Return why a precision is not measured: its speed here is not that of its format; None: it is."""
@@ -111,26 +91,24 @@ class Bench:
         """The precision of measurements that compare no precisions: bf16, or fp32 where bf16 is left out."""
         return "fp32" if self.left_out("bf16") else "bf16"
 
-    def repeat(self, what: str, number: int) -> None:
-        """Report that repeat ``number`` of ``what`` begins; 0 is the warm-up."""
-        self.report(f"{what}, {f'repeat {number} of {self.repeats}' if number else 'warm-up'}")
+    def times(
+        self, what: str, loops: Mapping[str, Callable[[int], object]], steps: int = 1, repeats: int | None = None
+    ) -> Times:
+        """Let loops take ``steps`` steps in turn, and return their seconds per repeat by name."""
+        blocks = {name: partial(stopwatch(loop, self.hardware.device), steps) for name, loop in loops.items()}
+        return self.interleave(what, blocks, repeats)
 
     def interleave(
-        self, what: str, blocks: dict[str, Callable[[], float]], repeats: int | None = None, warm_up: int = 1
+        self, what: str, blocks: Mapping[str, Callable[[], float]], repeats: int | None = None, warm_up: int = 1
     ) -> Times:
-        """Call the blocks in turn (see ``evidence.turns``), and report each call as one of ``what``.
-
-        Ctrl-C ends the repeats early. The complete ones are returned, so that their rows can be printed; the next call
-        raises KeyboardInterrupt.
-        """
-        if self.complete is not None:
-            raise KeyboardInterrupt
+        """Call blocks that return their seconds in turn (see ``evidence.turns``)."""
         repeats = self.repeats if repeats is None else repeats
 
         def before(name: str, number: int) -> None:
             self.repeat(f"{what}: {name}", number + 1 - warm_up)
 
-        times = interleave(blocks, repeats, warm_up, before)
-        complete = min(map(len, times.values()), default=repeats)
-        self.complete = complete if complete < repeats else None
-        return times
+        return interleave(blocks, repeats, warm_up, before)
+
+    def repeat(self, what: str, number: int) -> None:
+        """Report that repeat ``number`` of ``what`` begins; 0 is the warm-up."""
+        self.report(f"{what}, {f'repeat {number} of {self.repeats}' if number else 'warm-up'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -59,7 +59,7 @@ def in_turns(them: Sequence[One], rounds: Iterable[Round]) -> Iterator[tuple[One
 
 
 def interleave(
-    blocks: dict[str, Callable[[], float]],
+    blocks: Mapping[str, Callable[[], float]],
     repeats: int,
     warm_up: int = 1,
     before: Callable[[str, int], object] = lambda name, repeat: None,
@@ -67,18 +67,13 @@ def interleave(
     """Call the blocks in turn, in reverse order every second repeat, and return their seconds.
 
     ``warm_up`` further repeats come first and are not kept. ``before`` is called before each block, with its name and
-    the number of the repeat (from 0, warm-up included). Ctrl-C ends the repeats early, if one to be kept is complete.
+    the number of the repeat (from 0, warm-up included).
     """
     times: Times = {name: [] for name in blocks}
-    try:
-        for name, repeat in in_turns(list(blocks), range(warm_up + repeats)):
-            before(name, repeat)
-            times[name].append(blocks[name]())
-    except KeyboardInterrupt:
-        if min(map(len, times.values())) <= warm_up:
-            raise
-    complete = min(map(len, times.values()), default=0)
-    return {name: seconds[warm_up:complete] for name, seconds in times.items()}
+    for name, repeat in in_turns(list(blocks), range(warm_up + repeats)):
+        before(name, repeat)
+        times[name].append(blocks[name]())
+    return {name: seconds[warm_up:] for name, seconds in times.items()}
 
 
 def ratios(times: Times, above: str, below: str) -> list[float]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from evidence.turns import in_turns, interleave, ratios, stopwatch
@@ -43,20 +42,3 @@ def test_a_stopwatch_measures_only_its_own_steps() -> None:
     block = stopwatch(work, torch.device("cpu"), lambda: now[0])
     now[0] += 100
     assert block(4) == 2.0
-
-
-@pytest.mark.parametrize(("calls", "kept"), [(6, [2.0, 2.0]), (3, None)])
-def test_an_interruption_keeps_the_complete_repeats(calls: int, kept: list[float] | None) -> None:
-    left = iter(range(calls))
-
-    def block() -> float:
-        for _ in left:
-            return 2.0
-        raise KeyboardInterrupt
-
-    blocks = {"a": block, "b": block}
-    if kept is None:  # nothing but the warm-up
-        with pytest.raises(KeyboardInterrupt):
-            interleave(blocks, repeats=5)
-    else:
-        assert interleave(blocks, repeats=5) == {"a": kept, "b": kept}
