@@ -91,11 +91,11 @@ TYPED: dict[str, tuple[str, ...]] = {
     f"{RESNET} data=digits recipe.classes=5": ("recipe.classes=5", "10 classes", "recipe.classes=auto"),
     f"{TUNED} recipe.pretrained=gpt2 recipe.context=1024": ("recipe.context=1024 is longer", "use recipe.context=32"),
     # files and folders
-    f"{TUNED} recipe.pretrained=gpt2": ("recipe.pretrained=gpt2: the folder has no tokenizer", "save_pretrained"),
+    f"{TUNED} recipe.pretrained=gpt2": ("recipe.pretrained=gpt2 has no tokenizer that opens", "save_pretrained"),
     f"{TUNED} recipe.pretrained=bert": ("recipe.pretrained=bert is of type bert, not gpt2; use recipe=bert",),
     f"{TUNED} recipe.pretrained=empty": ("recipe.pretrained=empty cannot be opened as a gpt2",),
     f"{TUNED} recipe.pretrained=./nowhere": ("recipe.pretrained=./nowhere: there is no such folder",),
-    f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2: the folder has no tokenizer",),
+    f"{GPT2} data=text data.path=long.txt data.tokenizer=gpt2": ("data.tokenizer=gpt2 has no tokenizer that opens",),
     "data=text": ("missing required option: data.path",),
     "data=text data.path=nowhere.txt": ("data.path=nowhere.txt", "no such file"),
     f"{GPT2} data=text 'data.path=mein Ordner ü'": ("data.path=mein Ordner ü: there is no such file or folder",),

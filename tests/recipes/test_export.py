@@ -46,16 +46,6 @@ def test_a_tokenizer_opens_elsewhere_with_the_same_ids_and_decodes_exactly(name:
     assert set(theirs(TEXT)) == {"input_ids", "attention_mask"}  # token_type_ids would be looked up as tokens
 
 
-def test_bytes_that_are_no_text_decode_as_here(tmp_path: Path) -> None:
-    Bytes().save(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    everything = [*range(256), *range(255, -1, -1), 0xE2, 0x82, 0xF0, 0x9F, 0x98, 65, 0xC3]
-    for start in range(0, len(everything), 5):
-        ids = everything[start : start + 5]
-        assert theirs.decode(ids) == Bytes().decode(ids)
-    assert theirs.decode(everything) == Bytes().decode(everything)
-
-
 def test_text_that_has_no_ids_is_an_error_elsewhere_too(tmp_path: Path) -> None:
     for name, tokenizer in {
         "chars": Characters.collect(["abc"]),

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import logging
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from recipes.data.hub import Hub
 from recipes.data.images.arrays import Digits, Idx
-from recipes.data.images.augment import ImageNet
+from recipes.data.images.augment import AutomaticAugment, ImageAugment, ImageNet
 from recipes.data.images.folder import ImageFolder
 from recipes.data.images.pixels import held_out, square
-from recipes.data.images.source import ImageDatasets
+from recipes.data.images.source import ImageDatasets, ImageSource
+from recipes.data.synthetic import Synthetic
 from trainer.data.contract import SampleId
 from trainer.errors import UserError
 
@@ -28,15 +31,15 @@ def plain(count: int, start: int = 0) -> list[SampleId]:
     return [SampleId(index, None) for index in range(start, start + count)]
 
 
-def save(folder: Path, files: list[str]) -> Path:
+def save(folder: Path, files: list[str], height: int = 40, width: int = 60) -> Path:
     for seed, name in enumerate(files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        noise(40, 60, seed).save(folder / name)
+        noise(height, width, seed).save(folder / name)
     return folder
 
 
-def animals(folder: Path, each: int = 10) -> Path:
-    return save(folder, [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(each)])
+def animals(folder: Path, each: int = 10, height: int = 40, width: int = 60) -> Path:
+    return save(folder, [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(each)], height, width)
 
 
 def files_of(data: ImageDatasets) -> tuple[set[str], set[str]]:
@@ -178,8 +181,8 @@ def idx_bytes(array: np.ndarray) -> bytes:
     return bytes([0, 0, 8, array.ndim]) + shape + array.astype(np.uint8).tobytes()
 
 
-def write_pair(folder: Path, part: str, count: int, ending: str = "") -> tuple[np.ndarray, np.ndarray]:
-    images = np.random.default_rng(count).integers(0, 256, (count, 12, 12), dtype=np.uint8)
+def write_pair(folder: Path, part: str, count: int, ending: str = "", side: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    images = np.random.default_rng(count).integers(0, 256, (count, side, side), dtype=np.uint8)
     labels = np.arange(count) % 3
     for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
         content = idx_bytes(array)
@@ -236,3 +239,23 @@ def test_damaged_idx_files_are_named(tmp_path: Path, file: str, content: bytes |
         (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=message):
         Idx(path=str(tmp_path)).images(None)
+
+
+# ------------------------------------------------------------------------------------------ all sources
+
+
+def test_every_source_reports_the_stored_size_of_its_images_to_auto(tmp_path: Path) -> None:
+    def chosen(source: ImageSource, size: int) -> ImageAugment:
+        data = replace(source, augment=AutomaticAugment()).images(size)
+        assert data.augment == data.train.augment == data.valid.augment
+        return data.augment
+
+    assert chosen(Digits(), 224) == ImageAugment()
+    assert chosen(Synthetic(classes=2), 64) == ImageAugment()
+    for side, augment in ((28, ImageAugment()), (64, ImageNet())):
+        write_pair(tmp_path, "train", 30, side=side)
+        assert chosen(Idx(path=str(tmp_path)), 96 - side) == augment
+    for name, height, width, augment in (("small", 63, 200, ImageAugment()), ("large", 200, 64, ImageNet())):
+        folder = str(animals(tmp_path / name, 4, height, width))
+        assert chosen(ImageFolder(path=folder), 224) == augment
+        assert chosen(Hub(name=folder, cache_dir=str(tmp_path / "cache")), 32) == augment

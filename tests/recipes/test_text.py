@@ -239,7 +239,7 @@ def test_options_out_of_range(option: str, value: object, file: Path) -> None:
     [
         (b"", "is empty"),
         (b"\xef\xbb\xbf", "no text is left"),
-        (b"a", "no text is left for training"),
+        (b"a", "no text is left for the train part"),
         (b"fine until\x00here", "zero byte at offset 10"),
         ("fine until é".encode("latin-1"), "offset 11"),
         ("text".encode("utf-16"), "zero byte at offset 3"),

@@ -39,7 +39,7 @@ class Digits(ImageSource):
         images = scale(pixels, size).numpy()
         labels = digits.target.astype(np.int64)
         valid = held_out(labels, self.valid_fraction)
-        return _opened(self, [(images[rows], labels[rows]) for rows in (~valid, valid)], size, 8)
+        return _opened(self, "data=digits", [(images[rows], labels[rows]) for rows in (~valid, valid)], size, 8)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Idx(ImageSource):
             valid = held_out(labels, self.valid_fraction)
             parts = [(images[rows], labels[rows]) for rows in (~valid, valid)]
         sides = parts[0][0].shape[2:]
-        return _opened(self, parts, image_size or max(sides), min(sides))
+        return _opened(self, f"data.path={self.path}", parts, image_size or max(sides), min(sides))
 
     def _files(self) -> list[tuple[Path, Path]]:
         """Return the pairs of images and labels: to train on, and to validate on where there are two."""
@@ -128,11 +128,10 @@ def _read_idx(path: Path, magic: int, what: str) -> np.ndarray:
 
 
 def _opened(
-    source: Digits | Idx, parts: list[tuple[np.ndarray, np.ndarray]], size: int, shorter_side: int
+    source: ImageSource, where: str, parts: list[tuple[np.ndarray, np.ndarray]], size: int, shorter_side: int
 ) -> ImageDatasets:
     """Return the images and labels to train on, and those to validate on."""
     classes = [str(label) for label in range(max(labels.max(initial=0) for _, labels in parts) + 1)]
     mean, std = grey_statistics(parts[0][0])
-    where = f"data.path={getattr(source, 'path', '')}"
     datasets = dict(zip(("training", "validation"), (ArrayImages(*part) for part in parts), strict=True))
     return source.opened(source.kind, where, datasets, classes, size, shorter_side, mean=mean, std=std)

@@ -103,12 +103,9 @@ class ImageAugment(Augment):
             UserError: images are mixed, and the number of a microbatch is odd.
         """
         if self.mixes and micro_batch_size % 2:
-            even = [size for size in range(2, batch_size + 1, 2) if batch_size % size == 0]
-            near = min(even, key=lambda size: abs(size - micro_batch_size), default=None)
-            advice = f"micro_batch_size={near}" if near else "an even batch_size"
             raise UserError(
                 f"micro_batch_size={micro_batch_size} must be even for {' '.join(self.on_device)}, which mixes "
-                f"neighbours in pairs; use {advice}"
+                "neighbours in pairs; use another one, or another batch_size"
             )
 
     def choose(self, shorter_side: int | None) -> ImageAugment:

@@ -24,8 +24,8 @@ class ImageDatasets(Datasets):
     classes: list[str]
     image_size: int
     """Height and width, in pixels."""
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     """Of the three channels, after division by 255; the recipe normalises on the device."""
     augment: ImageAugment = field(default_factory=ImageAugment)
     """What is done to the images as they are fetched, and which part of them is evaluated."""

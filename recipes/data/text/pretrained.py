@@ -9,10 +9,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from recipes.data.text.source import Tokenizer
 from trainer.errors import UserError, first_line
 
 
-class Pretrained:
+class Pretrained(Tokenizer):
     """Any tokenizer that ``AutoTokenizer`` opens, without the special tokens it would add by itself."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
@@ -57,9 +58,6 @@ class Pretrained:
             found: int | None = getattr(self._tokenizer, f"{role}_id")
             return found
         return self._vocabulary.get(role)
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_many([text])[0]
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)

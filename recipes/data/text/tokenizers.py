@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,29 +23,12 @@ _BPE_TRAINING_CHARACTERS = 200_000_000
 """More text takes memory and minutes, and hardly changes the merges."""
 
 
-class CorpusTokenizer(Tokenizer, Protocol):
-    """A tokenizer as the preparation of a corpus needs it."""
-
-    label: str
-    """For the start block, such as ``own BPE of 4096``."""
-    separator: list[int]
-    """The ids between two documents."""
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = np.asarray(self.encode_many([text])[0]).tolist()
-        return ids
-
-    def encode_many(self, texts: list[str]) -> Sequence[ArrayLike]:
-        """Return the ids of each text: a list or one-dimensional array of integers."""
-        ...
-
-
-class OwnTokenizer(CorpusTokenizer):
+class OwnTokenizer(Tokenizer):
     """One of the ``tokenizers`` library, made here.
 
     Args:
         backend: its ``tokenizers.Tokenizer`` (which has no type stubs).
-        label: see ``CorpusTokenizer``.
+        label: see ``Tokenizer``.
         separator: see there.
         settings: of transformers' tokenizer, such as ``eos_token``.
     """

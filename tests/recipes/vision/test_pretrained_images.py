@@ -66,7 +66,7 @@ def test_weights_of_torchvision_by_name_with_a_new_head_and_their_normalisation(
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     torch.testing.assert_close(normalised[0], (batch[0] / 255 - mean) / std)
     (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
-    assert "a new head for 10 classes (fc.weight, fc.bias); images are normalised as it needs (0.485" in choice.why
+    assert "a new head for 10 classes (fc.weight, fc.bias); images are normalised with 0.485" in choice.why
     assert trainer.recipe.facts(trainer.model, trainer.datasets)["pretrained"] == "IMAGENET1K_V1"
 
 
@@ -84,7 +84,7 @@ def test_weights_from_a_file(published: dict[str, Tensor], tmp_path: Path) -> No
     for name in ("plain.pth", "weights.safetensors", "timm.pth"):
         trainer = trainer_of(*SMALL, f"recipe.pretrained={tmp_path / name}")
         (choice,) = (choice for choice in trainer.decisions if choice.key == "recipe.pretrained")
-        assert "as weights of ImageNet need it (0.485" in choice.why
+        assert "images are normalised with 0.485" in choice.why
         assert same_bits(body(trainer.model.state_dict()), body(published))
         assert trainer.datasets.mean == IMAGENET_MEAN  # type: ignore[attr-defined]
 
